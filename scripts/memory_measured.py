@@ -21,7 +21,7 @@ import hfscale
 from hfscale import MemoryConfig, ParallelConfig, RoutingConfig
 from hfscale.cost.model.layer_bytes import is_known
 from hfscale.cost.model.memory import MemoryEstimate, estimate_memory
-from hfscale.cost.model.shapes import shape_of_plan
+from hfscale.cost.model.model_shape import shape_of_plan
 from hfscale.cost.tools.measure_layers import measured_layers
 from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.cost.tools.meta_model import run_spec
@@ -229,8 +229,8 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         options=case.optimizer_options,
         tokens=tokens,
         sequence_length=case.length,
-        alive=in_flight_together(plan, case.microbatches),
-        recomputed_layers=chosen,
+        in_flight=in_flight_together(plan, case.microbatches),
+        chosen=chosen,
         mixed_precision=precision,
         routes=shape_of_plan(plan, case.config).routed or None,
         chunk_rows=rows_per_chunk(tokens, case.config.vocab_size, torch.device("cpu")),

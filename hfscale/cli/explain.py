@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     more: dict[str, Any] = remote_code(arguments)
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     plan = make_plan(config, **more)
-    asked = run_spec(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
+    spec = run_spec(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
     found = explain(
-        summarize(plan, asked, sequence=sequence),
+        summarize(plan, spec, sequence=sequence),
         ranks=arguments.data_ranks,
         tp=arguments.tp,
         sequence=sequence,

@@ -47,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
     from ..build import plan as make_plan
-    from ..cost.model.machine import find_machine
-    from ..cost.tools.estimate import constants_of
+    from ..cost.model.machine import constants_of, find_machine
     from ..cost.tools.meta_model import run_spec
     from ..cost.tools.model_summary import summarize
     from ..cost.tools.search import search
@@ -66,10 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     plan = make_plan(config, **more)
-    asked = run_spec(config, mixed_precision=mixed, **more)
-    facts = summarize(plan, asked, arguments.optimizer, sequence=sequence)
+    spec = run_spec(config, mixed_precision=mixed, **more)
+    summary = summarize(plan, spec, arguments.optimizer, sequence=sequence)
     found = search(
-        facts,
+        summary,
         arguments.gpus,
         machine,
         tokens_per_step=tokens,
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
-    from ..cost.tools.batch_rules import learning_rates
+    from ..cost.tools.recipe import learning_rates
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost.model.optimizer_states import BITSANDBYTES, BitsAndBytesOptimizer
+from ..cost.model.optimizer_bytes import BITSANDBYTES, BitsAndBytesOptimizer
 from ..errors import ConfigError
 
 Options = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._host.bitsandbytes import optimizers
-from ..cost.model.optimizer_states import BLOCK, MIN_8BIT_SIZE
+from ..cost.model.optimizer_bytes import BLOCK, MIN_8BIT_SIZE
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..plan.flat_blocks import flat_blocks_align

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from hfscale.cost.model.constants import Constants
 from hfscale.cost.model.job import Job
-from hfscale.cost.model.layer_time import Seconds, head_seconds, layer_seconds
-from hfscale.cost.model.machine import Machine
+from hfscale.cost.model.machine import Constants, Machine
 from hfscale.cost.model.model_shape import ModelShape
-from hfscale.cost.model.step_time import StepTime, step_time
+from hfscale.cost.model.step_time import Seconds, StepTime, head_seconds, layer_seconds, step_time
 
 SEQUENCE = 4096
 VOCABULARY = 131072

@@ -20,8 +20,7 @@ from typing import Any
 
 from _nanotron import MODELS, SEQUENCE, Row, memory_of, refusal, replicas_filter, time_of, verdict
 
-from hfscale.cost.model.constants import CONSTANTS, fitted
-from hfscale.cost.model.machine import find_machine
+from hfscale.cost.model.machine import CONSTANTS, find_machine, fitted
 from hfscale.errors import ConfigError
 
 COLUMNS = ("nodes", "mbs", "gradacc", "dp", "pp", "tp", "zero")

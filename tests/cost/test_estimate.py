@@ -15,7 +15,7 @@ import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.cost.model.machine import find_machine, machine_names
-from hfscale.cost.model.shapes import shape_of_plan
+from hfscale.cost.model.model_shape import shape_of_plan
 
 from ..models import tiny
 

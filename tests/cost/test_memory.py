@@ -60,7 +60,7 @@ def test_shares_add_up(axis: str) -> None:
 
 def test_microbatches_that_are_alive() -> None:
     plan = hfscale.plan(tiny("llama", num_hidden_layers=4), ParallelConfig(pp_size=2))
-    one, two = (estimate_memory(plan, {"pp": 0}, alive=(count, 1), tokens=64) for count in (1, 2))
+    one, two = (estimate_memory(plan, {"pp": 0}, in_flight=(count, 1), tokens=64) for count in (1, 2))
     assert two.activations == 2 * one.activations
     assert two.loss == 0  # the last stage's
 

@@ -14,14 +14,13 @@ import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.cli.amounts import bytes_of, tokens_of
-from hfscale.cost.model.constants import fitted
-from hfscale.cost.model.machine import find_machine
-from hfscale.cost.tools.batch_rules import learning_rates
+from hfscale.cost.model.machine import find_machine, fitted
 from hfscale.cost.tools.candidates import Candidate, candidates
 from hfscale.cost.tools.fast_cost import FastCost
 from hfscale.cost.tools.meta_model import run_spec
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
-from hfscale.cost.tools.search import parallel_arguments, search
+from hfscale.cost.tools.recipe import learning_rates
+from hfscale.cost.tools.search import search
 from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
 from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks
 from hfscale.recipes.read import read_recipe
@@ -79,7 +78,7 @@ def test_arithmetic_agrees_with_the_plan(case: Candidate, mixed: str) -> None:
     found = FastCost(facts(mixed), H100, fitted(), 4096).estimate(case)
     planned = hfscale.estimate(
         SMALL,
-        ParallelConfig(**parallel_arguments(case)),
+        ParallelConfig(**case.parallel_arguments()),
         batch_size=case.batch,
         num_microbatches=case.microbatches,
         dtype=torch.float32 if mixed == "bf16" else torch.bfloat16,
@@ -110,7 +109,7 @@ def test_activations_of_other_layers_agree_with_the_plan(of: str, mixed: str) ->
     for case in (*OTHERS, *([SPREAD] if of == "mixtral" else [])):
         planned = hfscale.estimate(
             config,
-            ParallelConfig(**parallel_arguments(case)),
+            ParallelConfig(**case.parallel_arguments()),
             sequence_length=1024,
             num_microbatches=case.microbatches,
             mixed_precision=mixed,
@@ -136,7 +135,7 @@ def test_candidates_use_every_gpu_and_every_sequence() -> None:
     for each in found:
         assert each.tp * each.pp * each.cp * each.dp == 16
         assert each.batch * each.microbatches * each.dp == 64
-        ParallelConfig(**parallel_arguments(each))
+        ParallelConfig(**each.parallel_arguments())
     assert {each.cp for each in candidates(facts(), H100, 16, 64, 131072)} >= {1, 2, 4, 8, 16}
 
 
@@ -183,7 +182,7 @@ def test_offload_agrees_with_the_plan(what: tuple[str, ...]) -> None:
     found = FastCost(facts("no"), H100, fitted(), 4096).estimate(case)
     planned = hfscale.estimate(
         SMALL,
-        ParallelConfig(**parallel_arguments(case)),
+        ParallelConfig(**case.parallel_arguments()),
         num_microbatches=4,
         dtype=torch.bfloat16,
         memory=MemoryConfig(**{f"offload_{each}": True for each in what}),

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from hfscale.cost.model.constants import CONSTANTS, Constants, fitted, read_constants
 from hfscale.cost.model.job import Job
-from hfscale.cost.model.layer_time import Seconds, head_seconds, layer_seconds
-from hfscale.cost.model.machine import find_machine
+from hfscale.cost.model.machine import CONSTANTS, Constants, find_machine, fitted, read_constants
 from hfscale.cost.model.model_shape import ModelShape
-from hfscale.cost.model.step_time import step_time
+from hfscale.cost.model.step_time import Seconds, head_seconds, layer_seconds, step_time
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "cost" / "data"

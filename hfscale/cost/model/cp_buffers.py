@@ -17,7 +17,7 @@ from ...sequences import choose
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:
-    """Of the layer that holds most.
+    """Return the bytes of the layer that holds most.
 
     Args:
         kv: bytes of one token's keys and values; ``q`` of its queries.
@@ -33,14 +33,14 @@ def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> f
 
 
 def method_of(context: ContextPlan, size: int) -> str:
-    """How the attention of a layer reads other ranks' tokens."""
+    """Return how the attention of a layer reads other ranks' tokens."""
     if not context.heads:
         return "gather" if context.method == "auto" else context.method
     return choose(context.method, context.heads, context.key_heads, size)
 
 
 def replicas(plan: Plan) -> float:
-    """On how many ranks each key head is, where heads are shared out to more ranks than there are."""
+    """Return on how many ranks each key head is, where heads are shared out to more ranks than there are."""
     context = plan.feature(ContextPlan)
     size = plan.layout.cp
     if context is None or not context.key_heads or not shares_heads(plan):
@@ -50,6 +50,6 @@ def replicas(plan: Plan) -> float:
 
 
 def shares_heads(plan: Plan) -> bool:
-    """Whether ranks attend with some heads each, and exchange the result for their own tokens'."""
+    """Return whether ranks attend with some heads each, and exchange the result for their own tokens'."""
     context = plan.feature(ContextPlan)
     return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

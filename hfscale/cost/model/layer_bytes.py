@@ -29,9 +29,13 @@ Context ranks that share out heads keep key heads once more for each rank that r
 twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+
+import torch
 
 from ..._host.peft import LORA_A
 from ...plan.compress import FEW
@@ -49,19 +53,12 @@ _HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousa
 
 @dataclass(frozen=True)
 class Types:
-    """In what a forward pass computes.
+    """What a forward pass computes in, in bytes of a value."""
 
-    Attributes:
-        size: bytes of a value within blocks.
-        adapters: bytes of a value of an adapter's factors, as they are multiplied.
-        autocasts: bytes of a value between blocks, where autocast alone computes in another type within; 0: the same.
-        kept: bytes of a value that a layer keeps, of whatever type, where it keeps them in 8 bits.
-    """
-
-    size: int
-    adapters: int
-    autocasts: int = 0
-    kept: float | None = None
+    size: int  # within blocks
+    adapters: int  # of adapters' factors, as they are multiplied
+    autocasts: int = 0  # between blocks, where autocast alone computes in another type within; 0: the same
+    kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
 
     @property
     def stream(self) -> int:
@@ -69,29 +66,49 @@ class Types:
         return self.autocasts or self.size
 
     def as_kept(self, size: float) -> float:
-        """Bytes of a value of ``size`` bytes, as a layer keeps it."""
+        """Return the bytes of a value of ``size`` bytes, as a layer keeps it."""
         return size if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer keeps of one token.
+    """What one layer keeps of one token."""
 
-    Attributes:
-        kept: bytes for the backward pass.
-        stream: bytes of its input alone, which is kept where activations are recomputed.
-        counted: whether it is counted, and not estimated from above.
-        again: bytes that are kept while its largest block that is recomputed by itself runs its backward pass.
-        as_input: bytes of :attr:`kept` that are its input, as it was given.
-        piece: bytes of :attr:`kept` that its backward pass reads at once, at the most: those of one operation.
-    """
+    kept: float  # bytes for the backward pass
+    stream: float  # bytes of its input alone, which is kept where activations are recomputed
+    counted: bool  # and not estimated from above
+    again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
+    as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
+    piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
 
-    kept: float
-    stream: float
-    counted: bool
-    again: float = 0.0
-    as_input: float = 0.0
-    piece: float = 0.0
+
+def types_of(plan: Plan, mixed: bool) -> Types:
+    """Return what the plan's model computes in, and its adapters."""
+    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=size_of, default=torch.float32)
+    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
+    if mixed and plan.layout.data_world > 1:
+        return Types(2, 2)
+    size = size_of(model)
+    own = max((size_of(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
+    if mixed and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
+        return Types(2, 2, autocasts=size)
+    return Types(size, own)
+
+
+def size_of(dtype: torch.dtype) -> int:
+    """Return the bytes of a value."""
+    return dtype.itemsize
+
+
+def sequence_ranks(plan: Plan) -> int:
+    """Return over how many tensor ranks the hidden states between blocks are cut."""
+    return plan.layout.tp if plan.sequence_regions else 1
+
+
+def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
+    """Return the parameters of a layer, without those of adapters."""
+    adapters = {adapter.name for adapter in plan.adapters}
+    return [planned for planned in plan.of_layers[layer] if planned.name not in adapters]
 
 
 def layer_bytes(
@@ -105,7 +122,7 @@ def layer_bytes(
     first: bool = False,
     length: int = 0,
 ) -> LayerBytes:
-    """What ``layer`` keeps of one token of the batch of the rank at ``ranks``.
+    """Return what ``layer`` keeps of one token of the batch of the rank at ``ranks``.
 
     Args:
         trained: names of the parameters that train.
@@ -113,15 +130,13 @@ def layer_bytes(
         first: whether nothing in front of it trains, so that its input needs no gradient.
         length: tokens of a sequence.
     """
-    adapters = {adapter.name for adapter in plan.adapters}
-    owned = [p for p in plan.of_layers[layer] if p.name not in adapters]
-    hidden = stream_width(plan, layer)
-    sequence = plan.layout.tp if plan.sequence_regions else 1
+    owned, hidden = own_parameters(plan, layer), stream_width(plan, layer)
+    sequence = sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(owned, layer)
     if roles is None:
         scores = _score_bytes(types) * length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
-        return LayerBytes(_at_most(plan, layer, owned, hidden, ranks, types, routes) + scores, stream, False)
+        return LayerBytes(_at_most(plan, layer, ranks, types, routes) + scores, stream, False)
     layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence, length)
     blocks, again = layer_of.blocks()
     as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
@@ -129,14 +144,12 @@ def layer_bytes(
 
 
 def is_known(plan: Plan, layer: str) -> bool:
-    """Whether a formula says what ``layer`` keeps: LLaMA's."""
-    adapters = {adapter.name for adapter in plan.adapters}
-    owned = [p for p in plan.of_layers[layer] if p.name not in adapters]
-    return _llama_roles(owned, layer) is not None
+    """Return whether a formula says what ``layer`` keeps: LLaMA's."""
+    return _llama_roles(own_parameters(plan, layer), layer) is not None
 
 
 def stream_width(plan: Plan, layer: str) -> int:
-    """Numbers of one token between layers: the length that most vectors of a layer have, or most sides of matrices."""
+    """Return the width of the stream between layers: the length that most sides of a layer's matrices have."""
     counts: dict[int, int] = {}
     for planned in plan.of_layers[layer]:
         if len(planned.shape) >= 2:
@@ -145,35 +158,38 @@ def stream_width(plan: Plan, layer: str) -> int:
     return max(counts, key=lambda size: (counts[size], -size), default=0)
 
 
+@dataclass(frozen=True)
 class _Llama:
-    def __init__(
-        self,
-        plan: Plan,
-        roles: dict[str, ParameterPlan],
-        hidden: int,
-        ranks: dict[str, int],
-        types: Types,
-        trained: frozenset[str],
-        sequence: int,
-        length: int,
-    ) -> None:
-        self.plan, self.roles, self.hidden, self.types, self.trained = plan, roles, hidden, types, trained
-        self.ranks, self.sequence = ranks, sequence
-        part = self._out("q_proj") / roles["q_proj"].shape[0]
-        scores = heads_with_scores(plan) * (not recomputed(plan).attention)
-        self.scores = length * part * scores  # of one token, where attention keeps them
-        self.ranks_of_adapters: dict[str, int] = {}
-        for adapter in plan.adapters:
+    plan: Plan
+    roles: dict[str, ParameterPlan]
+    hidden: int
+    ranks: dict[str, int]
+    types: Types
+    trained: frozenset[str]
+    sequence: int
+    length: int
+
+    @cached_property
+    def scores(self) -> float:
+        """Scores of one token, where attention keeps them."""
+        part = self._out("q_proj") / self.roles["q_proj"].shape[0]
+        return self.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
+
+    @cached_property
+    def ranks_of_adapters(self) -> Counter[str]:
+        """Weight -> ranks of its low-rank adapters."""
+        found = Counter[str]()
+        for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:
-                known = self.ranks_of_adapters.get(adapter.base, 0)
-                self.ranks_of_adapters[adapter.base] = known + adapter.shape[0]
+                found[adapter.base] += adapter.shape[0]
+        return found
 
     def keeps_input(self, first: bool) -> bool:
-        """Whether the first norm keeps the layer's input as it is, and no copy in 32 bits."""
+        """Return whether the first norm keeps the layer's input as it is, and no copy in 32 bits."""
         return self.types.stream >= 4 and (not first or self.roles["input_layernorm"].name in self.trained)
 
     def norms(self, first: bool) -> float:
-        """Inputs and normed inputs of both norms, per token of the whole sequence."""
+        """Return the bytes of inputs and normed inputs of both norms, per token of the whole sequence."""
         total = 0.0
         for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
             planned, wide = self.roles[name], max(4, self.types.size)
@@ -184,13 +200,13 @@ class _Llama:
         return total / self.sequence
 
     def blocks(self) -> tuple[float, float]:
-        """What the blocks keep, their inputs included; and, of those that are recomputed by themselves, the most that
-        one keeps while it is.
+        """Return what the blocks keep, their inputs included; and, of those that are recomputed by themselves, the most
+        that one keeps while it is.
         """
-        alone, total, again = recomputed(self.plan).modules, 0.0, 0.0
+        total, again = 0.0, 0.0
         blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
         for output, kept, readers in blocks:
-            if self.roles[output].name.removesuffix(f".{output}.weight") in alone:
+            if self._is_alone(output):
                 given = self._kept(self.hidden, self.types.stream)
                 shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
                 total, again = total + given, max(again, kept - shared)
@@ -199,29 +215,43 @@ class _Llama:
         return total, again
 
     def piece(self) -> float:
-        """Of one token, what the operation reads that reads most: the product in the MLP, or attention."""
-        again, size, found = recomputed(self.plan), self.types.size, [self._kept(self.hidden, self.types.stream)]
-        if self.roles["down_proj"].name.removesuffix(".down_proj.weight") not in again.modules:
+        """Return what the operation reads of one token that reads most: the product in the MLP, or attention."""
+        size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
+        if not self._is_alone("down_proj"):
             found.append(2 * self._kept(self._out("gate_proj"), size))
-        if not again.attention and self.roles["o_proj"].name.removesuffix(".o_proj.weight") not in again.modules:
+        if not self.attention_again and not self._is_alone("o_proj"):
             queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
 
+    @property
+    def attention_again(self) -> bool:
+        """Whether attention between its projections is recomputed."""
+        return recomputed(self.plan).attention
+
+    def _is_alone(self, output: str) -> bool:
+        """Return whether the block of an output projection is recomputed by itself."""
+        return self.roles[output].name.removesuffix(f".{output}.weight") in recomputed(self.plan).modules
+
+    def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
+        """Return whether any of these projections trains, and the ranks of their adapters."""
+        names = [self.roles[name].name for name in readers]
+        adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
+        return any(name in self.trained for name in names), adapted
+
     def _attention(self) -> float:
         size = self.types.size
         queries, keys = self._out("q_proj"), self._out("k_proj")
         read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
-        total = (
-            self._kept(queries, size) + 2 * self._kept(read, size) + self._kept(self.scores, _score_bytes(self.types))
-        )
-        total += max(4, size) * self._heads(queries) * (not self.scores and not recomputed(self.plan).attention)
+        total = self._kept(queries, size) + 2 * self._kept(read, size)
+        total += self._kept(self.scores, _score_bytes(self.types))
+        total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
                 total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
-        if self.scores or recomputed(self.plan).attention:  # nothing but what the output projection keeps
+        if self.scores or self.attention_again:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
             total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
@@ -233,7 +263,7 @@ class _Llama:
         return total + self._read_stream(_MLP[:2])
 
     def _kept(self, values: float, size: float) -> float:
-        """Bytes of so many values of a token; few stay as they are."""
+        """Return the bytes of so many values of a token; few stay as they are."""
         return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
 
     def _heads(self, queries: int) -> float:
@@ -244,50 +274,44 @@ class _Llama:
         return self.roles[name].model_shape(self.ranks)[0]
 
     def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Bytes that projections keep of what a norm returns: this rank's share of it, where it is gathered anew for
-        them and their adapters; under autocast else a copy each.
+        """Return the bytes that projections keep of what a norm returns: this rank's share of it, where it is gathered
+        anew for them and their adapters; under autocast else a copy each.
         """
         if self.sequence > 1 and self.plan.layout.sequence_regather:
-            names = [self.roles[name].name for name in readers]
-            adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
-            needed = bool(adapted) or any(name in self.trained for name in names)
+            trains, adapted = self._adapted(readers)
             size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
-            own = self._kept(self.hidden, size) / self.sequence * needed
+            own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
             return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
         if not self.types.autocasts:
             return self._read(self.hidden, readers)
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
     def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
-        """Bytes that projections keep of an input of ``width`` values.
+        """Return the bytes that projections keep of an input of ``width`` values.
 
         Args:
             kept: whether something else keeps it in any case.
         """
-        weights = [self.roles[name].name for name in readers]
-        adapted = [self.ranks_of_adapters[name] for name in weights if name in self.ranks_of_adapters]
-        size, wide = self.types.size, self.types.adapters
-        if adapted and wide == size and not self.types.autocasts:
-            own = self._kept(width, size)
-        else:
-            own = self._kept(width, size) * any(name in self.trained for name in weights)
-        copies = self._kept(width, wide) * len(adapted) if wide != size or self.types.autocasts else 0
+        (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
+        casts = wide != size or bool(self.types.autocasts)
+        own = self._kept(width, size) * (trains or bool(adapted and not casts))
+        copies = self._kept(width, wide) * len(adapted) * casts
         return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
 
 
 def _score_bytes(types: Types) -> int:
-    """Bytes of a score of eager attention: softmax is in 32 bits."""
+    """Return the bytes of a score of eager attention: softmax is in 32 bits."""
     return 4 + (types.size if types.size != 4 else 0)
 
 
 def _ranks_of_heads(plan: Plan, layer: str) -> int:
-    """Over how many tensor ranks a layer's heads are cut, as far as its blocks say: not where its MLP alone is one."""
+    """Return how many tensor ranks cut a layer's heads, as far as its blocks say: not where its MLP alone is one."""
     blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
     return plan.layout.tp if len(blocks) > 1 else 1
 
 
 def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
-    """The parameters of LLaMA's layer by name; ``None`` of any other layer."""
+    """Return the parameters of LLaMA's layer by name; ``None`` of any other layer."""
     expected = {f"{layer}.self_attn.{name}.weight": name for name in (*_ATTENTION, "q_norm", "k_norm")}
     expected |= {f"{layer}.mlp.{name}.weight": name for name in _MLP}
     expected |= {f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
@@ -297,28 +321,18 @@ def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterP
     return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
 
 
-def _at_most(
-    plan: Plan,
-    layer: str,
-    owned: list[ParameterPlan],
-    hidden: int,
-    ranks: dict[str, int],
-    types: Types,
-    routes: int | None,
-) -> float:
+def _at_most(plan: Plan, layer: str, ranks: dict[str, int], types: Types, routes: int | None) -> float:
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
     tensor = plan.layout.tp if plan.layout.slices_tokens else 1
-    values, wide = 2.0 * hidden * types.stream / types.size, 0.0
-    for planned in owned:
+    values, wide = 2.0 * stream_width(plan, layer) * types.stream / types.size, 0.0
+    for planned in own_parameters(plan, layer):
         local, inside = planned.model_shape(ranks), planned.name.startswith(experts)
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
-            # Which side is the output is not known here.
-            share = often / count if inside else 1
-            values += share * (2 * sum(local) + min(local))
+            values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
     of_adapters = types.adapters * _of_adapters(plan, layer, ranks, types)
@@ -326,7 +340,7 @@ def _at_most(
 
 
 def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) -> int:
-    """Values that a layer's adapters keep: those between their factors, and copies of inputs in another type."""
+    """Return the values that adapters keep: those between their factors, and copies of inputs in another type."""
     low_rank = [a for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")]
     kept = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
     copied = low_rank if types.adapters != types.size else ()

@@ -7,29 +7,20 @@ rank has a network card of its own.
 
 from math import log2
 
-from .constants import Constants
-from .machine import Machine
+from .machine import Constants, Machine
 
 
 def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
-    """Bytes per second of a collective in a layer, over ``size`` neighbouring ranks."""
+    """Return the bytes per second of a collective in a layer, over ``size`` neighbouring ranks."""
     within = constants.link * machine.link_bandwidth
     local = min(size, machine.ranks_per_node)
-    if size <= local:
-        return within
-    return 1 / (1 / within + 1 / (local * constants.far_nic * machine.nic_bandwidth))
-
-
-def tensor_latency(size: int, machine: Machine, constants: Constants) -> float:
-    """Seconds that a layer's collectives take for tensor ranks on several nodes, however little they exchange."""
-    return constants.far_latency * size if size > machine.ranks_per_node else 0.0
+    return within if size <= local else 1 / (1 / within + 1 / (local * constants.far_nic * machine.nic_bandwidth))
 
 
 def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:
-    """Bytes per second of a collective of gradients or weights.
+    """Return the bytes per second of a collective of gradients or weights over ``size`` ranks.
 
     Args:
-        size: ranks.
         apart: distance between two of them, which is the number of ranks that share a batch.
     """
     within = constants.data_link * machine.link_bandwidth
@@ -42,7 +33,7 @@ def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> f
 
 
 def ring_share(collective: str, size: int) -> float:
-    """Bytes that a rank sends for each byte that it hands to a collective over ``size`` ranks, run as a ring.
+    """Return the bytes that a rank sends for each byte that it hands to a collective over ``size`` ranks, as a ring.
 
     Args:
         collective: ``allreduce``, ``allgather`` (given this rank's piece), ``reduce_scatter``, ``alltoall``; ``recv``
@@ -53,5 +44,5 @@ def ring_share(collective: str, size: int) -> float:
 
 
 def sent(size: int) -> float:
-    """Fraction of the bytes of a gather that a rank receives."""
+    """Return the fraction of the bytes of a gather that a rank receives."""
     return (size - 1) / size

@@ -1,13 +1,21 @@
-"""What is known of a machine: data files with sources, or what ``hfscale calibrate`` measured."""
+"""Machines and the constants of time on them: data files with sources, or what ``hfscale calibrate`` measured.
+
+``constants.json`` is written by ``scripts/bench/fit_planner.py`` from the runs of 1B and 3B models of the Ultra-Scale
+Playbook's sweep (Tazi et al. 2025; nanotron on H100). Fractions are of what a machine's data file says, so that they
+carry over to other machines; seconds are of the host, and ``hfscale calibrate`` measures them.
+"""
 
 import json
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+CONSTANTS = Path(__file__).parent / "constants.json"
 _FOLDER = Path(__file__).parent / "machines"
 _BUDGET = 0.875  # of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow
 _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidth")
@@ -15,51 +23,43 @@ _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidt
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, and how it reaches the others.
+    """One accelerator, and how it reaches the others. Bandwidths are in bytes per second and in one direction."""
 
-    Attributes:
-        name: as in ``hardware=``.
-        flops: products and sums of dense 16-bit matrix products, per second.
-        memory_bandwidth: bytes per second of its memory.
-        memory: bytes that a process can have.
-        link_bandwidth: bytes per second in one direction to the others of its node.
-        nic_bandwidth: bytes per second in one direction to other nodes, for each rank.
-        ranks_per_node: how many share a node.
-        host_bandwidth: bytes per second in one direction to the host's memory.
-        products: fraction of ``flops`` that large matrix products reach, where runs told; else the constants' own.
-        title: for people.
-        sources: where the numbers are from.
-    """
-
-    name: str
-    flops: float
+    name: str  # as in hardware=
+    flops: float  # products and sums of dense 16-bit matrix products, per second
     memory_bandwidth: float
-    memory: float
-    link_bandwidth: float
-    nic_bandwidth: float
+    memory: float  # bytes that a process can have
+    link_bandwidth: float  # to the others of its node
+    nic_bandwidth: float  # to other nodes, for each rank
     ranks_per_node: int = 8
-    host_bandwidth: float = 32e9
-    products: float | None = None
-    title: str = ""
-    sources: tuple[str, ...] = ()
+    host_bandwidth: float = 32e9  # to the host's memory
+    products: float | None = None  # fraction of flops that large products reach, where runs told; else the constants'
+    title: str = ""  # for people
+    sources: tuple[str, ...] = ()  # where the numbers are from
 
     @property
     def budget(self) -> float:
         """Bytes up to which a run is not slowed down by an allocator that is short of memory."""
         return _BUDGET * self.memory
 
+    def verdict(self, needed: float, likely: float, budget: float | None = None) -> str:
+        """Return ``fits``, ``tight`` (the allocator will be short of memory, and slow) or ``does not fit``."""
+        if needed > self.memory:
+            return DOES_NOT_FIT
+        return TIGHT if likely > (self.budget if budget is None else budget) else FITS
+
     def to_json(self) -> str:
-        """The text of a data file."""
+        """Return the text of a data file."""
         return json.dumps(asdict(self), indent=2)
 
 
 def machine_names() -> tuple[str, ...]:
-    """Names of the machines that have a data file."""
+    """Return the names of the machines that have a data file."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
-def find_machine(hardware: "str | Machine") -> Machine:
-    """The machine of a name, of a JSON file, or the machine itself.
+def find_machine(hardware: str | Machine) -> Machine:
+    """Return the machine of a name, of a JSON file, or the machine itself.
 
     Raises:
         ConfigError: the name is unknown, or a file lacks what is needed.
@@ -76,19 +76,15 @@ def find_machine(hardware: "str | Machine") -> Machine:
             f"hardware={hardware!r} is unknown: known are {', '.join(machine_names())} (nearest by name: {near[0]!r}), "
             "or give a JSON file as `hfscale calibrate --out FILE` writes it"
         )
-    return machine_of(_read(path), str(path))
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return machine_of(found if isinstance(found, dict) else {}, str(path))
 
 
 def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
-    """A machine from what its data file says.
+    """Return the machine of a data file's content.
 
     Raises:
         ConfigError: something is missing or not a positive number.
@@ -100,3 +96,57 @@ def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
     given = {key: value for key, value in data.items() if key in known}
     given |= {"sources": tuple(data.get("sources", ())), "name": str(data.get("name", Path(source).stem))}
     return Machine(**given)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a software stack makes of a machine."""
+
+    products: float  # fraction of the peak that matrix products reach
+    attention: float  # likewise the attention kernel
+    memory: float  # fraction of the memory's bandwidth
+    elementwise: float  # bytes moved between the products, over those that the time model counts
+    loss_bytes: float  # bytes moved for every logit, forward and backward
+    link: float  # fraction of the link's bandwidth that a layer's collectives reach where nothing hides them
+    far_nic: float  # fraction of the network's that they reach where tensor ranks are on several nodes
+    far_latency: float  # seconds per tensor rank that a layer waits besides, there
+    data_link: float  # fraction of the link's bandwidth that collectives of gradients reach within a node
+    nic: float  # fraction of the network's bandwidth
+    spread: float  # by how much more a collective of gradients takes for every doubling of the nodes
+    hidden: float  # seconds of gradients' all-reduce that a second of backward pass hides
+    hidden_shards: float  # likewise where gradients are scattered and weights gathered again (ZeRO)
+    latency: float  # seconds per data rank of a step's all-reduces
+    latency_shards: float  # likewise of its scatters and gathers
+    layer_host: float  # seconds that the host needs to launch a layer's forward and backward pass
+    ends_host: float  # likewise embedding, and head and loss, on the stages that have them
+    hop: float  # seconds of handing over between two stages, forward and backward
+    step: float  # seconds of a step's own: reading a batch, clipping, logging
+    update_bytes: float  # bytes that the optimizer moves for every weight
+    sharpness: float  # of the maximum of host and device; larger is sharper
+
+
+@cache
+def fitted() -> Constants:
+    """Return the constants of the committed file."""
+    return read_constants(CONSTANTS)
+
+
+def constants_of(hardware: str | Machine) -> Constants:
+    """Return what a calibration measured, or what was fitted on public runs."""
+    path = Path(hardware) if isinstance(hardware, str) else None
+    if path is not None and path.is_file() and '"time"' in path.read_text():
+        return read_constants(path)
+    return fitted()
+
+
+def read_constants(path: Path) -> Constants:
+    """Read the constants of a file, under ``"time"`` in it.
+
+    Raises:
+        ConfigError: some are missing.
+    """
+    found, names = json.loads(path.read_text()).get("time", {}), [field.name for field in fields(Constants)]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}")
+    return Constants(**{name: float(found[name]) for name in names})

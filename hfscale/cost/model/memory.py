@@ -13,7 +13,7 @@
     loss        one chunk of logits with its gradient, and the head's gradient on its way
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from typing import Any
@@ -24,55 +24,39 @@ from ...plan.offload import offloaded
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
-from ...plan.table import human
+from ...plan.table import aligned, human
 from ...schedules import ASYNCHRONOUS
-from .activation_bytes import activation_bytes
+from .activation_bytes import Situation, activation_bytes, around_layers, has_head, is_matrix, trained_names
 from .cp_buffers import cp_buffer_bytes
-from .gradient_bytes import left_out_bytes
-from .layer_bytes import stream_width
-from .measured_layers import MeasuredLayers
+from .layer_bytes import size_of, stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
-from .recompute import (
-    Situation,
-    around_layers,
-    is_matrix,
-    size_of,
-    trained_names,
-    types_of,
-)
 
+OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
+_FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 _DATA = ("dp_shard", "edp_shard")
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
 
+def likely_bytes(needed: float, activations: float) -> float:
+    """Return the bytes that a rank is likely to reserve: an allocator needs a tenth more for activations."""
+    return needed + (_FRAGMENTS - 1) * activations
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank by kind; ``print`` it for one line per kind.
+    """Bytes of one rank by kind; ``print`` it for one line per kind."""
 
-    Attributes:
-        weights: the model's parameters; packed bytes and scales of quantized ones.
-        adapters: the parameters of adapters.
-        gradients: of the parameters that train.
-        optimizer: the optimizer's state, once there has been a step.
-        activations: what is kept for the backward pass, of all microbatches that are alive at once.
-        gathered: whole weights of one layer and of what is around the layers, where data ranks shard them.
-        exchanged: keys and values of other context ranks, or what attention sends of its own, of one layer at a time.
-        loss: one chunk of logits with its gradient, and the head's gradient before it is ``.grad``.
-        on_host: what lies on the host instead; no part of :attr:`total`.
-        notes: what of this is estimated, and how.
-    """
-
-    weights: int
+    weights: int  # of the model's parameters; packed bytes and scales of quantized ones
     adapters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    gathered: int
-    exchanged: int
-    loss: int
-    on_host: int = 0
-    notes: tuple[str, ...] = ()
+    gradients: int  # of the parameters that train
+    optimizer: int  # its state, once there has been a step
+    activations: int  # what is kept for the backward pass, of all microbatches that are in flight at once
+    gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
+    exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
+    loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
+    on_host: int = 0  # what lies on the host instead; no part of the total
+    notes: tuple[str, ...] = ()  # what of this is estimated, and how
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -84,12 +68,20 @@ class MemoryEstimate:
         """All of it: an upper estimate of the peak, which not all kinds reach at the same time."""
         return sum(self.kinds.values())
 
+    @property
+    def needed(self) -> float:
+        """Bytes without which a rank does not run: all kinds at once, and what libraries take."""
+        return self.total + OVERHEAD
+
+    @property
+    def likely(self) -> float:
+        """Bytes that a rank is likely to reserve."""
+        return likely_bytes(self.needed, self.activations)
+
     def __str__(self) -> str:
-        rows = [*self.kinds.items(), ("total", self.total)]
-        names, sizes = [name for name, _ in rows], [human(size) for _, size in rows]
-        width, right = max(map(len, names)), max(map(len, sizes))
-        lines = [f"{name.ljust(width)}  {size.rjust(right)}" for name, size in zip(names, sizes, strict=True)]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(
+            [*aligned([(k, human(size)) for k, size in (*self.kinds.items(), ("total", self.total))]), *self.notes]
+        )
 
 
 def estimate_memory(
@@ -99,63 +91,50 @@ def estimate_memory(
     optimizer: str = "adamw_torch_fused",
     options: Mapping[str, Any] | None = None,
     tokens: int = 2048,
-    alive: Sequence[int] = (),
-    checkpointing: bool = False,
-    recomputed_layers: frozenset[str] | None = None,
     mixed_precision: str = "no",
     trained: Collection[str] | None = None,
-    routes: int | None = None,
     chunk_rows: int | None = None,
-    measured: MeasuredLayers | None = None,
-    sequence_length: int | None = None,
+    **further: Any,
 ) -> MemoryEstimate:
-    """What the rank at ``ranks`` holds.
+    """Return what the rank at ``ranks`` holds.
 
     Args:
         ranks: its coordinates, axis -> rank; those left out are 0.
-        optimizer: a name that :func:`hfscale.create_optimizer` knows.
-        options: those that change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows; ``options``: those that change its state:
+            ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
-        alive: for each pipeline stage, how many microbatches it holds at once; 1 by default.
-        checkpointing: whether all layers are recomputed in the backward pass, whatever the plan says.
-        recomputed_layers: which are, where a budget was given and that is known; else what the plan says.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``.
         trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
-        routes: how many experts a token is sent to; all of them, where it is not known.
         chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
-        measured: what the model's own layers were seen to keep on a rank of this layout, where no formula says it.
-        sequence_length: tokens of one sequence, for scores of eager attention; by default all tokens are one.
-
-    Raises:
-        ConfigError: the optimizer is unknown.
+        further: fields of :class:`Situation`.
     """
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
-    chosen = trained_names(plan) if trained is None else trained
+    chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
     training = [planned for planned in held if planned.name in chosen]
-    mixed, own_tokens = mixed_precision != "no", ceil(tokens / plan.layout.cp)
-    again = checkpointing, recomputed_layers, measured, sequence_length or 0
-    situation = Situation(own_tokens, tuple(alive), mixed, frozenset(chosen), routes, *again)
-    kept, away, notes = activation_bytes(plan, here, situation, mixed)
-    state, moved, more = _optimizer(plan, training, here, optimizer, options)
+    situation = Situation(ceil(tokens / plan.layout.cp), mixed=mixed, trained=chosen, **further)
+    kept, away, notes = activation_bytes(plan, here, situation)
+    state = optimizer_bytes(training, here, optimizer, options, plan.layers)
+    on_host = state * offloaded(plan).optimizer
+    if offloaded(plan).optimizer:
+        notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
     trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, here)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
-        gradients=waiting * trains + left_out_bytes(plan, training, here, mixed),
-        optimizer=state,
+        gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed),
+        optimizer=state - on_host,
         activations=kept,
-        gathered=_gathered(plan, here, held, mixed, alive),
+        gathered=_gathered(plan, here, held, situation),
         exchanged=_exchanged(plan, here, situation, tokens),
         loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
-        on_host=away + moved,
-        notes=(*notes, *more),
+        on_host=away + on_host,
+        notes=tuple(notes),
     )
     return _without_shards(found) if offloaded(plan).parameters else found
 
 
 def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
-    """How many older versions of what trains there are between steps, and how many gradients of it.
+    """Return how many older versions of what trains there are between steps, and how many gradients of it.
 
     PipeDream stashes the weights of every microbatch under way. In 2BW that is one version on all stages but the last,
     and gradients of a step wait for the end of the next one (Narayanan et al. 2019, 2021).
@@ -168,25 +147,31 @@ def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
 
 
 def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
-    """What is left on the device where shards lie on the host."""
+    """Return what is left on the device where shards lie on the host."""
     away = found.weights + found.adapters + found.gradients + found.optimizer
     note = f"on the host: shards, gradients and optimizer of {human(away)}"
     none = dict.fromkeys(("weights", "adapters", "gradients", "optimizer"), 0)
     return replace(found, **none, on_host=found.on_host + away, notes=(*found.notes, note))
 
 
-def _optimizer(
-    plan: Plan, training: list[ParameterPlan], ranks: dict[str, int], name: str, options: Mapping[str, Any] | None
-) -> tuple[int, int, list[str]]:
-    """Bytes of its state on the device and on the host, and what is to be said of them."""
-    state = optimizer_bytes(training, ranks, name, options, plan.layers)
-    if not offloaded(plan).optimizer:
-        return state, 0, []
-    return 0, state, [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
+def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool) -> int:
+    """Return what PowerSGD has left out of this rank's gradients so far, in 32 bits at least, and its factors."""
+    if plan.layout.gradient_compression != "powersgd":
+        return 0
+    total, rank = 0, int(plan.layout.powersgd_rank or 1)
+    for planned in training:
+        spread = any(cut.axis == "ep" for cut in planned.cuts)
+        size = _padded(planned.shape, planned.cuts, ranks)
+        rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
+        worth = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
+        if worth and plan.layout.size("edp_replicate" if spread else "dp_replicate") > 1:
+            wide = 4 if mixed else max(4, planned.dtype.itemsize)
+            total += wide * (rows * columns + rank * columns)
+    return total
 
 
 def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
-    """Bytes of one parameter on the rank at ``ranks``, as if it were whole over ``axes``.
+    """Return the bytes of one parameter on the rank at ``ranks``, as if it were whole over ``axes``.
 
     Data ranks have shards of one size: the last ones are padded.
     """
@@ -202,7 +187,7 @@ def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) ->
 
 
 def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Packed bytes and scales of this rank's share, which data ranks hold in rows of one size."""
+    """Return the packed bytes and scales of this rank's share, which data ranks hold in rows of one size."""
     assert plan.quantized is not None
     transposed, double = planned.name in plan.quantized.transposed, plan.quantized.double
     sharded = plan.layout.data_world > 1
@@ -218,34 +203,33 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
 
 
-def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], alive: Sequence[int]) -> int:
-    """Autocast's copies of matrices of 32 bits, one for all microbatches that compute with the same weights."""
-    here = plan.head is not None and plan.is_local(ranks.get("pp", 0), plan.head)
-    head = plan.by_name.get(f"{plan.head}.weight") if here else None
+def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], situation: Situation) -> int:
+    """Return the bytes of autocast's copies of matrices of 32 bits, one for all microbatches with the same weights."""
+    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, ranks.get("pp", 0)) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     left = looked_up | packed | float8_weights(plan)  # what is in 8 bits for a product is made again
     copied = [p for p in held if len(p.shape) > 1 and size_of(p.dtype) == 4 and p.name not in left]
-    return sum(2 * prod(p.local_shape(ranks)) * _copies(plan, p, alive) for p in copied)
+    return sum(2 * prod(p.local_shape(ranks)) * _copies(plan, p, situation) for p in copied)
 
 
-def _copies(plan: Plan, planned: ParameterPlan, alive: Sequence[int]) -> int:
-    """Of how many versions of a weight microbatches are under way, or, where each has its own, how many those are."""
-    count = alive[planned.stage] if planned.stage < len(alive) else 1
+def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
+    """Return how many copies of a weight there are: one per version in flight, or one per microbatch."""
+    count = situation.held_by(planned.stage)
     if len(planned.shape) > 2 and not planned.name.startswith(tuple(f"{each.name}." for each in plan.mixtures)):
         return count  # stacked weights of a mixture that nobody described, which the host casts in every pass
     most = {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1)
     return min(count, most)
 
 
-def _gathered(
-    plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], mixed: bool, alive: Sequence[int]
-) -> int:
-    """Whole weights of the largest layer and of all that is around the layers; all layers where none is given up."""
-    layout = plan.layout
+def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], situation: Situation) -> int:
+    """Return the bytes of the whole weights around the layers and of the largest layer; of all layers where none is
+    given up.
+    """
+    layout, mixed = plan.layout, situation.mixed
     if layout.data_world == 1:
-        return _copied(plan, ranks, held, alive) if mixed else 0
+        return _copied(plan, ranks, held, situation) if mixed else 0
     by_layer, eight = dict[str, int](), gathered_in_8_bits(plan)
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
@@ -261,7 +245,7 @@ def _gathered(
 
 
 def _exchanged(plan: Plan, ranks: dict[str, int], situation: Situation, tokens: int) -> int:
-    """Of a layer whose projections have LLaMA's names, or as wide as the hidden states where they have not."""
+    """Return the buffers of a layer whose projections have LLaMA's names, or are as wide as the hidden states."""
     if not plan.layers or plan.layout.cp == 1:
         return 0
     size = types_of(plan, situation.mixed).size
@@ -273,7 +257,7 @@ def _exchanged(plan: Plan, ranks: dict[str, int], situation: Situation, tokens: 
 
 
 def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_rows: int) -> int:
-    if plan.head is None or not plan.is_local(ranks.get("pp", 0), plan.head):
+    if not has_head(plan, ranks.get("pp", 0)):
         return 0
     weight = plan.by_name[f"{plan.head}.weight"]
     owner = weight.tied_to or weight.name

@@ -1,4 +1,4 @@
-"""Bytes of the state that an optimizer keeps of this rank's shares: integers in, integers out.
+"""Bytes of the state that an optimizer keeps of this rank's shares, and the table of bitsandbytes' optimizers.
 
 Per entry of a share, once there has been a step::
 
@@ -9,7 +9,7 @@ Per entry of a share, once there has been a step::
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -18,10 +18,45 @@ import torch
 from ...errors import ConfigError
 from ...plan.flat_blocks import flat_blocks_align
 from ...plan.parameter import ParameterPlan
-from .optimizer_states import BITSANDBYTES, BLOCK, MIN_8BIT_SIZE, MOMENTS, BitsAndBytesOptimizer
 
+BLOCK = 256
+"""Entries that share a scale in bitsandbytes' 8-bit states."""
+MIN_8BIT_SIZE = 4096
+"""bitsandbytes' default: states of tensors with fewer entries have 32 bits."""
+_MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
+# bitsandbytes' classes -> moments per entry, and tables of 8-bit values
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
 _COUNT = 4  # bytes of a count of steps
+
+
+@dataclass(frozen=True)
+class BitsAndBytesOptimizer:
+    """What a name stands for."""
+
+    stock: str  # the class in bitsandbytes
+    bits: int  # of its state
+    paged: bool = False  # whether the state may be moved out of a GPU that is full
+
+
+BITSANDBYTES = {
+    "adam_8bit": BitsAndBytesOptimizer("Adam", 8),
+    "adamw_8bit": BitsAndBytesOptimizer("AdamW", 8),
+    "adamw_bnb_8bit": BitsAndBytesOptimizer("AdamW", 8),
+    "paged_adamw_8bit": BitsAndBytesOptimizer("AdamW", 8, paged=True),
+    "paged_adamw_32bit": BitsAndBytesOptimizer("AdamW", 32, paged=True),
+    "ademamix": BitsAndBytesOptimizer("AdEMAMix", 32),
+    "ademamix_8bit": BitsAndBytesOptimizer("AdEMAMix", 8),
+    "paged_ademamix_8bit": BitsAndBytesOptimizer("AdEMAMix", 8, paged=True),
+    "paged_ademamix_32bit": BitsAndBytesOptimizer("AdEMAMix", 32, paged=True),
+    "lion_8bit": BitsAndBytesOptimizer("Lion", 8),
+    "lion_32bit": BitsAndBytesOptimizer("Lion", 32),
+    "paged_lion_8bit": BitsAndBytesOptimizer("Lion", 8, paged=True),
+    "paged_lion_32bit": BitsAndBytesOptimizer("Lion", 32, paged=True),
+    "rmsprop_bnb": BitsAndBytesOptimizer("RMSprop", 32),
+    "rmsprop_bnb_8bit": BitsAndBytesOptimizer("RMSprop", 8),
+    "rmsprop_bnb_32bit": BitsAndBytesOptimizer("RMSprop", 32),
+}
+"""Optimizers of bitsandbytes by the names that HF Trainer has for them, and ``adam_8bit``."""
 
 _TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 NAMES = (*_TORCH, "adafactor", "muon", *BITSANDBYTES)
@@ -35,11 +70,10 @@ def optimizer_bytes(
     options: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
 ) -> int:
-    """Bytes of the optimizer's state on the rank at ``ranks``, after its first step.
+    """Return the bytes of the optimizer's state on the rank at ``ranks``, after its first step.
 
     Args:
         trained: the parameters that train and that this rank holds.
-        name: of the optimizer.
         options: what it was made with, where that changes its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
         layers: names of the layers, whose matrices Muon takes.
 
@@ -50,9 +84,9 @@ def optimizer_bytes(
     if given.get("stochastic_rounding"):  # steps copies in 32 bits
         trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
     if name in BITSANDBYTES:
-        return _of_bitsandbytes(trained, ranks, BITSANDBYTES[name], given)
+        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given)
     if name == "adafactor":
-        return sum(_of_adafactor(planned, ranks, given) for planned in trained)
+        return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
         return sum(
             _like(planned, ranks, 1, counts=False) if _is_hidden(planned, layers) else _like(planned, ranks, 2)
@@ -71,15 +105,15 @@ def _entries(planned: ParameterPlan, ranks: dict[str, int]) -> int:
 
 
 def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
-    """``tensors`` of the share's size and type; an empty share has no state."""
+    """Return the bytes of ``tensors`` of the share's size and type; an empty share has no state."""
     entries = _entries(planned, ranks)
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 
 
-def _of_bitsandbytes(
+def _bitsandbytes_bytes(
     trained: Sequence[ParameterPlan], ranks: dict[str, int], kind: BitsAndBytesOptimizer, options: dict[str, Any]
 ) -> int:
-    moments, books = MOMENTS[kind.stock]
+    moments, books = _MOMENTS[kind.stock]
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
@@ -94,7 +128,7 @@ def _of_bitsandbytes(
     return total + shared
 
 
-def _of_adafactor(planned: ParameterPlan, ranks: dict[str, int], options: dict[str, Any]) -> int:
+def _adafactor_bytes(planned: ParameterPlan, ranks: dict[str, int], options: dict[str, Any]) -> int:
     local, size = planned.local_shape(ranks), max(4, planned.dtype.itemsize)
     kept = prod(local[:-1]) + prod(local[:-2]) * local[-1] if len(local) >= 2 else prod(local)
     kept += prod(local) * (options.get("beta1") is not None)

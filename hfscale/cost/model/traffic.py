@@ -20,43 +20,11 @@ all-reduce. With ``x`` the bytes of a microbatch's stream and ``w`` those of a r
     dp_replicate   2 (n-1)/n of the shards' gradients
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from .job import Job
+from .job import Job, Place
 from .links import sent
 from .model_shape import ModelShape
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a pipeline rank has.
-
-    Attributes:
-        layers: how many.
-        embedding: whether it has it; ``head``: likewise.
-        forward: how many of its stages hand their output to another rank; ``backward``: likewise gradients.
-        layer_weights: entries of the layers' parameters on this rank, without experts, over its data ranks together.
-        expert_weights: likewise of experts', over the data ranks that share these out.
-        table_weights: likewise of what is around the layers.
-        trained: fraction of all these that trains.
-        partial: bytes of gradients on this rank that are summed over its tensor ranks, once in a step.
-    """
-
-    layers: int
-    embedding: bool
-    head: bool
-    forward: int
-    backward: int
-    layer_weights: float
-    expert_weights: float
-    table_weights: float
-    trained: float
-    partial: float
-
-    @property
-    def ends(self) -> int:
-        """How many of embedding and head."""
-        return self.embedding + self.head
 
 
 def stream_bytes(shape: ModelShape, job: Job) -> float:

@@ -18,11 +18,10 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
 from ..._host.torch_device import accelerators, device_module, is_accelerator
-from ..model.constants import Constants, fitted
 from ..model.job import Job
-from ..model.layer_time import layer_seconds
-from ..model.machine import Machine
+from ..model.machine import Constants, Machine, fitted
 from ..model.model_shape import ModelShape
+from ..model.step_time import layer_seconds
 
 _TINY = 4  # tokens with which a layer takes nothing but the host's time
 _SHARED = 64  # ranks of one machine without GPUs: none is far away
@@ -31,29 +30,19 @@ _UNKNOWN_LINK, _UNKNOWN_LATENCY = 1e9, 1e-4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        hidden: width of the stream.
-        ffn: width inside of the MLP.
-        heads: of attention.
-        sequence: tokens of a sequence.
-        batch: sequences.
-        vocabulary: of the head.
-        seconds: about as long as one of the measurements takes.
-    """
-
-    hidden: int = 512
-    ffn: int = 1376
+    hidden: int = 512  # width of the stream
+    ffn: int = 1376  # width inside of the MLP
     heads: int = 8
-    sequence: int = 512
-    batch: int = 4
+    sequence: int = 512  # tokens of a sequence
+    batch: int = 4  # sequences
     vocabulary: int = 8192
-    seconds: float = 2.0
+    seconds: float = 2.0  # about as long as one of the measurements takes
 
     @property
     def shape(self) -> ModelShape:
-        """Of the layer, for the time model."""
+        """The layer's, for the time model."""
         return ModelShape(1, self.hidden, self.hidden, self.hidden, self.ffn, self.vocabulary)
 
 
@@ -67,7 +56,7 @@ def calibrate(
     sizes: Sizes | None = None,
     reference: Machine | None = None,
 ) -> dict[str, Any]:
-    """A document that ``hardware=`` takes: a machine and its constants.
+    """Measure a document that ``hardware=`` takes: a machine and its constants.
 
     Args:
         name: of the machine.
@@ -133,7 +122,7 @@ class _Meter:
         self.sizes, self.device, self.dtype = sizes, device, dtype
 
     def products(self) -> float:
-        """Operations per second of a layer's products, forward and backward."""
+        """Return the operations per second of a layer's products, forward and backward."""
         tokens, h, f = self.sizes.sequence * self.sizes.batch, self.sizes.hidden, self.sizes.ffn
         seconds, operations = 0.0, 0
         for rows, inner, columns in ((tokens, h, h), (tokens, h, f), (tokens, f, h), (h, tokens, f)):
@@ -143,7 +132,7 @@ class _Meter:
         return operations / seconds
 
     def attention(self) -> float:
-        """Operations per second of causal attention, forward and backward."""
+        """Return the operations per second of causal attention, forward and backward."""
         s = self.sizes
         shape = (s.batch, s.heads, s.sequence, s.hidden // s.heads)
         q, k, v = (self._random(*shape).requires_grad_() for _ in range(3))
@@ -155,23 +144,23 @@ class _Meter:
         return 7 * s.batch * s.sequence**2 * s.hidden / self._time(both)
 
     def copy(self) -> float:
-        """Bytes per second that are read and written."""
+        """Return the bytes per second that are read and written."""
         source = self._random((1 << 26) if is_accelerator(self.device) else (1 << 23))
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._time(lambda: target.copy_(source))
 
     def to_host(self) -> float:
-        """Bytes per second to the host's memory."""
+        """Return the bytes per second to the host's memory."""
         source = self._random(1 << 23)
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device))
         return source.nbytes / self._time(lambda: target.copy_(source))
 
     def layer(self, sequence: int, batch: int) -> float:
-        """Seconds of a stock LLaMA layer, forward and backward: of three, less one, by two."""
+        """Return the seconds of a stock LLaMA layer, forward and backward: of three, less one, by two."""
         return max(1e-6, (self._layers(3, sequence, batch) - self._layers(1, sequence, batch)) / 2)
 
     def loss(self, flops: float) -> float:
-        """Seconds of head and cross entropy beside the head's products, for each logit."""
+        """Return the seconds of head and cross entropy beside the head's products, for each logit."""
         s = self.sizes
         tokens = s.sequence * s.batch
         hidden, weight = self._random(tokens, s.hidden).requires_grad_(), self._random(s.vocabulary, s.hidden)
@@ -185,7 +174,7 @@ class _Meter:
         return max(0.0, self._time(both) - products) / (tokens * s.vocabulary)
 
     def update(self) -> float:
-        """Seconds of a step of fused AdamW for each weight."""
+        """Return the seconds of a step of fused AdamW for each weight."""
         weight = self._random(1 << 22).float().requires_grad_()
         weight.grad = torch.ones_like(weight)
         optimizer = torch.optim.AdamW([weight], fused=True)
@@ -193,15 +182,9 @@ class _Meter:
 
     def _layers(self, count: int, sequence: int, batch: int) -> float:
         s = self.sizes
-        config = LlamaConfig(
-            hidden_size=s.hidden,
-            intermediate_size=s.ffn,
-            num_hidden_layers=count,
-            num_attention_heads=s.heads,
-            num_key_value_heads=s.heads,
-            vocab_size=64,
-            use_cache=False,
-        )
+        sizes: dict[str, Any] = {"hidden_size": s.hidden, "intermediate_size": s.ffn, "num_hidden_layers": count}
+        sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.heads, "vocab_size": 64}
+        config = LlamaConfig(**sizes, use_cache=False)
         model: Any = LlamaModel(config)
         model.to(device=self.device, dtype=self.dtype).train()
         ids = torch.randint(64, (batch, sequence), device=self.device)
@@ -216,7 +199,7 @@ class _Meter:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def _time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Median seconds of a call, over about as long as one measurement may take.
+        """Return the median seconds of a call, over about as long as one measurement may take.
 
         One thread's are those of its processor, which others on the machine do not lengthen.
         """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..model.machine import Machine
 from .model_summary import ModelSummary
@@ -15,35 +16,20 @@ _OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("pa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its microbatches.
+    """A layout with its microbatches."""
 
-    Attributes:
-        tp: tensor ranks, with sequence parallelism.
-        pp: pipeline ranks.
-        cp: context ranks.
-        ep: expert ranks.
-        shard: data ranks that share weights, gradients and optimizer state.
-        replicate: replicas of those.
-        batch: sequences of a microbatch.
-        microbatches: of a batch rank in a step.
-        schedule: of the pipeline.
-        virtual: stages of one pipeline rank.
-        recompute: whether layers are computed again.
-        offload: what lies on the host: ``optimizer``, ``activations``, ``parameters``.
-    """
-
-    tp: int
+    tp: int  # with sequence parallelism
     pp: int
     cp: int
     ep: int
-    shard: int
-    replicate: int
-    batch: int
-    microbatches: int
+    shard: int  # data ranks that share weights, gradients and optimizer state
+    replicate: int  # replicas of those
+    batch: int  # sequences of a microbatch
+    microbatches: int  # of a batch rank in a step
     schedule: str
-    virtual: int
-    recompute: bool
-    offload: tuple[str, ...] = ()
+    virtual: int  # stages of one pipeline rank
+    recompute: bool  # whether layers are computed again
+    offload: tuple[str, ...] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
 
     @property
     def dp(self) -> int:
@@ -58,7 +44,7 @@ class Candidate:
         return " x ".join(used) or "replicas" if self.dp * self.tp * self.pp * self.cp > 1 else "one process"
 
     def describe(self) -> str:
-        """Its sizes, as in ``tp2 x pp4 x dp_shard8, 16 microbatches of 1, 1f1b``."""
+        """Return its sizes, as in ``tp2 x pp4 x dp_shard8, 16 microbatches of 1, 1f1b``."""
         sizes = [("tp", self.tp), ("cp", self.cp), ("ep", self.ep), ("dp_shard", self.shard)]
         sizes += [("dp_replicate", self.replicate), ("pp", self.pp)]
         named = " x ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one process"
@@ -67,27 +53,35 @@ class Candidate:
         host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
         return f"{named}, {self.microbatches} x {self.batch} sequences{extra}{again}{host}"
 
+    def parallel_arguments(self) -> dict[str, Any]:
+        """Return the arguments of :class:`hfscale.ParallelConfig`."""
+        sizes = {"tp_size": self.tp, "pp_size": self.pp, "cp_size": self.cp, "ep_size": self.ep}
+        sizes |= {"dp_shard_size": self.shard, "dp_replicate_size": self.replicate}
+        found: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1}
+        if self.tp > 1:
+            found["sequence_parallel"] = True
+        if self.pp > 1:
+            found |= {"pipeline_schedule": self.schedule, "num_microbatches": self.microbatches}
+            found |= {"virtual_stages": self.virtual} if self.virtual > 1 else {}
+        return found
 
-def candidates(facts: ModelSummary, machine: Machine, gpus: int, sequences: int, sequence: int) -> Iterator[Candidate]:
-    """All of them.
 
-    Args:
-        gpus: ranks of the run.
-        sequences: of a step, over all ranks.
-        sequence: tokens of one.
-    """
-    for tp in _tensor_sizes(facts, machine, gpus):
+def candidates(
+    summary: ModelSummary, machine: Machine, gpus: int, sequences: int, sequence: int
+) -> Iterator[Candidate]:
+    """Yield every layout of ``gpus`` ranks for so many sequences a step, of ``sequence`` tokens each."""
+    for tp in _tensor_sizes(summary, machine, gpus):
         for pp in _divisors(gpus // tp):
-            if pp > facts.shape.layers:
+            if pp > summary.shape.layers:
                 continue
             for cp in _context_sizes(gpus // tp // pp, sequence):
                 dp = gpus // tp // pp // cp
                 if sequences % dp == 0:
-                    yield from _of_sizes(facts, machine, (tp, pp, cp, dp), sequences // dp)
+                    yield from _of_sizes(summary, machine, (tp, pp, cp, dp), sequences // dp)
 
 
 def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The same with the host's memory, for where nothing fits without; of schedules, 1F1B alone."""
+    """Yield the same with the host's memory, for where nothing fits without; of schedules, 1F1B alone."""
     for each in found:
         for what in _OFFLOADS if each.schedule == SCHEDULES[0][0] else ():
             if "parameters" not in what or each.shard * each.cp > 1:
@@ -95,7 +89,7 @@ def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def _of_sizes(
-    facts: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
+    summary: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
 ) -> Iterator[Candidate]:
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
@@ -105,9 +99,9 @@ def _of_sizes(
         if pp > 1 and count < pp:
             continue
         for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            if not _runs(schedule, virtual, pp, count, facts.shape.layers):
+            if not _runs(schedule, virtual, pp, count, summary.shape.layers):
                 continue
-            for ep in _expert_sizes(facts, tp, dp):
+            for ep in _expert_sizes(summary, tp, dp):
                 for shard in shards:
                     if ep // tp > 1 and shard % (ep // tp):
                         continue
@@ -123,17 +117,17 @@ def _runs(schedule: str, virtual: int, pp: int, microbatches: int, layers: int) 
     return schedule != "zbv" or microbatches >= 2 * pp
 
 
-def _tensor_sizes(facts: ModelSummary, machine: Machine, gpus: int) -> list[int]:
+def _tensor_sizes(summary: ModelSummary, machine: Machine, gpus: int) -> list[int]:
     most = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node
-    return [size for size in _divisors(gpus) if size <= most and facts.heads % size == 0]
+    return [size for size in _divisors(gpus) if size <= most and summary.heads % size == 0]
 
 
 def _context_sizes(ranks: int, sequence: int) -> list[int]:
     return [1] if sequence < _LONG else [size for size in _divisors(ranks) if size <= sequence // (_LONG // 4)]
 
 
-def _expert_sizes(facts: ModelSummary, tp: int, dp: int) -> list[int]:
-    experts = facts.shape.experts
+def _expert_sizes(summary: ModelSummary, tp: int, dp: int) -> list[int]:
+    experts = summary.shape.experts
     if not experts:
         return [1]
     return [1, *(size for size in _divisors(tp * dp) if size > 1 and experts % size == 0 and size % tp == 0)]

@@ -11,23 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ...build import plan as make_plan
 from ...config import ParallelConfig
-from ...errors import ConfigError
+from ...errors import check_count
 from ...memory.saved import SavedBytes, SavedCounter
-from ...memory_config import MemoryConfig
 from ...plan import Plan
 from ...plan.recompute import recomputed
-from ...plan.table import human
-from ..model.jobs import job_of
-from ..model.machine import find_machine
-from ..model.places import places_of
-from ..model.shapes import shape_of_plan
-from ..model.traffic import Place, rank_traffic
-from .measure_layers import measured_layers
-from .memory_report import memory_of_ranks
+from ...plan.table import aligned, human
+from ..model.job import Place, places_of
+from ..model.traffic import rank_traffic
+from .estimate import costs
 from .meta_model import meta_model, run_spec, take_step
 
 # Of what is counted, the name in an estimate: experts have data axes of their own.
@@ -39,44 +34,33 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes that a rank sends over one axis in a step, or keeps.
+    """Bytes that a rank sends over one axis in a step, or keeps."""
 
-    Attributes:
-        axis: of the layout; ``pp`` is the stream between stages.
-        calls: collectives.
-        counted: bytes that the step sends; ``estimated``: those that the estimate is made of.
-    """
-
-    axis: str
-    calls: int
-    counted: float
-    estimated: float
+    axis: str  # of the layout; ``pp`` is the stream between stages
+    calls: int  # collectives
+    counted: float  # bytes of the step
+    estimated: float  # those that the estimate is made of
 
     @property
     def ratio(self) -> float:
         """The estimate over what was counted; 1 where there is neither."""
         return 1.0 if self.counted == self.estimated else self.estimated / max(self.counted, 1e-9)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain numbers and words."""
+        return {**asdict(self), "ratio": self.ratio}
+
 
 @dataclass(frozen=True)
 class StageRun:
-    """The step of one pipeline rank.
-
-    Attributes:
-        rank: pipeline rank; ``like``: those that have the same.
-        layers: how many it has.
-        traffic: axis by axis.
-        activations: the most bytes that its layers, and the last norm, kept at once for backward passes; none where
-            layers are recomputed, which is out of sight.
-        beside: bytes of what estimates leave out, by kind: words between hosts, sums of numbers, ties between stages.
-    """
+    """The step of one pipeline rank."""
 
     rank: int
-    like: tuple[int, ...]
+    like: tuple[int, ...]  # ranks that have the same
     layers: int
-    traffic: tuple[Compared, ...]
-    activations: Compared | None
-    beside: Mapping[str, float]
+    traffic: tuple[Compared, ...]  # axis by axis
+    activations: Compared | None  # the most kept at once for backward passes; none where that is computed again
+    beside: Mapping[str, float]  # bytes that estimates leave out: words between hosts, numbers, ties between stages
 
 
 @dataclass(frozen=True)
@@ -90,15 +74,11 @@ class DryRun:
     stages: tuple[StageRun, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers and words."""
-
-        def row(each: Compared) -> dict[str, Any]:
-            return {**asdict(each), "ratio": each.ratio}
-
+        """Return all of it as plain numbers and words."""
         found = asdict(self)
         for stage, run in zip(found["stages"], self.stages, strict=True):
-            stage["traffic"] = [row(each) for each in run.traffic]
-            stage["activations"] = row(run.activations) if run.activations else None
+            stage["traffic"] = [each.to_dict() for each in run.traffic]
+            stage["activations"] = run.activations and run.activations.to_dict()
         return found
 
     def __str__(self) -> str:
@@ -112,10 +92,8 @@ class DryRun:
                 calls = f"{each.calls:,}" if each.calls else ""
                 sizes = (human(round(each.counted)), human(round(each.estimated)), f"{each.ratio:.3f}")
                 rows.append((str(stage.rank), str(stage.layers), each.axis, calls, *sizes))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         alike = [f"stage {run.rank} is like {_ranges(run.like)}" for run in self.stages if len(run.like) > 1]
-        return "\n".join([head, *lines, *alike])
+        return "\n".join([head, *aligned(rows, left=()), *alike])
 
 
 def dry_run(
@@ -127,11 +105,8 @@ def dry_run(
     num_microbatches: int | None = None,
     mixed_precision: str = "no",
     dtype: Any = None,
-    memory: MemoryConfig | None = None,
-    peft_config: Any = None,
-    auto_class: Any = AutoModelForCausalLM,
     progress: Progress | None = None,
-    **kwargs: Any,
+    **given: Any,
 ) -> DryRun:
     """Build one rank of every kind of stage on the meta device, and let it take a step.
 
@@ -141,51 +116,39 @@ def dry_run(
         sequence_length: tokens of a sequence; ``batch_size`` sequences are a microbatch.
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
         mixed_precision: ``"no"`` or ``"bf16"``.
-        dtype: of the weights; by default the config's. Further ones are those of :func:`hfscale.plan`.
+        dtype: of the weights; by default the config's.
         progress: told what is under way, its number, and of how many.
+        given: to :func:`hfscale.plan`: ``memory``, ``peft_config``, ``auto_class``, ...
 
     Raises:
         ConfigError: sizes are impossible.
         PlanError: the layout does not fit the model.
     """
-    _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
+    check_count("sequence_length", sequence_length)
+    check_count("batch_size", batch_size)
     (say := progress or (lambda what, number, of: None))("planning", 0, 1)
-    given = {"auto_class": auto_class, "memory": memory, "peft_config": peft_config, **kwargs}
     given |= {} if dtype is None else {"dtype": dtype}
     plan = make_plan(config, parallel, **given)
-    count = num_microbatches or plan.layout.num_microbatches or plan.layout.pp
-    shape, mixed = shape_of_plan(plan, config), mixed_precision != "no"
-    sizes: dict[str, int] = {"sequence": sequence_length, "batch": batch_size, "microbatches": count}
-    job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
-    tokens, routes = sequence_length * batch_size, shape.routed or None
-    numbers: dict[str, Any] = {"num_microbatches": count, "mixed_precision": mixed_precision, "routes": routes}
-    asked = run_spec(config, mixed_precision=mixed_precision, **given)
-    numbers |= {"measured": measured_layers(plan, asked, sequence_length, batch_size)}
-    held = memory_of_ranks(plan, tokens=tokens, sequence_length=sequence_length, **numbers)
+    spec = run_spec(config, mixed_precision=mixed_precision, **given)
+    shape, job, held = costs(plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision)
     runs, places, world = [], places_of(plan, job), plan.layout.total_size
     kinds, again = _kinds(plan, places), recomputed(plan)
     for number, like in enumerate(kinds):
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
         saved = SavedBytes()
-        with meta_model(asked, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
+        with meta_model(spec, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
             counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
-            sent = take_step(model, job, shape, counter, mixed)
+            sent = take_step(model, job, shape, counter, mixed_precision)
             del model, counter
         gc.collect()
         kept = None if again.layers or again.modules else saved.layers + saved.around
         runs.append(_compared(like, places[rank], sent, kept, rank_traffic(shape, job, places[rank]), held[rank]))
-    return DryRun(plan.layout.describe(), world, count, tokens, tuple(runs))
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+    return DryRun(plan.layout.describe(), world, job.microbatches, sequence_length * batch_size, tuple(runs))
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
-    """Pipeline ranks that have the same, the first of each kind being the one that is run."""
+    """Return pipeline ranks that have the same, the first of each kind being the one that is run."""
     found: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
         own = () if plan.stages is None else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))

@@ -4,9 +4,10 @@ Formulas as they are in the papers, of their models and types; what hfscale hold
 table, where the two can be compared.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...plan.table import human
+from ...plan.table import aligned, human
 from .model_summary import ModelSummary
 
 ADAM = (
@@ -25,28 +26,18 @@ NF4_BITS, SCALE_BITS, DOUBLE_BITS = 4.0, 32 / 64, 8 / 64 + 32 / (64 * 256)
 
 @dataclass(frozen=True)
 class Table:
-    """One table.
+    """One table."""
 
-    Attributes:
-        title: with its source.
-        rows: name, bytes, how they come about.
-    """
-
-    title: str
-    rows: tuple[tuple[str, float, str], ...]
+    title: str  # with its source
+    rows: tuple[tuple[str, float, str], ...]  # name, bytes, how they come about
 
     def __str__(self) -> str:
-        names = max(len(name) for name, _, _ in self.rows)
-        sizes = [human(round(size)) for _, size, _ in self.rows]
-        wide = max(map(len, sizes))
-        rows = zip(self.rows, sizes, strict=True)
-        return "\n".join(
-            [self.title, *(f"  {row[0].ljust(names)}  {size.rjust(wide)}  {row[2]}" for row, size in rows)]
-        )
+        rows = [(f"  {name}", human(round(size)), how) for name, size, how in self.rows]
+        return "\n".join([self.title, *aligned(rows, left=(0, 2))])
 
 
 def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
-    """Bytes of a rank by stage of ZeRO (Rajbhandari et al. 2020, figure 1), with mixed-precision Adam."""
+    """Return the bytes of a rank by stage of ZeRO (Rajbhandari et al. 2020, figure 1), with mixed-precision Adam."""
     weights, gradients, states = 2 * parameters, 2 * parameters, _STATES * parameters
     return {
         "replicas": weights + gradients + states,
@@ -57,7 +48,7 @@ def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
 
 
 def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> dict[str, float]:
-    """Bytes of one layer of GPT in 16 bits with dropout (Korthikanti et al. 2022, table 2)."""
+    """Return the bytes of one layer of GPT in 16 bits with dropout (Korthikanti et al. 2022, table 2)."""
     unit, scores = sequence * batch * hidden, 5 * heads * sequence / hidden
     return {
         "no parallelism": unit * (34 + scores),
@@ -69,70 +60,67 @@ def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> 
     }
 
 
-def lora_parameters(facts: ModelSummary, rank: int) -> int:
-    """Entries of factors on all linear layers (Hu et al. 2021): ``r`` for each row and each column of a matrix."""
-    shape = facts.shape
-    width = shape.mlp_width
+def lora_parameters(summary: ModelSummary, rank: int) -> int:
+    """Return the entries of factors on all linear layers (Hu et al. 2021): ``r`` for a row and a column of a matrix."""
+    shape = summary.shape
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
-    mlp = (3 if shape.gated else 2) * (shape.hidden + width)
+    mlp = (3 if shape.gated else 2) * (shape.hidden + shape.mlp_width)
     return shape.layers * rank * (attention + mlp)
 
 
 def explain(
-    facts: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
+    summary: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
 ) -> list[Table]:
-    """The tables of a model.
+    """Return the tables of a model.
 
     Args:
-        ranks: data ranks that ZeRO shares over.
-        tp: tensor ranks.
-        sequence: tokens of a sequence.
-        batch: sequences of a microbatch.
+        ranks: data ranks that ZeRO shares over; ``tp``: tensor ranks.
+        sequence: tokens of a sequence; ``batch`` of them are a microbatch.
         rank: of LoRA.
     """
-    return [_precision(facts), _zero(facts, ranks), _activations(facts, tp, sequence, batch), _adapters(facts, rank)]
-
-
-def _precision(facts: ModelSummary) -> Table:
-    count = facts.shape.weights
-    rows: list[tuple[str, float, str]] = []
-    rows += [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]
-    rows.append(("together", sum(size for _, size in ADAM) * count, "16 bytes for each parameter"))
-    rows.append(("hfscale, as asked", facts.states * count, f"{facts.states:.1f} bytes: weights, gradients, optimizer"))
-    return Table("Mixed precision with Adam (Micikevicius et al. 2018; Rajbhandari et al. 2020)", tuple(rows))
-
-
-def _zero(facts: ModelSummary, ranks: int) -> Table:
-    says = {
-        "replicas": "2 + 2 + 12",
-        "ZeRO-1": f"2 + 2 + 12/{ranks}",
-        "ZeRO-2": f"2 + (2 + 12)/{ranks}",
-        "ZeRO-3": f"(2 + 2 + 12)/{ranks}, and a layer gathered at a time: dp_shard_size",
+    count, layers, states = summary.shape.weights, summary.shape.layers, summary.states
+    adam: list[tuple[str, float, str]]
+    adam = [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]
+    adam.append(("together", sum(size for _, size in ADAM) * count, "16 bytes for each parameter"))
+    adam.append(("hfscale, as asked", states * count, f"{states:.1f} bytes: weights, gradients, optimizer"))
+    zero = _rows(zero_stages(count, ranks), [how.format(ranks=ranks) for how in _ZERO])
+    kept = {
+        name: layers * size
+        for name, size in activations(summary.shape.hidden, summary.heads, sequence, batch, tp).items()
     }
-    rows = [(name, size, says[name]) for name, size in zero_stages(facts.shape.weights, ranks).items()]
-    return Table(f"States of a rank, shared over {ranks} data ranks (Rajbhandari et al. 2020)", tuple(rows))
+    own = layers * summary.kept.cut * sequence * batch
+    of_class = f"{summary.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"
+    of_gpt = f"Activations of {layers} layers of GPT, s = {sequence:,}, b = {batch}, t = {tp} (Korthikanti et al. 2022)"
+    return [
+        Table("Mixed precision with Adam (Micikevicius et al. 2018; Rajbhandari et al. 2020)", tuple(adam)),
+        Table(f"States of a rank, shared over {ranks} data ranks (Rajbhandari et al. 2020)", zero),
+        Table(of_gpt, (*_rows(kept, _ACTIVATIONS), of_class)),
+        _adapters(summary, rank),
+    ]
 
 
-def _activations(facts: ModelSummary, tp: int, sequence: int, batch: int) -> Table:
-    layers = facts.shape.layers
-    found = activations(facts.shape.hidden, facts.heads, sequence, batch, tp)
-    says = {
-        "no parallelism": "s b h (34 + 5 a s/h)",
-        "tensor": "s b h (10 + 24/t + 5 a s/(h t))",
-        "tensor and sequence": "s b h/t (34 + 5 a s/h)",
-        "tensor, selective": "s b h (10 + 24/t): scores computed again",
-        "tensor and sequence, selective": "34 s b h/t",
-        "full recomputation": "2 s b h: the inputs of layers",
-    }
-    rows = [(name, layers * size, says[name]) for name, size in found.items()]
-    own = layers * facts.kept.cut * sequence * batch
-    rows.append((f"{facts.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"))
-    title = f"Activations of {layers} layers of GPT, s = {sequence:,}, b = {batch}, t = {tp} (Korthikanti et al. 2022)"
-    return Table(title, tuple(rows))
+_ZERO = (
+    "2 + 2 + 12",
+    "2 + 2 + 12/{ranks}",
+    "2 + (2 + 12)/{ranks}",
+    "(2 + 2 + 12)/{ranks}, and a layer gathered at a time: dp_shard_size",
+)
+_ACTIVATIONS = (
+    "s b h (34 + 5 a s/h)",
+    "s b h (10 + 24/t + 5 a s/(h t))",
+    "s b h/t (34 + 5 a s/h)",
+    "s b h (10 + 24/t): scores computed again",
+    "34 s b h/t",
+    "2 s b h: the inputs of layers",
+)
 
 
-def _adapters(facts: ModelSummary, rank: int) -> Table:
-    base, factors = facts.shape.weights, lora_parameters(facts, rank)
+def _rows(sizes: dict[str, float], how: Sequence[str]) -> tuple[tuple[str, float, str], ...]:
+    return tuple((name, size, text) for (name, size), text in zip(sizes.items(), how, strict=True))
+
+
+def _adapters(summary: ModelSummary, rank: int) -> Table:
+    base, factors = summary.shape.weights, lora_parameters(summary, rank)
     rows = (
         ("full, in 16 bits", 16 * base, "16 bytes for each parameter"),
         ("LoRA: base", 2 * base, "16 bits, frozen: no gradients, no optimizer"),

@@ -9,8 +9,8 @@ from math import floor, log10
 
 from ...parallel.pipeline import Timeline
 from ...plan.table import human
+from .estimate import Estimate
 from .fast_cost import CandidateCost
-from .report import Estimate
 from .search import Search
 
 _WIDTH, _LABEL, _ROW = 960, 70, 22

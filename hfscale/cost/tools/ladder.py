@@ -7,6 +7,7 @@ nothing runs.
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -38,40 +39,25 @@ COUNTED = ("weights", "adapters", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class Rung:
-    """A run with all levers up to one.
+    """A run with all levers up to one."""
 
-    Attributes:
-        name: of the lever that is added.
-        dtype: of the weights.
-        recompute: see :class:`hfscale.MemoryConfig`; ``on_host``: whether the optimizer's state is there.
-        lora: whether adapters train; ``quantized``: over a base in 4 bits.
-        sizes: of the layout.
-    """
-
-    name: str
-    dtype: torch.dtype = torch.bfloat16
+    name: str  # of the lever that is added
+    dtype: torch.dtype = torch.bfloat16  # of the weights
     recompute: str = "none"
     optimizer: str = "adamw_torch_fused"
-    on_host: bool = False
-    lora: bool = False
-    quantized: bool = False
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-
-    def memory(self) -> MemoryConfig:
-        """What is asked of memory."""
-        return MemoryConfig(recompute=self.recompute, offload_optimizer=self.on_host)
-
-    def layout(self) -> ParallelConfig:
-        """Its ranks."""
-        return ParallelConfig(**self.sizes)
+    on_host: bool = False  # whether the optimizer's state is there
+    lora: bool = False  # whether adapters train
+    quantized: bool = False  # over a base in 4 bits
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # of the layout
 
     def options(self) -> dict[str, Any]:
-        """Of the optimizer: what trains in 16 bits is rounded by chance, or small updates would be lost."""
+        """Return the optimizer's: what trains in 16 bits is rounded by chance, or small updates would be lost."""
         return {"stochastic_rounding": self.dtype == torch.bfloat16 and not self.lora}
 
     def choices(self) -> dict[str, Any]:
-        """Arguments of ``from_pretrained`` and of ``plan``."""
-        found: dict[str, Any] = {"parallel": self.layout(), "memory": self.memory(), "dtype": self.dtype}
+        """Return the arguments of ``from_pretrained`` and of ``plan``."""
+        memory = MemoryConfig(recompute=self.recompute, offload_optimizer=self.on_host)
+        found: dict[str, Any] = {"parallel": ParallelConfig(**self.sizes), "memory": memory, "dtype": self.dtype}
         if self.lora:
             from peft import LoraConfig
 
@@ -100,21 +86,14 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Step:
-    """What was found on one rung, of the rank that holds most.
-
-    Attributes:
-        counted: bytes by kind, of the clone; ``estimated`` of the same.
-        on_host: bytes of the clone's optimizer that were counted on the host.
-        allocated: the allocator's peak, on a GPU; 0 elsewhere.
-        model: the estimate for the model itself; ``None`` where it does not fit the layout.
-    """
+    """What was found on one rung, of the rank that holds most."""
 
     name: str
-    counted: dict[str, int]
-    estimated: dict[str, int]
-    on_host: int
-    allocated: int
-    model: MemoryEstimate | None
+    counted: dict[str, int]  # bytes by kind, of the clone
+    estimated: dict[str, int]  # of the same
+    on_host: int  # bytes of the clone's optimizer that were counted on the host
+    allocated: int  # the allocator's peak, on a GPU; 0 elsewhere
+    model: MemoryEstimate | None  # the estimate for the model itself; None where it does not fit the layout
 
     @property
     def ratio(self) -> float:
@@ -122,16 +101,8 @@ class Step:
         return sum(self.estimated[kind] for kind in COUNTED) / sum(self.counted.values())
 
 
-def clone_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A clone large enough that what is beside the layers does not hide them."""
-    fields = config.to_dict()
-    return tiny_clone(
-        config, layers=_LAYERS, **{name: size for name, size in _SIZES.items() if fields.get(name) is not None}
-    )
-
-
 def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
-    """Every one of ``rungs`` in turn.
+    """Run ``rungs`` in turn on a clone large enough that what is beside the layers does not hide them.
 
     Args:
         tokens: of a microbatch of one batch rank, for the estimates of the model itself.
@@ -139,23 +110,21 @@ def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = 
     Raises:
         PlanError: the clone does not fit a rung.
     """
-    clone, found = clone_of(config), list[Step]()
+    known, found = config.to_dict(), list[Step]()
+    clone = tiny_clone(config, layers=_LAYERS, **{k: size for k, size in _SIZES.items() if known.get(k) is not None})
     with tempfile.TemporaryDirectory() as directory:
         host_from_config(AutoModelForCausalLM, clone, dtype=torch.float32).save_pretrained(directory)
         for rung in rungs:
-            ranks = rung.layout().total_size
-            if ranks == 1:
-                each = [measured(directory, rung)]
-            else:
-                with RankPool(ranks) as pool:
-                    each = pool.run(measured, directory, rung)
+            ranks = ParallelConfig(**rung.sizes).total_size
+            with RankPool(ranks) if ranks > 1 else nullcontext() as pool:
+                each = [_measured(directory, rung)] if pool is None else pool.run(_measured, directory, rung)
             counted, estimated, on_host, allocated = max(each, key=lambda rank: sum(rank[0].values()))
             found.append(Step(rung.name, counted, estimated, on_host, allocated, _of_model(config, rung, tokens)))
     return found
 
 
-def measured(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """A step of the clone on this rank: counted, estimated, counted on the host, the allocator's peak."""
+def _measured(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Take a step of the clone on this rank: counted, estimated, counted on the host, the allocator's peak."""
     held, estimated, kept, peak = _stepped(directory, rung)
     if rung.recompute != "none":  # what a layer keeps while it is computed again is out of sight of saved-tensor hooks
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))

@@ -31,11 +31,10 @@ from ...plan import Plan
 from ...plan.compress import BYTES, compressed
 from ...plan.recompute import recomputed
 from ...runtime import runtime_of
-from ..model.jobs import job_of
+from ..model.job import job_of
 from ..model.layer_bytes import LayerBytes, is_known
-from ..model.machine import find_machine
 from ..model.measured_layers import Kind, MeasuredLayers, kind_of
-from ..model.shapes import shape_of_plan
+from ..model.model_shape import shape_of_plan
 from .meta_model import RunSpec, meta_model, take_step
 
 _MOST_LAYERS = 16  # that are looked at for another kind
@@ -45,26 +44,26 @@ _log = logging.getLogger(__name__)
 
 
 def measured_layers(
-    plan: Plan, asked: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
+    plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
-    """What the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot be run so.
+    """Count what the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot run so.
 
     Args:
         plan: of the model, in any layout.
-        asked: its config, and how it is trained.
+        spec: its config, and how it is trained.
         sequence: tokens of a sequence.
         batch: sequences of a microbatch; several keep as many times what two do, and one may keep less.
         layout: that is meant; by default the plan's.
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None
-    few = replace(asked, config=first_layers(asked.config, _layers_to_run(plan)), memory=None)
+    few = replace(spec, config=first_layers(spec.config, _layers_to_run(plan)), memory=None)
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
     if again.attention or again.modules:
-        assert asked.memory is not None
-        parts = {"recompute": asked.memory.recompute}
+        assert spec.memory is not None
+        parts = {"recompute": spec.memory.recompute}
 
     def seen(**memory: Any) -> MeasuredLayers | None:
         return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
@@ -80,7 +79,7 @@ def measured_layers(
 
 
 def _layers_to_run(plan: Plan) -> int:
-    """As many as show every kind of layer behind another one."""
+    """Return how many layers show every kind of layer behind another one."""
     first: dict[Kind, int] = {}
     for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
         first.setdefault(kind_of(plan, layer), index)
@@ -88,66 +87,60 @@ def _layers_to_run(plan: Plan) -> int:
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
-    """The layout with as few stages and data ranks as leave a layer what it keeps."""
+    """Return the layout with as few stages and data ranks as leave a layer what it keeps."""
     data = max(layout.expert_batches, min(2, layout.batch_world))
     few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
     few |= {"pipeline_schedule": "1f1b", "virtual_stages": 1, "stage_layers": None, "num_microbatches": None}
     return replace(layout, **few, gradient_compression="no", powersgd_rank=None)
 
 
-def _seen(asked: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
-    """MeasuredLayers once for each that differs."""
-    config = json.dumps(asked.config.to_dict(), sort_keys=True, default=str)
-    config += implementation_of(asked.config)
-    key = (config, repr(replace(asked, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
+def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
+    """Count once for each that differs."""
+    config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
+    config += implementation_of(spec.config)
+    key = (config, repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
     if key not in _SEEN:
         try:
-            _SEEN[key] = _count(asked, layout, sizes)
+            _SEEN[key] = _count(spec, layout, sizes)
         except Exception as error:  # whatever a class of anybody's says on a device without numbers
-            _log.info("layers of %s cannot be counted: %s", asked.config.model_type, error)
+            _log.info("layers of %s cannot be counted: %s", spec.config.model_type, error)
             _SEEN[key] = None
     return _SEEN[key]
 
 
-def _count(asked: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
+def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
         raise ConfigError("ranks that are not there cannot be asked beside those of a run")
-    with meta_model(asked, layout) as (model, copies):
+    with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
-        mixed = asked.mixed_precision != "no"
-        job = job_of(plan, find_machine("h100"), **sizes, mixed=mixed)
+        job = job_of(plan, **sizes, mixed=spec.mixed_precision != "no")
         counter = _LayerCounter(model, plan.layers, plan.head, copies)
         counter.follow(runtime_of(model).part(KeptActivations))
-        take_step(model, job, shape_of_plan(plan, asked.config), counter, mixed)
-        found = _of_layers(plan, counter, job.tokens)
+        take_step(model, job, shape_of_plan(plan, spec.config), counter, spec.mixed_precision)
+        layers = {
+            layer: LayerBytes(
+                kept=counter.kept[layer] / job.tokens,
+                stream=counter.streams[layer] / job.tokens,
+                counted=True,
+                as_input=counter.inputs[layer] / job.tokens,
+                piece=counter.pieces[layer] / job.tokens,
+            )
+            for layer in plan.layers
+        }
+        found = MeasuredLayers(
+            first=layers[plan.layers[0]],
+            layers={kind_of(plan, layer): layers[layer] for layer in plan.layers},
+            shared=counter.kept[_SHARED] / job.tokens,
+            before=counter.kept[_BEFORE] / job.tokens,
+            behind=counter.most[_BEHIND] / job.tokens,
+        )
         del model, counter
     gc.collect()
     return found
 
 
-def _of_layers(plan: Plan, counter: "_LayerCounter", tokens: float) -> MeasuredLayers:
-    held = {
-        layer: LayerBytes(
-            kept=counter.kept[layer] / tokens,
-            stream=counter.streams[layer] / tokens,
-            counted=True,
-            as_input=counter.inputs[layer] / tokens,
-            piece=counter.pieces[layer] / tokens,
-        )
-        for layer in plan.layers
-    }
-    rest = {kind: counter.kept[kind] / tokens for kind in (_SHARED, _BEFORE)}
-    return MeasuredLayers(
-        first=held[plan.layers[0]],
-        layers={kind_of(plan, layer): held[layer] for layer in plan.layers},
-        shared=rest[_SHARED],
-        before=rest[_BEFORE],
-        behind=counter.most[_BEHIND] / tokens,
-    )
-
-
 def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
-    """What is kept where parts of layers are recomputed, and what such a part keeps while it is."""
+    """Return what is kept where parts of layers are recomputed, and what such a part keeps while it is."""
 
     def of(part: LayerBytes, all_of_it: LayerBytes) -> LayerBytes:
         return replace(part, again=max(0.0, all_of_it.kept - part.kept))
@@ -179,7 +172,7 @@ class _LayerCounter(SavedCounter):
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A layer begins."""
+        """Note that a layer begins."""
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
         self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
@@ -191,12 +184,12 @@ class _LayerCounter(SavedCounter):
         self._inputs[self._place] = storage_key(stream)
 
     def leave(self, *args: Any) -> None:
-        """A layer is done."""
+        """Note that a layer is done."""
         super().leave(*args)
         self._place = _BEHIND
 
     def kind_of(self, tensor: Tensor) -> str:
-        """The layer, or what is no layer."""
+        """Return the layer, or what is no layer."""
         if storage_key(tensor) in self._given:
             return _SHARED
         if self._place == _BEHIND and (self.is_of_head(tensor) or self._vocabulary in tensor.shape[-1:]):
@@ -204,7 +197,7 @@ class _LayerCounter(SavedCounter):
         return self._place
 
     def unpack(self, saved: Any) -> Tensor:
-        """The backward pass has begun."""
+        """Note that the backward pass has begun."""
         if not self._done:  # norms that widen their input keep a copy of it instead
             self._done = True
             self.inputs = Counter({name: self.inputs[name] for name, key in self._inputs.items() if self.saved_as(key)})
@@ -217,7 +210,7 @@ class _LayerCounter(SavedCounter):
         return found
 
     def freed(self, key: int) -> None:
-        """Nobody reads it any more."""
+        """Note that nobody reads it any more."""
         kind, size = self._reading.pop(key, ("", 0))
         self._reads(kind, -size)
 

@@ -25,7 +25,6 @@ from ...plan import Plan
 from ...plan.offload import offloaded, refuse_aside
 from ...quantization.quantized_modules import beside_quantized
 from ...runtime import find_runtime, local_tensor, runtime_of
-from ..model.measured_layers import MeasuredLayers
 from ..model.memory import MemoryEstimate, estimate_memory
 
 
@@ -40,7 +39,7 @@ def memory_estimate(
     mixed_precision: str | None = None,
     optim_args: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Bytes that one rank holds in training, by kind; ``print`` it. Nothing is run, and ranks do not communicate.
+    """Estimate the bytes that one rank holds in training, by kind. Nothing is run, and ranks do not communicate.
 
     Weights, adapters, gradients and optimizer state are exact. Activations are counted for LLaMA's kind of layer, and
     estimated from above for any other; the notes say which. Not in it: what kernels and collectives use meanwhile.
@@ -62,41 +61,54 @@ def memory_estimate(
         ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
     """
     check_asked(tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length)
-    _check_optimizer(model_or_plan, optimizer)
     if gradient_checkpointing is not None:
         check_switch("gradient_checkpointing", gradient_checkpointing)
-    if isinstance(model_or_plan, Plan):
-        found = memory_of_ranks(
-            model_or_plan, optimizer, tokens=tokens, sequence_length=sequence_length, optim_args=optim_args,
-            num_microbatches=num_microbatches, mixed_precision=mixed_precision or "no",
-            gradient_checkpointing=bool(gradient_checkpointing),
-        )  # fmt: skip
-        return max(found, key=lambda held: held.total)
-    sizes = {"tokens": tokens, "sequence_length": sequence_length}
-    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, **sizes}
-    if not isinstance(model_or_plan, nn.Module):
+    if not isinstance(model_or_plan, nn.Module | Plan):
         raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
-    runtime = runtime_of(model_or_plan)
-    plan, model = runtime.plan, runtime.model
-    part = runtime.part(Recomputation)
-    given |= {
-        "checkpointing": recomputes(model) if gradient_checkpointing is None else gradient_checkpointing,
-        "recomputed_layers": None if part is None else part.chosen,
-        "mixed_precision": mixed_precision or runtime.options.mixed_precision,
-    }
-    given |= {"trained": {planned.name for planned, p in runtime.parameters() if p.requires_grad}}
-    given |= {"alive": in_flight_together(plan, num_microbatches), "routes": experts_per_token(model.config)}
-    return estimate_memory(
-        plan, runtime.mesh.ranks, chunk_rows=_chunk_rows(plan, tokens, runtime.mesh.device.type), **given
+    runtime = None if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan)
+    plan = model_or_plan if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan).plan
+    if offloaded(plan).optimizer:
+        refuse_aside(optimizer)
+    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
+    given |= {"num_microbatches": num_microbatches, "sequence_length": sequence_length}
+    if runtime is None:
+        given |= {"all_recomputed": bool(gradient_checkpointing), "mixed_precision": mixed_precision or "no"}
+        return max(memory_of_ranks(plan, **given), key=lambda held: held.total)
+    model, part = runtime.model, runtime.part(Recomputation)
+    return _memory_of_rank(
+        plan,
+        runtime.mesh.ranks,
+        runtime.mesh.device.type,
+        all_recomputed=recomputes(model) if gradient_checkpointing is None else gradient_checkpointing,
+        chosen=None if part is None else part.chosen,
+        mixed_precision=mixed_precision or runtime.options.mixed_precision,
+        trained={planned.name for planned, p in runtime.parameters() if p.requires_grad},
+        routes=experts_per_token(model.config),
+        **given,
     )
 
 
-def _check_optimizer(model_or_plan: Any, name: str) -> None:
-    """Refuse an optimizer that cannot be where the plan wants it."""
-    runtime = find_runtime(model_or_plan) if isinstance(model_or_plan, nn.Module) else None
-    plan = model_or_plan if runtime is None else runtime.plan
-    if isinstance(plan, Plan) and offloaded(plan).optimizer:
-        refuse_aside(name)
+def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
+    """Return what :func:`memory_estimate` says of each pipeline rank of a plan.
+
+    Args:
+        given: to :func:`hfscale.cost.model.memory.estimate_memory`; ``tokens`` and ``num_microbatches`` of a step.
+    """
+    return [_memory_of_rank(plan, {"pp": rank}, "cpu", **given) for rank in range(plan.layout.pp)]
+
+
+def _memory_of_rank(
+    plan: Plan, ranks: Mapping[str, int], device: str, *, tokens: int, num_microbatches: int | None, **given: Any
+) -> MemoryEstimate:
+    """Estimate a rank with the loss's chunks as they are on a device, and the schedule's microbatches in flight."""
+    rows = 0
+    if plan.head is not None:
+        weight = plan.by_name[f"{plan.head}.weight"]
+        cut = weight.cut_over("tp")
+        width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
+        rows = rows_per_chunk(tokens, width, torch.device(device))
+    in_flight = in_flight_together(plan, num_microbatches)
+    return estimate_memory(plan, ranks, tokens=tokens, in_flight=in_flight, chunk_rows=rows, **given)
 
 
 def check_asked(
@@ -121,92 +133,31 @@ def check_asked(
         raise ConfigError(f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}")
 
 
-def memory_of_ranks(
-    plan: Plan,
-    optimizer: str = "adamw_torch_fused",
-    *,
-    tokens: int = 2048,
-    sequence_length: int | None = None,
-    num_microbatches: int | None = None,
-    optim_args: Mapping[str, Any] | None = None,
-    mixed_precision: str = "no",
-    gradient_checkpointing: bool = False,
-    routes: int | None = None,
-    measured: MeasuredLayers | None = None,
-) -> list[MemoryEstimate]:
-    """What :func:`memory_estimate` says of each pipeline rank of a plan.
-
-    Args:
-        routes: experts that a token is sent to, where that is known.
-        measured: what the model's own layers were seen to keep, where no formula says it.
-    """
-    alive = in_flight_together(plan, num_microbatches)
-    return [
-        estimate_memory(
-            plan,
-            {"pp": rank},
-            optimizer=optimizer,
-            options=optim_args,
-            tokens=tokens,
-            alive=alive,
-            checkpointing=gradient_checkpointing,
-            mixed_precision=mixed_precision,
-            routes=routes,
-            chunk_rows=_chunk_rows(plan, tokens, "cpu"),
-            measured=measured,
-            sequence_length=sequence_length,
-        )
-        for rank in range(plan.layout.pp)
-    ]
-
-
-def _chunk_rows(plan: Plan, tokens: int, device: str) -> int:
-    if plan.head is None:
-        return 0
-    weight = plan.by_name[f"{plan.head}.weight"]
-    cut = weight.cut_over("tp")
-    width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
-    return rows_per_chunk(tokens, width, torch.device(device))
-
-
 @dataclass(frozen=True)
 class Held:
-    """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate.
+    """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate."""
 
-    Attributes:
-        weights: parameters of the model; packed bytes and all that is needed to read them, of quantized ones; older
-            versions of both, which microbatches under way were computed with.
-        adapters: parameters of adapters.
-        gradients: of all of them, those that wait for a later step, and what their compression has left out so far.
-        optimizer: state of the optimizer.
-    """
-
-    weights: int
+    weights: int  # packed bytes and all that is needed to read them, of quantized ones; older versions, under way
     adapters: int
-    gradients: int
+    gradients: int  # those too that wait for a later step, and what their compression has left out so far
     optimizer: int
 
 
 def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
-    """What this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
+    """Count what this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
     runtime = find_runtime(model)
-    if runtime is not None:
+    older, waiting, left_out = list[Any](), list[Any](), list[Any]()
+    pairs: list[tuple[bool, Any]]
+    if runtime is None:
+        pairs = [(".lora_" in name, parameter) for name, parameter in model.named_parameters()]
+    else:
         own = {adapter.name for adapter in runtime.plan.adapters}
         pairs = [(planned.name in own, parameter) for planned, parameter in runtime.parameters()]
-    else:
-        pairs = [(".lora_" in name, parameter) for name, parameter in model.named_parameters()]
-    weights = [parameter for adapter, parameter in pairs if not adapter]
-    compressing = None if runtime is None else runtime.part(DataParallel)
-    left_out = [] if compressing is None else compressing.left_out()
-    older, waiting = (
-        ((), ())
-        if runtime is None
-        else (
-            runtime.executor.older_weights(),
-            runtime.executor.waiting_gradients(),
-        )
-    )
+        older, waiting = list(runtime.executor.older_weights()), list(runtime.executor.waiting_gradients())
+        compressing = runtime.part(DataParallel)
+        left_out = [] if compressing is None else list(compressing.left_out())
     states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    weights = [parameter for adapter, parameter in pairs if not adapter]
     return Held(
         weights=storage_bytes([*weights, *beside_quantized(model), *older]),
         adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
@@ -216,7 +167,7 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
 
 
 def storage_bytes(values: Iterable[Any]) -> int:
-    """Bytes of the memory of all tensors among ``values``, each piece once."""
+    """Return the bytes of the memory of all tensors among ``values``, each piece once."""
     found: dict[int, int] = {}
     with torch.no_grad():
         for value in values:

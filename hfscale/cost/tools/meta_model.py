@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -28,51 +28,37 @@ from ...sources import FromSeed, Outline
 from ...train import train_step
 from ..model.job import Job
 from ..model.model_shape import ModelShape
-from .simulated_rank import SimulatedRank, Traffic, fused_attention, leave_alone, simulated_rank
+from .simulated_rank import FusedAttention, SimulatedRank, Traffic, leave_alone, simulated_rank
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What is to be built.
-
-    Attributes:
-        config: of the model.
-        mixed_precision: ``"no"`` or ``"bf16"``.
-        memory: what is computed again or kept on the host.
-        peft_config: of adapters that train instead of the weights.
-        auto_class: of the model.
-        stock: arguments of the stock model, such as ``dtype``.
-        device: the kind of device that computes.
-    """
+    """What is to be built."""
 
     config: PreTrainedConfig
     mixed_precision: str = "no"
     memory: MemoryConfig | None = None
     peft_config: Any = None
     auto_class: Any = AutoModelForCausalLM
-    stock: tuple[tuple[str, Any], ...] = ()
-    device: str = "cuda"
+    stock: tuple[tuple[str, Any], ...] = ()  # arguments of the stock model, such as ``dtype``
+    device: str = "cuda"  # the kind that computes
 
 
-def run_spec(
-    config: PreTrainedConfig,
-    *,
-    mixed_precision: str = "no",
-    memory: MemoryConfig | None = None,
-    peft_config: Any = None,
-    auto_class: Any = AutoModelForCausalLM,
-    **stock: Any,
-) -> RunSpec:
-    """Of the arguments of :func:`hfscale.plan`. Layers keep the same over frozen weights as over quantized ones."""
-    stock.pop("quantization_config", None)
-    return RunSpec(config, mixed_precision, memory, peft_config, auto_class, tuple(stock.items()))
+def run_spec(config: PreTrainedConfig, **given: Any) -> RunSpec:
+    """Return the spec of arguments of :func:`hfscale.plan` and ``mixed_precision``.
+
+    Layers keep the same over frozen weights as over quantized ones.
+    """
+    given.pop("quantization_config", None)
+    own = {field.name: given.pop(field.name) for field in fields(RunSpec) if field.name in given}
+    return RunSpec(config, **own, stock=tuple(given.items()))
 
 
 class _WithoutValues(FromSeed):
     """Weights without numbers, of which a rank's share takes no memory however large it is."""
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """The model and its weights on the meta device, in this rank's sizes."""
+        """Return the model and its weights on the meta device, in this rank's sizes."""
         model = self.template(None)
         leave_out(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
@@ -85,38 +71,30 @@ class _WithoutValues(FromSeed):
 
 
 @contextmanager
-def meta_model(asked: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator[tuple[Any, Mapping[int, Any]]]:
-    """Within: the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
-    options = Options(asked.mixed_precision, memory=asked.memory)
-    adapter = None if asked.peft_config is None else read_config(asked.peft_config)
-    with simulated_rank(layout.total_size, rank, asked.device) as copies, _quiet():
-        outline = Outline(asked.config, asked.auto_class, dict(asked.stock))
+def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator[tuple[Any, Mapping[int, Any]]]:
+    """Yield the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
+    options = Options(spec.mixed_precision, memory=spec.memory)
+    adapter = None if spec.peft_config is None else read_config(spec.peft_config)
+    with simulated_rank(layout.total_size, rank, spec.device) as copies, _quiet():
+        outline = Outline(spec.config, spec.auto_class, dict(spec.stock))
         yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
 
 def take_step(
-    model: Any,
-    job: Job,
-    shape: ModelShape,
-    counting: AbstractContextManager[Any],
-    mixed: bool = False,
+    model: Any, job: Job, shape: ModelShape, counting: AbstractContextManager[Any], mixed_precision: str
 ) -> Traffic:
-    """A step of a model that stands in for one; what it keeps is seen by ``counting``.
-
-    Args:
-        job: whose microbatches these are; ``shape``: of the model.
-    """
+    """Let a meta model take a step of so many microbatches; what it keeps is seen by ``counting``."""
     runtime = runtime_of(model)
-    leave_alone(runtime, torch.bfloat16 if mixed else next(model.parameters()).dtype)
+    leave_alone(runtime, torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype)
     ids = [torch.zeros((job.batch, job.sequence), dtype=torch.int64) for _ in range(job.microbatches)]
-    pretence = SimulatedRank(runtime, partial(_found, job, shape))
-    with pretence, fused_attention(), counting:
+    rank = SimulatedRank(runtime, partial(_found, job, shape))
+    with rank, FusedAttention(), counting:
         train_step(model, [{"input_ids": one, "labels": one} for one in ids])
-    return pretence.traffic
+    return rank.traffic
 
 
 def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
-    """What the host finds on the device: zeros, or routes ``[2, ranks, experts]`` that are the same for every expert.
+    """Return what the host finds on the device: zeros, or routes ``[2, ranks, experts]``, as many for every expert.
 
     Whoever has all experts of its tensor ranks has all of a batch's tokens, and whoever sends them to others its share.
     """
@@ -133,7 +111,7 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings about a run that nobody starts are not shown."""
+    """Show no warnings about a run that nobody starts."""
     logger = logging.getLogger("hfscale")
     before = logger.level
     logger.setLevel(logging.ERROR)

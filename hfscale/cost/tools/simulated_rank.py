@@ -39,23 +39,18 @@ Answer = Callable[[Tensor], Tensor]
 
 @dataclass
 class Traffic:
-    """What one rank handed to collectives.
-
-    Attributes:
-        calls: axis -> collective -> how often; ``"host"`` are those between the hosts, ``"stages"`` those that hand the
-            stream from stage to stage, ``"ties"`` those of gradients of a tensor that several stages hold.
-        given: axis -> bytes that were handed to them.
-        sent: axis -> bytes that this rank sends, if every collective runs as a ring.
+    """What one rank handed to collectives, by axis; ``"host"`` are those between the hosts, ``"stages"`` those that
+    hand the stream from stage to stage, ``"ties"`` those of gradients of a tensor that several stages hold.
     """
 
-    calls: dict[str, Counter[str]] = field(default_factory=dict)
-    given: Counter[str] = field(default_factory=Counter)
-    sent: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
+    given: Counter[str] = field(default_factory=Counter)  # bytes that were handed to them
+    sent: dict[str, float] = field(default_factory=dict)  # bytes that this rank sends, if each runs as a ring
 
 
 @contextmanager
 def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[dict[int, Any]]:
-    """Within: this process is rank ``rank`` of ``world``, on a device that has no numbers.
+    """Let this process be rank ``rank`` of ``world``, within, on a device that has no numbers.
 
     Args:
         like: the kind of device whose autocast it has.
@@ -87,7 +82,7 @@ def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
 
 
 class SimulatedRank(TorchDispatchMode):
-    """Within: what a model's rank does is noted in :attr:`traffic`, and answered.
+    """A mode in which what a model's rank does is noted in :attr:`traffic`, and answered.
 
     Args:
         runtime: of the model.
@@ -100,13 +95,13 @@ class SimulatedRank(TorchDispatchMode):
         self._axes = _names_of_groups(runtime.mesh)
 
     def looked(self, name: str) -> None:
-        """The host waits for the device."""
+        """React to the host's waiting for the device."""
 
     def takes(self, func: Any, tensors: list[Tensor]) -> None:
-        """A collective is handed these tensors, some of which are on the device."""
+        """React to a collective that is handed these tensors, some of which are on the device."""
 
     def mixes(self, func: Any) -> None:
-        """An operator is given tensors on the device and on the CPU."""
+        """React to an operator that is given tensors on the device and on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,7 +118,7 @@ class SimulatedRank(TorchDispatchMode):
         return self._computed(func, name, args, kwargs)
 
     def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operator on the device."""
+        """Run an operator on the device."""
         if name == "_grouped_mm":
             return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if name not in _WAITING:
@@ -135,7 +130,7 @@ class SimulatedRank(TorchDispatchMode):
         return found.to(META) if isinstance(found, Tensor) else found
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A copy: from the device it is waited for; to it as well, unless somebody has said otherwise."""
+        """Copy: from the device it is waited for; to it as well, unless somebody has said otherwise."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
@@ -176,7 +171,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """The shape of grouped products, of which the meta device has those of GPUs' kernels alone: 16 bits, aligned rows.
+    """Return the shape of grouped products; the meta device has those of GPUs' kernels alone: 16 bits, aligned rows.
 
     Args:
         left: ``[groups, m, k]``, or ``[m, k]`` whose rows or columns the groups share; ``right``: likewise.
@@ -189,15 +184,15 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _names_of_groups(own: Mesh) -> dict[str, str]:
-    """Name of a group of this rank -> the axis that it is of."""
+    """Return the axis of each group of this rank, by its name."""
     axes = [*_AXES, *(_EXPERT_AXES if own.expert_mesh is not None else ()), "cp"]
     found = {str(group.group_name): axis for axis in reversed(axes) if (group := own.group(axis)) is not None}
     found |= {str(group.group_name): "ties" for group in own.ties.values()}
     return found | {str(group.group_name): "stages" for group in own.streams.values()}
 
 
-class _Fused(TorchFunctionMode):
-    """Attention keeps no scores, as kernels of GPUs do not; what torch chooses on the meta device keeps them."""
+class FusedAttention(TorchFunctionMode):
+    """A mode in which attention keeps no scores, as kernels of GPUs do not; what torch chooses on meta keeps them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -210,8 +205,3 @@ class _Fused(TorchFunctionMode):
             return func(*args, **kwargs)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
         return flash_on_cpu(q, k, v, bool(kwargs.get("is_causal")), mask, scale)[0]
-
-
-def fused_attention() -> TorchFunctionMode:
-    """Within: attention keeps what fused kernels keep."""
-    return _Fused()

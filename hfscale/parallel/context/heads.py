@@ -1,11 +1,11 @@
-"""Tokens for heads: a rank gets some heads of the whole sequence, for all heads of its tokens (Jacobs et al. 2023).
+"""Ulysses attention (Jacobs et al. 2023): exchange all heads of a rank's tokens for some heads of the full sequence.
 
 ::
 
     [b, h, s/n, d] --all-to-all--> [b, h/n, s, d]      backward: the same exchange the other way
 
-Where ranks are more than heads can be shared out to, groups of them do that with the tokens they have together, and
-keys travel around a ring of such groups (Fang and Zhao 2024).
+Where there are more ranks than heads, groups of ranks do that with the tokens of their group, and keys and values
+travel around a ring of such groups (Fang and Zhao 2024).
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from ...ops.all_to_all import all_to_all
 
 
 def replicated(x: Tensor, size: int) -> Tensor:
-    """``[b, h, s, d]`` -> one head for each of ``size`` ranks at least: replicas of those that several ranks read."""
+    """Repeat the heads of ``x [b, h, s, d]`` until each of ``size`` ranks gets at least one."""
     return x if x.shape[1] >= size else x.repeat_interleave(size // x.shape[1], 1)
 
 
 class HeadExchange:
-    """Tokens for heads and back, between ranks that have parts of the same sequences; differentiable.
+    """Differentiable all-to-all between sharding by tokens and sharding by heads.
 
     Args:
-        members: of each of these ranks, which tokens it has of those that they have together.
-        group: the ranks.
+        members: for each rank of ``group``, the positions of its tokens in the group's tokens.
+        group: the ranks that exchange.
     """
 
     def __init__(self, members: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -38,18 +38,18 @@ class HeadExchange:
         self.own = dist.get_rank(group)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """``[b, h, s of this rank, d]`` -> ``[b, h / n, s of all, d]``, in the order of the sequence."""
+        """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in the order of the sequence."""
         found: Tensor = _Exchange.apply(x, self, True)
         return found
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """``[b, h / n, s of all, d]`` -> ``[b, h, s of this rank, d]``."""
+        """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
         found: Tensor = _Exchange.apply(x, self, False)
         return found
 
 
 class _Exchange(torch.autograd.Function):
-    """One way forward, and the other backward."""
+    """Exchange in one direction forward and in the other backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
@@ -77,7 +77,7 @@ def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def _exchanged(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send ``parts[r]`` to rank ``r``; what comes from rank ``r`` has the shape ``shapes[r]``."""
+    """Send ``parts[r]`` to rank ``r``, and return the tensors received, ``shapes[r]`` from rank ``r``."""
     sizes = [prod(shape) for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     received = all_to_all(flat, [part.numel() for part in parts], sizes, group)

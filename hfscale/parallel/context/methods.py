@@ -15,11 +15,11 @@ from .ring import RingBlocks
 
 
 class ContextAttention:
-    """What answers the attention of a model whose sequences are cut.
+    """Compute the attention of a model whose sequences are sharded over the context ranks.
 
     Args:
         method: one of :data:`hfscale.names.CP_METHODS`.
-        together: of ``heads_ring``, how many ranks share out heads.
+        together: for ``heads_ring``: the number of ranks per group that exchanges heads.
     """
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
@@ -45,7 +45,7 @@ class ContextAttention:
         return read(q, k, v, call.sinks, mask, call, source)
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int) -> Tensor:
-        """Some heads of the tokens that ``size`` ranks have together, and of other such groups' around a ring."""
+        """Exchange tokens for heads within groups of ``size`` ranks; pass keys and values around a ring of groups."""
         together = mask.of_groups(size)
         split, rank = together.batch.split, together.batch.rank
         alone = split.size == 1

@@ -39,7 +39,7 @@ class ContextParallel(Part, ContextAxis):
         self._takes_positions = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Answer the model's attention; its other modules need not know."""
+        """Replace the model's attention; its other modules run unchanged."""
         group, model = runtime.mesh.cp_group, runtime.model
         if group is None:
             return
@@ -62,13 +62,13 @@ class ContextParallel(Part, ContextAxis):
         model.register_forward_hook(self._end, always_call=True)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Hooks are undone already."""
+        """Do nothing: the hooks have been removed already."""
         if self._seam is not None:
             self._seam.remove()
 
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
-        """Its passes are forgotten with it, unless some are under way."""
+        """Forget the step's forward passes at its end, unless a pipeline still has microbatches in flight."""
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class ContextParallel(Part, ContextAxis):
         return TokenGather(group)(own, batch[_BATCH])
 
     def local_view(self, module: str) -> str | None:
-        """This rank's tokens, in every module."""
+        """Say that every module sees only this rank's tokens."""
         if self._attend is None:
             return None
         return (
@@ -118,7 +118,7 @@ class ContextParallel(Part, ContextAxis):
         )
 
     def _learn(self, batch: CutBatch) -> None:
-        """Where the text begins, its positions are known."""
+        """Take the batch's positions at the text model, and begin its forward pass there."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)

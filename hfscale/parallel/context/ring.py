@@ -23,7 +23,7 @@ class RingBlocks:
         self._lengths, self._rank, self._group = lengths, rank, group
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """This rank's own first, then those of the ranks before it."""
+        """Yield ``(rank, k, v)``: this rank's own first, then those of the ranks before it, as the ring passes them."""
         widths, block = [k.shape[-1], v.shape[-1]], torch.cat((k, v), -1)
         for step in range(len(self._lengths)):
             source = (self._rank - step) % len(self._lengths)
@@ -34,7 +34,7 @@ class RingBlocks:
                 block = following.result()
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Each block takes along what the ranks have added to its gradient so far."""
+        """Pass each block's gradient along with it around the ring, every rank adding to it; return this rank's."""
         widths, travelling = [k.shape[-1], v.shape[-1]], None
         for source, kb, vb in self.blocks(k, v):
             dk, dv = wide_zeros(kb), wide_zeros(vb)
@@ -48,7 +48,7 @@ class RingBlocks:
         return dk, dv
 
     def _pass_on(self, block: Tensor, source: int) -> "_UnderWay":
-        """Send what is of rank ``source`` to the next rank, while that of the one before ``source`` comes."""
+        """Send the block of rank ``source`` to the next rank, and receive that of the rank before ``source``."""
         size = len(self._lengths)
         arriving = block.new_empty((*block.shape[:2], self._lengths[(source - 1) % size], block.shape[3]))
         block = block.contiguous()
@@ -60,7 +60,7 @@ class RingBlocks:
 
 
 class _UnderWay:
-    """A block that arrives, and one that must stay as it is until it is sent."""
+    """A block being received, with the sent one, which must stay unchanged until the send is over."""
 
     def __init__(self, works: list[Any], arriving: Tensor, sent: Tensor, known: AbstractContextManager[None]) -> None:
         self._works, self._arriving, self._sent, self._known = works, arriving, sent, known

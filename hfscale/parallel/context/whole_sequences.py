@@ -17,13 +17,13 @@ class TokenGather:
         self._group = group
 
     def __call__(self, x: Tensor, batch: CutBatch) -> Tensor:
-        """``[b, own tokens, ...]`` -> ``[b, tokens, ...]``."""
+        """All-gather ``[b, own tokens, ...]`` to ``[b, tokens, ...]``."""
         found: Tensor = _Gather.apply(x, batch.split, self._group)
         return found
 
 
 class _Gather(torch.autograd.Function):
-    """Forward an all-gather, backward a reduce-scatter."""
+    """All-gather forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:

@@ -30,20 +30,20 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NarrowMean:
-    """The mean over replicas, sent in 16 bits."""
+    """Average over replicas by an all-reduce in 16 bits."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
 
     def __call__(self, flat: Tensor) -> None:
-        """In place."""
+        """Average ``flat`` over the replicas in place."""
         sent = (flat / dist.get_world_size(self._group)).to(self._dtype)
         dist.all_reduce(sent, group=self._group)
         flat.copy_(sent)
 
 
 class PowerSGD:
-    """The mean over replicas of the matrices in a flat buffer, by factors of low rank.
+    """Average the matrices of a flat buffer over replicas by low-rank factors (PowerSGD).
 
     Args:
         sizes: of the parts of the buffer, in order.
@@ -66,7 +66,7 @@ class PowerSGD:
         self._unit, self._made_in = unit, 1.0
 
     def __call__(self, flat: Tensor) -> None:
-        """In place."""
+        """Average ``flat`` over the replicas in place: matrices by low-rank factors, the rest exactly."""
         if sum(map(prod, self._sizes)) != flat.numel():  # some have no gradient
             self._mean([flat])
             return
@@ -80,7 +80,7 @@ class PowerSGD:
         left = {i: torch.linalg.qr(factor)[0] for i, factor in left.items()}
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
-        numbers = _are_numbers([*right.values(), *vectors])  # means: alike on all replicas, without another word
+        numbers = _are_numbers([*right.values(), *vectors])  # averaged already, so all replicas agree
         for i, matrix in matrices.items():
             error, factor = self._error(i, matrix), self._factor(i, whole[i])
             matrix.copy_(left[i] @ right[i].T)
@@ -122,7 +122,7 @@ class PowerSGD:
         return self._factors[i]
 
     def _mean(self, tensors: list[Tensor]) -> None:
-        """In place, by one collective."""
+        """Average ``tensors`` over the replicas in place, with one all-reduce."""
         if not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -133,7 +133,7 @@ class PowerSGD:
 
 
 def _are_numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether all entries are finite, as a tensor: nobody waits for a device."""
+    """Return whether all entries are finite, as a tensor, so that the host need not wait for the device."""
     return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
 
 
@@ -143,7 +143,7 @@ def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
 
 
 def compresses(plan: Plan) -> bool:
-    """Whether what replicas send is compressed."""
+    """Return whether gradients are compressed on their way between replicas."""
     return plan.layout.gradient_compression != "no"
 
 

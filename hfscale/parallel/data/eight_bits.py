@@ -35,12 +35,12 @@ class _InEightBits:
     owners: list[dist.ProcessGroup]
 
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """As bytes, which every backend sends."""
+        """Return the shard in 8 bits, viewed as bytes (which every backend sends), and its scale."""
         entries, scale = self.projection.encode(shard, self.owners)
         return entries.view(torch.uint8), scale
 
     def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """With the scale of the whole."""
+        """Return the gathered bytes as a :class:`Float8Weight` with the full scale; update ``out`` if given."""
         keep_for_stream(known)  # made on the stream that gathers
         if out is None:
             return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
@@ -50,15 +50,15 @@ class _InEightBits:
 
 
 class Float8Gather(Part):
-    """All-gathers of weights in 8 bits, where the plan says so."""
+    """All-gather in 8 bits the weights that the plan marks."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Encode the all-gathers of FSDP2. Comes behind the data axes, which shard the weights."""
+        """Encode the all-gathers of FSDP2. Must follow the data axes, which shard the weights."""
         gather_in_8_bits(runtime.model, runtime.plan, runtime.mesh)
 
 
 def gather_in_8_bits(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Gather in 8 bits the sharded weights of which the plan says so."""
+    """Make FSDP2 gather in 8 bits the sharded weights that the plan marks."""
     encodings: dict[nn.Module, _InEightBits] = {}
     for name in sorted(gathered_in_8_bits(plan)):
         if plan.is_local(mesh.pp_rank, name):

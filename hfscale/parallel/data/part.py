@@ -36,7 +36,7 @@ class DataParallel(Part, DataAxes):
         self._compressing: list[PowerSGD] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap, and fill what is on the meta device."""
+        """Wrap the model with FSDP2, and fill its parameters on the meta device with this rank's weights."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
         apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
@@ -48,7 +48,7 @@ class DataParallel(Part, DataAxes):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """FSDP2 puts gradients where they belong itself, past hooks on parameters."""
+        """Refuse hooks on gradients of parameters, which FSDP2 never runs."""
         if runtime.mesh.data_world == 1:
             return
         hooked = next((planned.name for planned, p in runtime.parameters() if has_backward_hook(p)), None)
@@ -60,44 +60,44 @@ class DataParallel(Part, DataAxes):
             )
 
     def left_out(self) -> list[Tensor]:
-        """What compression keeps: what it has left out of gradients, and factors."""
+        """Return the tensors that gradient compression keeps: residuals and low-rank factors."""
         return [tensor for each in self._compressing for tensor in each.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """What compression has left out of gradients so far; it goes on in the same layout only."""
+        """Return the residuals of gradient compression, with the layout, since only the same layout can use them."""
         if not self._compressing:
             return {}
         return {"layout": repr(runtime.mesh.layout), "compression": [each.state() for each in self._compressing]}
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
-        """In another layout, compression begins anew."""
+        """Restore the residuals of gradient compression; in another layout it starts afresh."""
         if state.get("layout") == repr(runtime.mesh.layout):
             for each, saved in zip(self._compressing, state["compression"], strict=True):
                 each.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced once, on leaving; weights are gathered once, or anew for every pass."""
+        """Reduce gradients once, at the end; gather weights once, or again for every pass (``weights_regather``)."""
         regather = bool(runtime.mesh.layout.weights_regather)
         return one_reduction(runtime.model, backward=backward, regather=regather)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """FSDP2 averages gradients over its ranks; a loss is a share of a sum."""
+        """Return the number of data ranks: FSDP2 averages gradients over them, while losses are terms of a sum."""
         return float(runtime.mesh.data_world)
 
     def before_backward(self, last: bool) -> None:
-        """Reduce with the last one."""
+        """Make the backward pass reduce gradients if it is the last, or if each microbatch reduces."""
         set_gradient_sync(self._model, last or bool(self._layout.reduce_each_microbatch))
 
     def accumulate_late_gradients(self) -> None:
-        """Move them to where FSDP2 adds gradients up."""
+        """Move gradients that autograd left in ``.grad`` to where FSDP2 accumulates them."""
         if self._layout.data_world > 1:
             add_up_gradients(self._model)
 
     def after_microbatch(self) -> None:
-        """Reduce now, where the layout says so."""
+        """Reduce gradients now if the layout reduces after each microbatch."""
         if self._layout.reduce_each_microbatch:
             reduce_microbatch(self._model)
 
     def release(self) -> None:
-        """Leave this rank its shards only."""
+        """Free the gathered weights: only this rank's shards remain."""
         reshard(self._model)

@@ -35,7 +35,7 @@ from .whole_weights import give_up_whole_weights, reshard
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
-    """Wrap every layer, then the rest of the model. No-op where there is one distinct batch.
+    """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch.
 
     Args:
         mixed_precision: ``"bf16"`` computes in bfloat16 over the parameters' own type, which stays the type of the
@@ -49,7 +49,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
     dtype = MIXED_PRECISIONS["no" if as_it_is else mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
-    # Whole copies need not be given up after the forward pass where no memory is won by it.
+    # Resharding after the forward pass saves memory only where weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
     offload = _offload_policy(plan)
     alone = _shard_experts(model, plan, mesh, policy, offload)
@@ -60,14 +60,14 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
         shard_by_type(module_at(model, name), reshard_after_forward=reshard, **how)
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
-    if towers is not None:  # a rank's texts may have no pictures
+    if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
 
 
 def _lent(plan: Plan, mesh: Mesh) -> list[str]:
-    """Modules of layers that other layers use too, while the layer that lists them is not run."""
+    """List the submodules of layers that other layers call too, outside the forward pass of their own layer."""
     loans = plan.stages.loans if plan.stages is not None else ()
     return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
 
@@ -81,7 +81,7 @@ def _is_module(model: nn.Module, name: str) -> bool:
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
-    """Which of some things any rank of the data axes has."""
+    """Combine flags over the data axes: each is true if it is true on any rank."""
     found = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -95,12 +95,11 @@ def _offload_policy(plan: Plan) -> OffloadPolicy:
 def _shard_experts(
     model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> set[nn.Parameter]:
-    """Wrap experts over their own, smaller group: ranks that hold the same ones.
+    """Wrap experts with FSDP2 over the ranks that hold the same experts.
 
     Returns:
-        parameters of experts that no other rank holds, that compute in their own type and that lie on their device:
-        nothing is to be gathered, cast or copied. They become sharded tensors of one rank, since an optimizer does not
-        take those of FSDP2 and plain ones at once.
+        the parameters that FSDP2 must ignore: no other rank holds them, and they are neither cast nor offloaded. They
+        become DTensors over one rank, since an optimizer does not take plain tensors beside FSDP2's.
     """
     layout, alone = mesh.layout, set[nn.Parameter]()
     policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
@@ -116,7 +115,7 @@ def _shard_experts(
                 holder.register_parameter(attribute, nn.Parameter(local, whole.requires_grad))
             alone |= set(module.parameters())
             continue
-        dims = {  # packed bytes have a row for each data rank
+        dims = {  # packed 4-bit weights are [data ranks, bytes]
             p: 0 if p.dtype == torch.uint8 else _planned(plan, f"{experts.name}.{name}").cuts[-1].dim
             for name, p in module.named_parameters()
         }
@@ -137,13 +136,13 @@ def _planned(plan: Plan, name: str) -> ParameterPlan:
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """The ranks over which FSDP2 reduces gradients of parameters, ``spread`` over the expert axis or not."""
+    """Return the mesh over which FSDP2 shards and replicates: that of the experts if ``spread``, else the model's."""
     replicate, shard = data_axes(spread)
     return device_mesh[(replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)]
 
 
 def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:
-    """Fill a model whose parameters are on the meta device, FSDP2-wrapped or not, with this rank's final shares."""
+    """Fill a model on the meta device, FSDP2-wrapped or not, with this rank's weights (``shares``, by name)."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:
         if not plan.is_local(mesh.pp_rank, planned.name):
@@ -164,13 +163,13 @@ def _filled(empty: Tensor | None, share: Tensor, on_host: bool) -> nn.Parameter:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
+    """Choose whether the next backward pass reduces gradients over the data axes (off while accumulating)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def reduce_microbatch(model: nn.Module) -> None:
-    """Within :func:`one_reduction`: reduce what backward passes have left so far, ahead of the end."""
+    """Reduce the gradients accumulated so far, inside :func:`one_reduction` and ahead of its end."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(True)
         reduce_now(model)
@@ -179,11 +178,12 @@ def reduce_microbatch(model: nn.Module) -> None:
 
 @contextmanager
 def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
-    """Within: any number of forward and backward passes of which some are under way at once; on leaving, gradients are
-    reduced over the data axes once. Weights are gathered once and kept until then.
+    """Accumulate gradients inside the with block, and reduce them over the data axes once at its end.
+
+    Passes of several microbatches may overlap inside. Weights are gathered once and kept until the end.
 
     Args:
-        regather: give up a layer's weights after every pass instead; the model's other weights are kept.
+        regather: reshard a layer's weights after every pass instead; those around the layers are kept.
     """
     if not isinstance(model, FSDPModule):
         yield

@@ -1,4 +1,4 @@
-"""The whole weights that FSDP2 gathers for a forward pass, and when they are given up."""
+"""Reshard the weights that FSDP2 gathers for a forward pass, where it would keep them."""
 
 import functools
 from typing import Any
@@ -13,14 +13,14 @@ from ...errors import ConfigError
 
 
 def reshard(model: nn.Module) -> None:
-    """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
+    """Free all gathered weights, also those that a forward pass without a backward pass has kept."""
     for module in model.modules() if isinstance(model, FSDPModule) else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def refuse_calls_past_the_model(model: Any) -> None:
-    """FSDP2 gathers what lies around the layers when the model is called, and not for a part of it."""
+    """Refuse calls of the base model alone: FSDP2 gathers the weights around the layers for the full model only."""
     inside = getattr(model, "base_model", model)
     if inside is model:
         return
@@ -41,11 +41,11 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 
 def give_up_whole_weights(model: Any) -> None:
-    """Behind a pass without gradients, let the model's parameters be this rank's shards again.
+    """Reshard the model after every forward pass without gradients; ``generate`` reshards once, at its end.
 
-    FSDP2 keeps the root's weights, and those of layers that are not spread, for a backward pass. Where none comes they
-    stand in the place of the parameters: an optimizer made then would move them in vain, and ``zero_grad`` would miss
-    every gradient. While tokens are generated they stay, and are given up at the end.
+    FSDP2 keeps the weights around the layers, and those of unsharded layers, for a backward pass. Where none follows,
+    the gathered weights stay registered as the parameters: an optimizer made then would update them in vain, and
+    ``zero_grad`` would miss every gradient.
     """
     generating: list[bool] = []
     generate = getattr(model, "generate", None)

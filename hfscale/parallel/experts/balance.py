@@ -1,8 +1,8 @@
-"""What keeps experts evenly busy: pure arithmetic.
+"""Load balancing of experts: losses, bias updates and metrics. Pure functions of tensors.
 
-All sums are over the real tokens of a sequence. They are shares of larger ones: whoever divides a sequence over ranks
-adds :func:`expert_sums` up first; whoever divides a step adds up what the losses return, and divides by the step's
-number of real tokens.
+All sums run over a sequence's real (unpadded) tokens. Callers whose ranks have parts of a sequence add up
+:func:`expert_sums` over them first; callers with several microbatches or batches add up the losses, and divide them by
+the step's number of real tokens.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from .routers import probabilities, widened
 
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
-    """What the losses need to know of each sequence, with gradients to the logits.
+    """Return the sums per sequence from which :func:`balance_loss` and :func:`z_loss` are made; differentiable.
 
     Args:
-        logits: ``[b, s, e]``, the router's, of ``s`` tokens of each sequence.
-        index: ``[b, s, k]``, the experts chosen, before any was found full; ``e`` for none.
-        real: ``[b, s]``, whether a token is none of padding.
+        logits: ``[b, s, e]``, the router's.
+        index: ``[b, s, k]``, the chosen experts before any is dropped for capacity; ``e`` for none.
+        real: ``[b, s]``, true for tokens that are not padding.
 
     Returns:
         ``[b, 2 e + 1]``: routes to each expert, the sum of its probability, and the sum of the squared logsumexp.
@@ -34,7 +34,7 @@ def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Ten
 
 
 def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
-    """``index [b, s, k]``, ``real [b, s]`` -> ``[b, count]``: how many routes of each sequence go to an expert."""
+    """Count the routes of each sequence to each expert: ``index [b, s, k]``, ``real [b, s]`` -> ``[b, count]``."""
     routes = index.flatten(1)
     weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
     counts = torch.zeros(len(routes), count + 1, dtype=torch.int64, device=index.device)
@@ -42,7 +42,7 @@ def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor) -> Tensor:
-    """The load-balancing loss of each sequence, times its number of tokens, all added up.
+    """Return the load-balancing loss, the sum over sequences of (loss of the sequence) x (its number of tokens).
 
     ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
     mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
@@ -59,24 +59,24 @@ def balance_loss(sums: Tensor) -> Tensor:
 
 
 def z_loss(sums: Tensor) -> Tensor:
-    """The squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
+    """Return the router z-loss, summed over tokens: squared logsumexp of the logits (Zoph et al. 2022, equation 5)."""
     return sums[:, -1].sum()
 
 
 def bias_step(counts: Tensor, rate: float) -> Tensor:
-    """What to add to the biases of experts with these loads ``[e]`` (Wang et al. 2024, algorithm 1)."""
+    """Return the update of the experts' biases, given their loads ``counts [e]`` (Wang et al. 2024, algorithm 1)."""
     loads = counts.double()
     return rate * (loads.mean() - loads).sign()
 
 
 def max_over_mean(counts: Sequence[int]) -> float:
-    """The largest load over the mean one: 1 where they are even; 1 without any."""
+    """Return the largest load divided by the mean load: 1 at balance, and where there is no load."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0
 
 
 def normalized_entropy(counts: Sequence[int]) -> float:
-    """Entropy of the loads over that of even ones: 1 where they are even, 0 where one expert has all; 1 without any."""
+    """Return the entropy of the loads over its maximum: 1 at balance (or without load), 0 if one expert has all."""
     total = sum(counts)
     if not total or len(counts) == 1:
         return 1.0

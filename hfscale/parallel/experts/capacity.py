@@ -1,7 +1,7 @@
-"""Room at experts: which routes find a place in the queue of their expert. Pure.
+"""Expert capacity: which routes an expert takes and which it drops. Pure functions of tensors.
 
-A queue is one sequence's, so that who is dropped does not depend on which other sequences are beside it. First choices
-come before second ones, and earlier tokens before later ones (Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch).
+Capacity is counted per sequence, so that what is dropped does not depend on the other sequences of a batch. First
+choices come before second ones, and earlier tokens before later ones (Lepikhin et al. 2020, GShard; Fedus et al. 2021).
 """
 
 import math
@@ -18,13 +18,12 @@ def room(tokens: int, factor: float, k: int, count: int) -> int: ...
 @overload
 def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
 def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
-    """Places of each queue: ``factor`` times an even share of the routes of ``tokens``, rounded up; not more than
-    tokens, of which each goes to an expert once at most.
+    """Return an expert's capacity per sequence: ``factor * tokens * k / count``, rounded up, at most ``tokens``.
 
     Args:
-        tokens: of a sequence; or of several, ``[b]``.
-        k: routes of a token.
-        count: experts.
+        tokens: the number of tokens of a sequence; or of several, ``[b]``.
+        k: routes per token.
+        count: number of experts.
     """
     share = factor * k / count
     if isinstance(tokens, int):
@@ -33,14 +32,15 @@ def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tenso
 
 
 def count_each(numbers: Tensor, count: int) -> Tensor:
-    """``numbers [m]``, each below ``count`` -> ``[count]``: how often each is there, without a look at the host."""
+    """Count how often each number below ``count`` is in ``numbers [m]``, ``[count]``; does not wait for the device."""
     counts = torch.zeros(count, dtype=torch.int64, device=numbers.device)
     return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def queue_places(index: Tensor, count: int) -> Tensor:
-    """``index [b, s, k]``, experts, or ``count`` for none -> ``[b, s, k]``: how many routes are before each in its
-    queue. One sort, and no look at the host.
+    """Return ``[b, s, k]``: how many routes of the sequence come before each one at its expert.
+
+    One sort, without waiting for the device. ``index [b, s, k]`` holds the experts, ``count`` for none.
     """
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index

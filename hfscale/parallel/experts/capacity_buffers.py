@@ -1,12 +1,12 @@
-"""Tokens to their experts and back where room at experts is fixed: nothing to count, nothing to ask the device.
+"""Exchange tokens with their experts through buffers of fixed capacity, so that the host never waits for the device.
 
-Every rank sends ``slots`` rows for each expert, taken or not, so all sizes are known in advance::
+Every rank sends ``slots`` rows to each expert, used or not, so all sizes are known in advance::
 
-    sender     [n, h] --each route's token into its slot--> [experts, slots, h], zero where nobody is
+    sender     [n, h] --each route's token into its slot--> [experts, slots, h], zero in unused slots
                --all-to-all--> expert's rank [experts/r, slots of all senders, h]
 
-and the same backwards. Zeros cost computation, but add nothing: no route reads what comes of them, so they have no
-gradient. Experts see tokens of several batches; for gradients see :mod:`.exchange`.
+and the same backwards. Unused slots cost computation, but no route reads their outputs, so they have no gradient.
+Experts see tokens of several batches; for what that means for gradients see :mod:`.dispatch`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from ...ops import all_to_all
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, gradients back, times ``factor``."""
+    """All-to-all of rows forward, and of their gradients times ``factor`` backward."""
 
     @staticmethod
     def forward(
@@ -46,23 +46,23 @@ def through_slots(
     group: dist.ProcessGroup | None,
     batches: int,
 ) -> Tensor:
-    """What the experts make of this rank's tokens, ``[n, h]``.
+    """Send this rank's tokens through the experts of all ranks and back; return the weighted sums ``[n, h]``.
 
     Args:
         hidden: ``[n, h]``, the tokens.
-        weights: ``[n, k]``, of their routes.
+        weights: ``[n, k]``, the weights of their routes.
         places: ``[n, k]``: the slot of each route, ``expert * slots + place``; ``count * slots`` for dropped ones.
-        count: experts on all ranks together.
-        slots: of each rank of ``group``, how many rows it sends to each expert.
-        compute: rows ``[r, h]`` of this rank's experts, so many of each -> ``[r, h]``.
-        group: the ranks over which experts are spread; ``None`` for one.
-        batches: distinct batches whose tokens meet in it.
+        count: the number of experts on all ranks.
+        slots: how many rows each rank of ``group`` sends to each expert.
+        compute: rows ``[r, h]``, and how many of them each of this rank's experts has -> ``[r, h]``.
+        group: the expert ranks; ``None`` for one.
+        batches: the number of distinct batches among those ranks.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local, own, width = count // ranks, slots[rank], hidden.shape[-1]
     k = places.shape[1]
     rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
-    # One more row takes what is dropped, and is cut off.
+    # One extra row receives the dropped routes, and is cut off.
     buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
     send, receive = [local * own] * ranks, [local * other for other in slots]
     if group is not None:

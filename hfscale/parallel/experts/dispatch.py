@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, with gradients.
+"""Exchange tokens with their experts, differentiably.
 
 ::
 
@@ -6,11 +6,12 @@
     combine    grouped  ----> y [n, h]                  backward   weighted rows to the experts <---- dy
                y[t] = sum over routes of weight * row, on the sender
 
-So weights of routes, and their gradients, never travel: a row carries ``h`` numbers, four times per step and layer.
+Weights of routes are applied on the sender, so neither they nor their gradients are sent: four all-to-alls of ``h``
+numbers per row, layer and step.
 
-Experts see the tokens of several distinct batches. The data axes average gradients over distinct batches, and those of
-experts over fewer ranks, or none: what is missing is divided out of the gradient on its way into the experts, and put
-back where it leaves them.
+Experts see the tokens of several distinct batches. The data axes average gradients over all distinct batches, but those
+of experts over fewer ranks or none: gradients are divided by the missing factor (``batches``) where they enter the
+experts' backward pass, and multiplied by it again where they leave.
 """
 
 from typing import Any
@@ -60,16 +61,14 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Tokens ``[n, h]`` of this rank -> the rows ``[arrived, h]`` that this rank's experts compute on, by expert.
+    """Send this rank's tokens ``x [n, h]`` to their experts; return the rows ``[arrived, h]`` for this rank's experts.
 
     Args:
-        batches: distinct batches whose tokens meet in one group of experts.
+        batches: the number of distinct batches among the expert ranks.
     """
     return _Dispatch.apply(x, routes, batches)
 
 
 def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
-    """What experts computed, ``[arrived, h]`` -> the weighted sum ``[n, h]`` over the routes of each token, given their
-    ``weights [n, k]``.
-    """
+    """Send the experts' outputs ``[arrived, h]`` back, and sum them by token with ``weights [n, k]``: ``[n, h]``."""
     return _Combine.apply(grouped, weights, routes, batches)

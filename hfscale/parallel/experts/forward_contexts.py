@@ -1,4 +1,4 @@
-"""The forward passes of a model: what the layers of each need to know of its batch, and of its loss."""
+"""The context of each forward pass (padding, token counts, seed, loss scale), for the routing in its layers."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ class Pass:
     """One forward pass.
 
     Attributes:
-        real: ``[b, s]``, which tokens are none of padding.
-        tokens: how many real tokens its losses are a mean over.
-        seed: for what is drawn in it; ``None`` in evaluation.
-        scale: gradient of the step's loss, once the backward pass has come by; ``None``: there is no loss.
-        shapes: samples and tokens of the batch of every rank whose tokens meet this one's, once somebody asked.
-        loss: what its layers add to the loss, without a graph.
+        real: ``[b, s]``, true for tokens that are not padding.
+        tokens: the number of real tokens by which its router losses are divided.
+        seed: for random draws in it; ``None`` in evaluation.
+        scale: the gradient of the step's loss, set in the backward pass; ``None`` without a loss.
+        shapes: batch size and tokens per sequence on each expert rank; empty until a layer asks.
+        loss: the sum of its layers' router losses, detached.
     """
 
     real: Tensor
@@ -34,7 +34,7 @@ class Pass:
     loss: Tensor | None = None
 
     def add(self, share: Tensor) -> None:
-        """Add a layer's share of the loss."""
+        """Add a layer's router loss."""
         self.loss = share.detach() if self.loss is None else self.loss + share.detach()
 
 
@@ -42,7 +42,7 @@ class ForwardContexts:
     """The latest forward passes of a model.
 
     Attributes:
-        tokens: real tokens of the whole step under way; ``None`` in loops of one's own.
+        tokens: the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``.
         draws: whether layers draw random numbers in training.
     """
 
@@ -53,12 +53,12 @@ class ForwardContexts:
         self._with_labels = False
 
     def install(self, model: nn.Module) -> None:
-        """Hook the model."""
+        """Hook the model, so that each of its forward passes gets a context and adds its router losses."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
     def current(self) -> Pass:
-        """The pass that the computation under way belongs to."""
+        """Return the pass that is computing, or being recomputed, now."""
         return self._passes.current()
 
     @property
@@ -88,9 +88,9 @@ class ForwardContexts:
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """``[b, s]``: which tokens of a batch are none of padding, by its attention mask.
+    """Return ``[b, s]``: true for the tokens of a batch that its attention mask does not mark as padding.
 
-    Of a mask of four dims ``[b, 1, s, s]``, boolean or to be added to scores, those that attend to themselves.
+    With a 4-D mask ``[b, 1, s, s]``, boolean or additive, those are the tokens that attend to themselves.
 
     Raises:
         ConfigError: it has neither token ids nor embeddings, or its mask is of another kind.
@@ -118,7 +118,7 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 class _Added(torch.autograd.Function):
-    """The loss with what the layers add; the backward pass notes the gradient it begins with, for them."""
+    """Add the layers' losses to the model's; the backward pass records the loss's gradient, for :func:`attach`."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, share: Tensor, current: Pass) -> Tensor:
@@ -133,7 +133,7 @@ class _Added(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
-    """``x`` as it is; its backward pass gives ``share``, a part of the pass's loss, its gradient."""
+    """Return ``x`` unchanged; backward also sends the gradient of the pass's loss into ``share``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
@@ -148,11 +148,11 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-    """``x``, an activation, with the gradient of ``share`` (a scalar of the pass's loss) joined on the way back.
+    """Return the activation ``x`` so that its backward pass also backpropagates ``share``, a scalar term of the loss.
 
-    So it needs no way of its own to the loss: not out of layers that are recomputed, and not out of pipeline stages.
+    The term then needs no path to the loss out of recomputed layers or pipeline stages.
 
     Args:
-        times: factor of the gradient, where several ranks give the same one.
+        times: factor of the gradient, for ranks that would each add the same one.
     """
     return _Attached.apply(x, share, current, times)

@@ -1,4 +1,4 @@
-"""The experts of one rank on rows that are grouped by expert.
+"""Run one rank's experts on rows that are grouped by expert.
 
 Experts in 4 bits (QLoRA, Dettmers et al. 2023) are dequantized for the time of one projection, in the forward pass and
 again in the backward pass.
@@ -22,7 +22,7 @@ from ...runtime.names import unwrapped
 
 
 def compute_type(experts: Any) -> torch.dtype:
-    """The type in which ``experts``, a host's module, computes now."""
+    """Return the dtype in which transformers' module ``experts`` computes now."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
     if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:  # which it leaves alone
@@ -32,10 +32,10 @@ def compute_type(experts: Any) -> torch.dtype:
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows ``x [rows, h]``, ``counts`` of them for each expert in ``experts``, a host's module -> ``[rows, h]``.
+    """Run rows ``x [rows, h]``, ``counts[i]`` of them for expert ``i``, through transformers' module ``experts``.
 
-    What the host's own forward computes for each row, without weights of routes. The module's parameters and functions
-    are looked up now, so that whatever was put in their place is used.
+    Computes what the module's own forward computes for each row, without the weights of routes. Its parameters and
+    functions are looked up at each call, so that replaced ones are used.
     """
     dtype = compute_type(experts)
     added, experts = low_rank_terms(experts), unwrapped(experts)
@@ -64,7 +64,7 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
-    """What PEFT's wrappers around ``experts`` add to parameters of it: ``A [e, r, in]``, ``B [e, out, r]``, scale.
+    """Return PEFT's LoRA factors by parameter of ``experts``: ``A [e, r, in]``, ``B [e, out, r]`` and the scale.
 
     PEFT adds ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
     """
@@ -77,5 +77,5 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
 
 
 def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """A 4-bit parameter of ``experts`` in ``dtype``; asked for the product and again for its gradient."""
+    """Dequantize a 4-bit parameter of ``experts`` to ``dtype``; called for the product and again for its gradient."""
     return read_packed(experts, name).to(dtype)

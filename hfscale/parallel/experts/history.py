@@ -1,4 +1,4 @@
-"""Expert load over time: kept, written as JSON lines, drawn. matplotlib is imported on use."""
+"""Record expert load over time, as JSON lines, and plot it. matplotlib is imported on use."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 class ExpertLoadHistory:
-    """The loads of many steps::
+    """The expert loads of many steps::
 
         history = hfscale.ExpertLoadHistory("loads.jsonl")
         for step, batch in enumerate(batches):
@@ -22,7 +22,7 @@ class ExpertLoadHistory:
         history.plot("loads.png")
 
     Args:
-        path: a file that gets a line per step, from the first rank; appended to, if it exists. ``None``: none.
+        path: a file to which rank 0 appends a line per step; ``None`` for none.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -33,10 +33,10 @@ class ExpertLoadHistory:
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertLoadHistory":
-        """What was recorded into a file.
+        """Read back a history that was recorded to a file.
 
         Raises:
-            ConfigError: it is no such file.
+            ConfigError: the file holds no such history.
         """
         history = cls()
         try:
@@ -58,8 +58,8 @@ class ExpertLoadHistory:
             file.write(json.dumps({"step": step, "layers": layers}) + "\n")
 
     def plot(self, path: str | Path) -> Path:
-        """Draw a map per layer: steps from left to right, experts from top to bottom, and the share of each in its
-        step's tokens, relative to an even one.
+        """Draw a heat map per layer: steps from left to right, experts from top to bottom, load over the mean load as
+        color.
 
         Raises:
             ConfigError: nothing was recorded, another suffix, a folder that does not exist, or no matplotlib.

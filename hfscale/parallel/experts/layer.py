@@ -37,11 +37,11 @@ class Choice:
     """Where the tokens of a layer go.
 
     Attributes:
-        index: ``[n, k]``, experts; their number for none.
-        weights: ``[n, k]``.
-        places: ``[n, k]``, a slot for each route, where room at experts is fixed: see :mod:`.capacity_buffers`.
-        slots: how many slots each rank has for each expert.
-        loss: what this layer adds to the loss.
+        index: ``[n, k]``, the experts; the number of experts for none.
+        weights: ``[n, k]``, the weights of the routes.
+        places: ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :mod:`.capacity_buffers`.
+        slots: how many slots each rank has at each expert.
+        loss: this layer's router loss.
     """
 
     index: Tensor
@@ -52,7 +52,7 @@ class Choice:
 
 
 class Logits:
-    """What a router computed in the call of the block that is under way."""
+    """Record a router's logits in each forward pass of its block."""
 
     def __init__(self, router: nn.Module, place: int) -> None:
         self._place = place
@@ -63,7 +63,7 @@ class Logits:
         self._latest = output if isinstance(output, Tensor) else output[self._place]
 
     def take(self, n: int, count: int, name: str) -> Tensor:
-        """``[n, experts]``."""
+        """Return the recorded logits ``[n, experts]``, once; refuse others than those of ``n`` tokens."""
         found, self._latest = self._latest, None
         if found is None or found.shape[-1] != count or found.numel() != n * count:
             raise ConfigError(
@@ -75,21 +75,21 @@ class Logits:
 
 @dataclass
 class LayerRouting:
-    """What one layer does to its routes.
+    """Reroute, balance, limit and count the routes of one layer, as the user's ``RoutingConfig`` asks.
 
     Attributes:
         planned: its experts.
-        number: which of the model's mixtures it is.
-        options: what the user asked for.
-        passes: the model's; ``None`` where nothing here needs them.
-        counters: the model's.
-        counter: this layer's.
-        mesh: the ranks.
-        is_cut: whether this rank has a share of the tokens.
-        fixed: whether room at experts, where it is limited, has slots of its own.
-        logits: those of its router; ``None`` where nobody needs them.
-        scores: what makes probabilities of them.
-        times: factor of the loss's gradient, where tensor ranks have whole tokens and sum their gradients.
+        number: its index among the model's mixtures of experts.
+        options: the user's choices.
+        passes: contexts of the model's forward passes; ``None`` where nothing here needs them.
+        counters: the token counts of all layers.
+        counter: those of this layer.
+        mesh: the device mesh.
+        is_cut: whether this rank has only a part of the tokens.
+        fixed: whether a limited capacity uses buffers of fixed size.
+        logits: records the router's logits; ``None`` where they are not needed.
+        scores: ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits.
+        times: factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients.
     """
 
     planned: ExpertsPlan
@@ -106,7 +106,7 @@ class LayerRouting:
     times: float = 1.0
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
-        """The routes of ``n`` tokens, given those of the model's router, ``[n, k]`` each."""
+        """Return the routes of ``n`` tokens, given ``index`` and ``weights`` of the model's router, ``[n, k]`` each."""
         if not recomputing():
             self.counters.begin_if_asked()
         if self.passes is not None:
@@ -116,7 +116,7 @@ class LayerRouting:
         return Choice(index, weights)
 
     def finish(self, out: Tensor, choice: Choice) -> Tensor:
-        """What the experts computed, with the gradient of this layer's share of the loss on its way back."""
+        """Return the experts' output ``out``, through whose backward pass this layer's loss is backpropagated too."""
         if choice.loss is None or self.passes is None:
             return out
         return attach(out, choice.loss, self.passes.current(), 1.0 if self.is_cut() else self.times)
@@ -127,12 +127,12 @@ class LayerRouting:
             self.counter.add(counts)
 
     def count_on_device(self, index: Tensor) -> None:
-        """The same, given the routes ``[n, k]``, where nobody has looked at them."""
+        """Count the routes ``index [n, k]`` on the device, without waiting for it."""
         self.count(count_each(index.flatten(), self.planned.count + 1)[:-1])
 
     @property
     def _first(self) -> bool:
-        """Whether this rank counts what all tensor ranks know."""
+        """Whether this rank counts tokens that all tensor ranks have."""
         return self.mesh.tp_rank == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
@@ -157,7 +157,7 @@ class LayerRouting:
         return choice if options.capacity is None else self._limited(choice, options.capacity, now, own, counts)
 
     def _limited(self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool) -> Choice:
-        """The routes that find room at their experts; the other ones lead nowhere."""
+        """Drop the routes above the experts' capacity: their expert becomes ``count``, for none."""
         count, index = self.planned.count, choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._within(capacity, index, now, own)
         if counts:
@@ -174,7 +174,7 @@ class LayerRouting:
         return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
-        """This rank's tokens, of which there must be ``rows``."""
+        """Return this rank's tokens of the pass; refuse another number of them than ``rows``."""
         (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
         lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []
         start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
@@ -186,7 +186,7 @@ class LayerRouting:
         return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
 
     def _rerouted(self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
-        """What another router chooses; what it draws is drawn for all tokens, and the same on all tensor ranks."""
+        """Choose experts by the router in ``options``. Noise is drawn for all tokens, equal on all tensor ranks."""
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
             return switch(logits)
@@ -208,7 +208,7 @@ class LayerRouting:
         return noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
-        """This layer's share of the step's loss."""
+        """Return this layer's router loss, a term of the step's loss, and count it for reports."""
         if self.is_cut():
             sums = leave(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
@@ -223,9 +223,9 @@ class LayerRouting:
         return loss
 
     def _within(self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens") -> tuple[Tensor, Tensor]:
-        """Which routes ``[b, s, k]`` find room, and the place of each in its queue, behind those of other ranks too."""
+        """Return which routes ``[b, s, k]`` are within capacity, and each one's place at its expert, over all ranks."""
         count = self.planned.count
-        whole = index.where(own.real.unsqueeze(-1), count)  # padding takes nobody's place
+        whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
         group = self.mesh.tp_group
         if own.are_a_part and group is not None:
             whole = start_all_gather(whole, own.lengths, 1, group).result()
@@ -235,7 +235,7 @@ class LayerRouting:
         return own.of(kept), own.of(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Samples and tokens of the batch of every rank that sends tokens to these experts; learned once a pass."""
+        """Return batch size and tokens per sequence of every expert rank; exchanged once per pass."""
         if not now.shapes:
             own = (now.real.shape[0], now.real.shape[1])
             now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
@@ -244,12 +244,12 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """Which tokens of a pass a rank has.
+    """This rank's tokens of a pass.
 
     Attributes:
-        lengths: how many of each sequence every tensor rank has; empty where every one has all.
-        start: the first of this rank's in a sequence.
-        real: ``[b, s]``, which of this rank's are not padding.
+        lengths: tokens per sequence on each tensor rank; empty where every rank has all.
+        start: the position of this rank's first token in each sequence.
+        real: ``[b, s]``, true for its tokens that are not padding.
     """
 
     lengths: list[int]
@@ -258,16 +258,16 @@ class _OwnTokens:
 
     @property
     def are_a_part(self) -> bool:
-        """Whether other tensor ranks have others."""
+        """Whether other tensor ranks have other tokens of these sequences."""
         return bool(self.lengths)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Their entries of something that all tokens have, ``[b, s, ...]``."""
+        """Slice this rank's tokens out of ``whole [b, s, ...]``."""
         return whole.narrow(1, self.start, self.real.shape[1])
 
 
 def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Everybody's numbers, through the host: the device is not waited for."""
+    """All-gather a pair of integers over a CPU group, so that the device is not waited for."""
     mine = torch.tensor(own)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

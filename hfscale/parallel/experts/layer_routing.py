@@ -23,7 +23,7 @@ _BIAS = "e_score_correction_bias"  # the host's name, in every family that has o
 
 
 def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
-    """What every mixture that this rank holds does to its routes, and what they share.
+    """Return the model's routing, and that of each mixture of experts on this rank.
 
     Raises:
         ConfigError: the model lacks what ``options`` need.
@@ -91,9 +91,9 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
 
 
 def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
-    """The module beside the experts that the host records logits of, with its name, and where in its output they are.
+    """Find the router of a layer's experts: its name, the module, and the index of the logits in its output.
 
-    A few families have it beside the block, in the layer.
+    A router is what transformers records logits of; a few families keep it in the layer, beside the MoE block.
     """
     recorded = router_logits(runtime.model)
     for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
@@ -101,7 +101,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
             (stock_name(f"{owner}.{name}"), module, place)
             for name, module in runtime.model.get_submodule(owner).named_modules()
             for kind, place in recorded.items()
-            # Of a router that trains beside an adapter, PEFT keeps the first values as well, which nothing calls.
+            # PEFT keeps a frozen copy of a router in modules_to_save, which is never called.
             if name and isinstance(module, kind) and not name.endswith(ORIGINAL)
         ]
         if len(found) == 1:
@@ -115,7 +115,7 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
 
 
 def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
-    """The bias that the router adds to its scores, in 32 bits at least: 16 would lose steps of 0.001."""
+    """Return the router's bias buffer, made fp32 if it has fewer bits: 16 bits would lose updates of 0.001."""
     for module in block.modules():
         found = own_buffers(module).get(_BIAS)
         if found is not None and found.numel() == planned.count:

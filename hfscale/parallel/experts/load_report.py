@@ -20,9 +20,9 @@ class LayerLoad:
 
     Attributes:
         name: the module that holds them.
-        tokens: how many tokens each expert computed, padding included, as the device does.
-        dropped: routes of real tokens that found no room.
-        balance_loss: without its coefficient; 1 at balance, 0 where it is not asked for.
+        tokens: how many tokens each expert computed, padding included.
+        dropped: routes of real tokens that were dropped for capacity.
+        balance_loss: without its coefficient; 1 at balance, 0 where it is off.
         z_loss: likewise.
     """
 
@@ -55,7 +55,7 @@ class ExpertLoad:
     layers: tuple[LayerLoad, ...]
 
     def metrics(self, prefix: str = "experts/") -> dict[str, float]:
-        """A few numbers for a log: the worst layer's, and means over layers."""
+        """Return a few numbers for a log: the worst layer's balance, and mean losses over layers."""
         dropped = sum(layer.dropped for layer in self.layers)
         routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
         found = {

@@ -33,15 +33,15 @@ from .routing import Routing
 
 
 class Mixture:
-    """What surrounds the experts of one layer.
+    """Expert parallelism of one layer: route tokens to the experts of all ranks and back.
 
     Attributes:
-        plan: which module, and how many experts it has on all ranks.
+        plan: the experts' module, and the number of experts on all ranks.
         routing: changes and counts its routes.
-        group: the ranks over which they are spread; ``None`` for one.
-        batches: distinct batches whose tokens meet in it.
-        shares: the tensor ranks that share a batch, if each of them sends a share of it.
-        is_cut: whether the tokens that arrive are a share already.
+        group: the expert ranks; ``None`` for one.
+        batches: the number of distinct batches among them.
+        shares: the tensor ranks with the same batch, if each of them sends a part of it.
+        is_cut: whether the tokens that arrive are sharded over them already.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Mixture:
         self.shares, self.is_cut = shares, is_cut
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The host's ``experts(hidden [n, h], index [n, k], weights [n, k])``, with ``experts`` those of this rank."""
+        """Compute the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with the experts of all ranks."""
         choice = self.routing.choose(index, weights)
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
@@ -70,8 +70,8 @@ class Mixture:
         return self.routing.finish(out, choice)
 
     def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Where tensor ranks share a batch, this rank's share of the tokens is exchanged, and results are gathered; or
-        nothing is, where sums over the ranks are no more bytes.
+        """Run tokens through their experts. Tensor ranks with the same tokens each exchange a part and all-gather the
+        results, or, where that is no more bytes, each run all tokens through their own experts and all-reduce.
         """
         if self.shares is None or self.is_cut():
             return self._exchanged(experts, hidden, index, weights)
@@ -86,7 +86,7 @@ class Mixture:
     def _summed(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
     ) -> Tensor:
-        """All tokens are here, and so are all their routes: each rank runs those to its own experts."""
+        """Run all tokens through this rank's own experts only, and all-reduce the results over ``ranks``."""
         own = self.plan.count // dist.get_world_size(ranks)
         before = dist.get_rank(ranks) * own
         local = index - before
@@ -104,7 +104,7 @@ class Mixture:
 
 
 def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Routes, batches: int = 1) -> Tensor:
-    """Tokens ``hidden [n, h]`` along their routes, of ``weights [n, k]``, through the experts of all ranks and back."""
+    """Send ``hidden [n, h]`` along ``routes`` through the experts and back; sum with ``weights [n, k]``: ``[n, h]``."""
     grouped = run_experts(experts, dispatch(hidden, routes, batches), routes.counts)
     return combine(grouped, weights, routes, batches)
 
@@ -139,7 +139,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
 
 
 def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
-    """Whether a share of ``experts`` has rows that torch's grouped product, the host's choice, does not take."""
+    """Return whether a shard of ``experts`` has rows too narrow for torch's grouped matmul, which transformers uses."""
     if not runs_grouped_products(experts):
         return False
     weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]

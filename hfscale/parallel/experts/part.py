@@ -12,10 +12,10 @@ from .routing import Routing
 
 
 class ExpertParallel(Part):
-    """The exchange of tokens between experts, in the place of their modules' forward passes."""
+    """Replace the forward of experts' modules: tokens are exchanged with the experts of other ranks."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Comes before the edges of tensor parallelism, which may read parameters of experts in their own way."""
+        """Wrap the experts. Must precede the block edges of tensor parallelism, which may read experts' parameters."""
         routing = install_experts(runtime, runtime.options.routing)
         part = runtime.part(ExpertRouting)
         if part is not None:
@@ -23,10 +23,10 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """What a step and its passes mean to routers.
+    """Keep the routing of a model in step with its training steps and forward passes.
 
     Attributes:
-        routing: what all mixtures have in common; ``None`` where there are none, or stock ones.
+        routing: the routing of all mixtures; ``None`` where there are none, or only stock ones.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ExpertRouting(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Tokens are counted, and biases moved at the end."""
+        """Count the step's tokens per expert, and update the routers' biases at its end."""
         if self.routing is None:
             return nullcontext()
         return self.routing.step(microbatches, train and runtime.model.training)

@@ -1,7 +1,7 @@
-"""Which experts a token goes to, of its router's logits: pure.
+"""Routers: choose each token's experts by its logits. Pure functions of tensors.
 
-Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``.
-An index of ``e`` means that this route is not taken.
+Each returns ``index [n, k]`` and ``weights [n, k]``, the best choice first; weights are differentiable in the logits
+``[n, e]``. An index of ``e`` means that this route is not taken.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
-    """``[n, e]``, at least 32 bits wide, each row with the sum 1.
+    """Return the experts' probabilities ``[n, e]``, in fp32 at least; each row sums to 1.
 
     Args:
         scores: ``"softmax"``, or ``"sigmoid"`` divided by its sum (DeepSeek-AI 2024, V3).
@@ -22,14 +22,16 @@ def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
 
 
 def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best expert, weighted with its probability (Fedus et al. 2021, Switch Transformers, equation 2)."""
+    """Choose the best expert, weighted by its probability (Fedus et al. 2021, Switch Transformers, equation 2)."""
     weights, index = probabilities(logits).max(-1, keepdim=True)
     return index, weights
 
 
 def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The best two, weighted with their shares of the two's probability; the second one is taken with twice its share
-    as the chance (Lepikhin et al. 2020, GShard, algorithm 1), always where nothing is drawn.
+    """Choose the best two, weighted by their probabilities divided by the sum of the two.
+
+    The second is taken with a chance of twice its weight (Lepikhin et al. 2020, GShard, algorithm 1), and always
+    without ``draws``.
 
     Args:
         draws: ``[n]``, uniform in ``[0, 1)``; ``None`` in evaluation.
@@ -43,10 +45,10 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The best ``k`` after noise, weighted by a softmax over theirs (Shazeer et al. 2017, equations 3 to 5).
+    """Choose the ``k`` largest logits after noise, weighted by their softmax (Shazeer et al. 2017, equations 3 to 5).
 
     Args:
-        noise: ``[n, e]``, to be added; ``None`` in evaluation.
+        noise: ``[n, e]``, added to the logits; ``None`` in evaluation.
     """
     logits = widened(logits)
     best, index = (logits if noise is None else logits + noise).topk(k, dim=-1)
@@ -54,12 +56,10 @@ def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Te
 
 
 def round_robin(index: Tensor, count: int) -> Tensor:
-    """In the shape of ``index``: experts in turn, so that loads differ by one at most, and a token's experts are
-    different.
-    """
+    """Return experts in turn, in the shape of ``index``: loads differ by one at most, and a token's experts differ."""
     return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
 
 
 def widened(x: Tensor) -> Tensor:
-    """``x`` in 32 bits, or more where it has more."""
+    """Cast ``x`` to fp32 if it has fewer bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Which token goes to which expert, as permutations: made once per pass, with one sort and one look at the host.
+"""Which token goes to which expert, as permutations: made once per pass, with one sort and one copy to the host.
 
 Data flow, ``n`` tokens with ``k`` routes each, ``e`` experts in blocks of ``e/r`` on ``r`` ranks::
 
@@ -26,14 +26,14 @@ class Routes:
 
     Attributes:
         shape: ``(n, k)``.
-        order: the routes that go somewhere, as places in the flattened ``[n, k]``, by expert.
-        places: for every route, its place in ``order``; behind the last where it goes nowhere.
+        order: the routes that were not dropped, sorted by expert, as indices into the flattened ``[n, k]``.
+        places: for every route its index in ``order``; ``len(order)`` for dropped ones.
         send: how many rows go to each rank.
-        receive: how many come from each rank.
-        counts: how many arrive for each expert of this rank.
-        regroup: rows as they arrive -> by expert; ``None`` where that changes nothing.
-        ungroup: the inverse.
-        group: the ranks; ``None`` for one.
+        receive: how many rows come from each rank.
+        counts: how many rows arrive for each expert of this rank.
+        regroup: permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity.
+        ungroup: its inverse.
+        group: the expert ranks; ``None`` for one.
     """
 
     shape: tuple[int, int]
@@ -52,43 +52,43 @@ class Routes:
         return self.order if self.shape[1] == 1 else self.order // self.shape[1]
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """``[routes, ...]`` in ``order`` on their senders -> ``[arrived, ...]`` by expert on the experts' ranks."""
+        """Send rows ``[routes, ...]`` in ``order`` to the experts' ranks; return ``[arrived, ...]``, by expert."""
         arrived = all_to_all(rows, self.send, self.receive, self.group)
         return arrived if self.regroup is None else arrived.index_select(0, self.regroup)
 
     def from_experts(self, grouped: Tensor) -> Tensor:
-        """The way back."""
+        """Send rows back, the inverse of :meth:`to_experts`: ``[arrived, ...]`` -> ``[routes, ...]``."""
         leaving = grouped if self.ungroup is None else grouped.index_select(0, self.ungroup)
         return all_to_all(leaving, self.receive, self.send, self.group)
 
     def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """``[routes, h]`` in ``order`` -> ``[n, h]``: the sum over each token's routes, times ``weights [n, k]``."""
+        """Sum ``rows [routes, h]``, in ``order``, over each token's routes, times ``weights [n, k]``: ``[n, h]``."""
         return self.added_up(rows, weights) if rows.device.type == "cpu" else self.gathered(rows, weights)
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum, row by row: a quarter of the other way's time on a CPU."""
+        """Sum by ``index_add_``: on a CPU a quarter of the time of :meth:`gathered`."""
         weighted = rows if weights is None else rows * self.taken(weights)
         total = weighted.new_zeros((self.shape[0], *rows.shape[1:]))
         return total.index_add_(0, self.tokens, weighted)
 
     def gathered(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum, token by token: always in the same order, where a GPU would add rows in any."""
+        """Sum by a gather per token: deterministic, while ``index_add_`` on a GPU adds in any order."""
         if len(self.order) < len(self.places):
             rows = F.pad(rows, (0, 0, 0, 1))
         routes = rows.index_select(0, self.places).unflatten(0, self.shape)
         return (routes if weights is None else routes * weights.unsqueeze(-1)).sum(1)
 
     def taken(self, weights: Tensor) -> Tensor:
-        """``[n, k]`` -> ``[routes, 1]`` in ``order``."""
+        """Pick the weights of the routes in ``order``: ``[n, k]`` -> ``[routes, 1]``."""
         return weights.reshape(-1).index_select(0, self.order).unsqueeze(-1)
 
 
 def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[Routes, list[int]]:
-    """Routes of tokens to the experts that were chosen for them.
+    """Plan how this rank's tokens travel to the experts chosen for them.
 
     Args:
-        experts: ``[n, k]``, the numbers of the experts of each token; ``count`` for none.
-        count: how many experts there are on all ranks together.
+        experts: ``[n, k]``, the experts of each token; ``count`` for none.
+        count: the number of experts on all ranks.
 
     Returns:
         the routes, and how many of this rank's go to each expert.
@@ -122,9 +122,9 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
 
 
 def _by_expert(received: Tensor, total: int) -> Tensor:
-    """Rows that arrived in the order (sender, expert) -> in the order (expert, sender), as places in the former.
+    """Return the permutation of arrived rows from the order (sender, expert) to (expert, sender).
 
-    ``received [ranks, experts]`` counts them; without a sort and without a look at the host.
+    ``received [ranks, experts]`` counts the rows. Needs no sort, and does not wait for the device.
     """
     starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
     lengths = received.t().flatten()

@@ -1,4 +1,4 @@
-"""The routing of a whole model: its passes, what it counts, and what a step begins and ends with."""
+"""The routing of all layers of a model: forward passes, token counts, and the start and end of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from .token_counts import Counters, LayerCounter
 
 
 class Routing:
-    """What all mixtures of a model have in common.
+    """The state that all mixtures of experts of a model share.
 
     Attributes:
-        options: what the user asked for.
-        passes: its forward passes; ``None`` where no layer needs to know of them.
+        options: the user's choices.
+        passes: contexts of the model's forward passes; ``None`` where no layer needs them.
         counters: tokens per expert.
-        biases: what the bias update moves, by the name of the experts' module.
+        biases: the router biases to update, by the name of the experts' module.
     """
 
     def __init__(self, runtime: Runtime, options: RoutingConfig) -> None:
@@ -33,7 +33,7 @@ class Routing:
 
     @contextmanager
     def step(self, microbatches: Sequence[Mapping[str, Any]], train: bool) -> Iterator[None]:
-        """Within: the forward passes of one step over this rank's ``microbatches``."""
+        """Count tokens anew for the step inside the with block; update the routers' biases at its end if it trains."""
         self.counters.begin()
         if self.passes is None:
             yield
@@ -51,15 +51,13 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """The gradient that the step's backward passes begin with, for what the latest pass's layers add to the loss:
-        told where the pass itself ends without one, in a pipeline stage.
-        """
+        """Set the loss gradient of the latest pass, for router losses of a pipeline stage without the model's loss."""
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
     @torch.no_grad()
     def _move_biases(self) -> None:
-        """Every rank with a layer makes the same step, from the load of all batches together."""
+        """Update the routers' biases by the load over all batches; every rank with a layer makes the same update."""
         counters = [self.counters.layers[name] for name in self.biases]
         flat = torch.cat([_wanted(counter, bias) for counter, bias in zip(counters, self.biases.values(), strict=True)])
         for group in (*self._mesh.loss_groups, *self._mesh.groups("tp")):

@@ -1,7 +1,6 @@
-"""How many tokens each expert gets: counted while a model runs, added up over ranks when somebody asks.
+"""Count the tokens of each expert while a model runs; :func:`expert_load` adds them up over ranks.
 
-Counting asks the device nothing: what the exchange of tokens knows on the host is added up there, the rest stays on the
-device until :func:`expert_load`.
+Counting never waits for the device: what the token exchange knows on the host is counted there, the rest on the device.
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 @dataclass
 class LayerCounter:
-    """What one rank has counted in one layer; of what several ranks know alike, one of them counts.
+    """The counts of one rank in one layer; what several ranks know alike is counted by one of them.
 
     Attributes:
-        counts: routes to each expert, known on the host.
-        on_device: the same, on the device.
+        counts: routes to each expert that were counted on the host.
+        on_device: routes to each expert that were counted on the device.
         numbers: ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens.
         wanted: routes of real tokens to each expert, for the update of its bias.
     """
@@ -31,7 +30,7 @@ class LayerCounter:
     wanted: Tensor | None = None
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all counts to zero."""
         self.counts = [0] * self.count
         self.on_device = self.numbers = self.wanted = None
 
@@ -53,7 +52,7 @@ class LayerCounter:
         self.wanted = counts if self.wanted is None else self.wanted + counts
 
     def total(self, device: torch.device) -> Tensor:
-        """``[experts + 4]``: everything but ``wanted``."""
+        """Return ``[experts + 4]``: the routes to each expert, then ``numbers``."""
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         if self.on_device is not None:
             counts = counts + self.on_device
@@ -61,25 +60,25 @@ class LayerCounter:
 
 
 class Counters:
-    """Those of all layers that a rank holds, by the name of the experts' module."""
+    """The counters of all layers on this rank, by the name of the experts' module."""
 
     def __init__(self) -> None:
         self.layers: dict[str, LayerCounter] = {}
         self.asked = False
 
     def layer(self, name: str, count: int) -> LayerCounter:
-        """A new one."""
+        """Make and return the counter of a layer with ``count`` experts."""
         self.layers[name] = counter = LayerCounter(count)
         counter.reset()
         return counter
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Set all counters to zero, for a new step."""
         self.asked = False
         for counter in self.layers.values():
             counter.reset()
 
     def begin_if_asked(self) -> None:
-        """In loops of one's own, a count goes on until somebody asks for it."""
+        """Set all counters to zero if they were read since: outside ``train_step``, counts accumulate until read."""
         if self.asked:
             self.begin()

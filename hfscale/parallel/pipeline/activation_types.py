@@ -1,8 +1,8 @@
-"""What the stream between two stages is like, told once.
+"""The hidden dim and dtype of the hidden states between two stages, exchanged once.
 
-Samples and tokens are known from the batch. The rest - the hidden dim, and the type, which mixed precision decides - is
-told by the stage that computes it with its first stream, over the control group; after that nothing but the stream
-travels.
+Samples and tokens are known from the batch. The rest (the hidden dim, and the dtype, which mixed precision decides) is
+sent by the stage that computes it, before its first hidden states and over the CPU group; after that only hidden states
+are sent.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class ActivationTypes:
-    """Trailing dims and type of what arrives at each stage, once for training and once for evaluation."""
+    """Trailing dims and dtype of the hidden states each stage receives, once for training and once for evaluation."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -31,11 +31,11 @@ class ActivationTypes:
         self._expected: _Kind | None = None
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Take what arrives for of this kind, and wait for nobody's word."""
+        """Assume this kind for all hidden states received, without waiting for the sender to announce it."""
         self._expected = trailing, dtype
 
     def announce(self, stage: int, stream: Tensor, leading: tuple[int, ...], peer: int, training: bool) -> None:
-        """Tell ``stage`` on rank ``peer`` what it will get, the first time.
+        """Send ``stage`` on rank ``peer`` the kind of hidden states that it will get, the first time.
 
         Raises:
             ConfigError: the stream is not of that kind any more, or does not begin with ``leading``.
@@ -59,7 +59,7 @@ class ActivationTypes:
         self._sending.append((header, dist.isend(header, peer, group=self._control)))
 
     def learn(self, stage: int, peer: int, training: bool) -> _Kind:
-        """What arrives at ``stage`` from rank ``peer``; waits for it the first time."""
+        """Return the kind of hidden states that ``stage`` gets from rank ``peer``; wait for it the first time."""
         if self._expected is not None:
             return self._expected
         if (stage, training) not in self._known:
@@ -71,7 +71,7 @@ class ActivationTypes:
         return self._known[stage, training]
 
     def finish(self) -> None:
-        """Wait for what was told to arrive."""
+        """Wait until the announcements have arrived."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()

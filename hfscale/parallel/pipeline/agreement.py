@@ -1,10 +1,10 @@
-"""What the stages of a pipeline agree on before a step: which of them train, and that tied tensors are one.
+"""Agree between pipeline stages, before a step, on which stages train and on the state of tied tensors.
 
-Every rank reports, in the one exchange that a step begins with, a list of whole numbers::
+Every rank reports a list of integers in the one exchange that a step begins with::
 
     [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: sum of its bits]
 
-The last part is on the device, where the sums are made; the exchange puts it behind the others.
+The last part is computed on the device; the exchange appends it to the others.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from ..._host.torch import has_accumulation_hook
 from ...errors import ConfigError
 from ...runtime import Runtime, local_tensor
 
-_ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added to one that was changed
+_ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added if requires_grad changed
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as an entry
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank said.
+    """The report of one rank.
 
     Attributes:
-        rank_in_stage: of all stages, ranks with the same one hold the same shares of what is tied.
-        trains: per stage, whether something of the rank's own in it trains.
-        ties: per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` where that is
-            another one than in the last step.
+        rank_in_stage: ranks of different stages with the same one hold the same shards of tied tensors.
+        trains: per stage, whether an untied parameter of this rank trains in it.
+        ties: per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed
+            since the last step.
         sums: per tied tensor, the sum of its bits.
     """
 
@@ -40,17 +40,17 @@ class _Report:
 
     @classmethod
     def read(cls, numbers: list[int], stages: int, ties: int) -> "_Report":
-        """From the list that was sent."""
+        """Parse the list of integers that a rank sent."""
         trains, states = numbers[1 : 1 + stages], numbers[1 + stages : 1 + stages + ties]
         return cls(numbers[0], tuple(map(bool, trains)), tuple(states), tuple(numbers[1 + stages + ties :]))
 
 
 class StageAgreement:
-    """One rank's side of it.
+    """One rank's side of the agreement.
 
     Attributes:
-        loss_type: the type of the loss, which ranks without the last stage do not see.
-        alone: whether the other ranks are not there, and all stages are taken to train.
+        loss_type: the dtype of the loss, which only ranks with the last stage compute.
+        alone: whether this rank runs without the others; all stages are then assumed to train.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -67,7 +67,7 @@ class StageAgreement:
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """This rank's report: numbers of the host, and of the device.
+        """Return this rank's report: integers on the host, and one-element tensors on the device.
 
         Raises:
             ConfigError: a parameter has a hook that would see a part of its gradient.
@@ -90,7 +90,7 @@ class StageAgreement:
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
-        """Stages in which something of this rank's own trains; tied tensors are not, and are told apart."""
+        """List the stages in which an untied parameter of this rank trains; tied tensors are reported separately."""
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
         found = set()
         for name, parameter in live.items():
@@ -106,21 +106,21 @@ class StageAgreement:
         return found
 
     def _stages_with(self, name: str) -> list[int]:
-        """This rank's stages that have a parameter."""
+        """List this rank's stages that have the parameter ``name``."""
         if name not in self._own_stages:
             own = self._stages.of_rank(self._runtime.mesh.pp_rank)
             self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
         return self._own_stages[name]
 
     def hear(self, told: list[list[int]]) -> None:
-        """All ranks' reports, for the step that follows."""
+        """Take the reports of all ranks, for the step that follows."""
         self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
         self._agree_on_ties()
 
     def _agree_on_ties(self) -> None:
-        """A tied tensor is one, and each stage has its own name for it: frozen or thawed by one, it is by all of them.
+        """Give a tied tensor the same ``requires_grad`` in all stages that hold it.
 
-        Of ranks that do not agree, those are right where it has changed since the last step; else, it is frozen.
+        Where ranks differ, those that changed it since the last step decide; if none did, it is frozen.
         """
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()

@@ -1,8 +1,8 @@
 """Train without a flush: PipeDream (Narayanan et al. 2019) and PipeDream-2BW (Narayanan et al. 2021).
 
-A step does not wait for its own microbatches. A call of ``train_step`` hands its batch to the pipeline and gives back
-the gradients that have come to their end meanwhile, so that the usual loop, ``train_step`` and ``optimizer.step``, is
-the papers' one-forward-one-backward::
+A step does not wait for its own microbatches. A call of ``train_step`` puts its batch into the pipeline and returns
+with the gradients that were finished meanwhile, so that the usual loop, ``train_step`` and ``optimizer.step``, is the
+papers' one-forward-one-backward::
 
     call k on stage s of p, m microbatches a call
 
@@ -13,10 +13,11 @@ the papers' one-forward-one-backward::
 
 Nothing is in ``.grad`` while the pipeline fills, and :meth:`AsynchronousPipeline.drain` hands out the rest.
 
-The backward pass of a microbatch must find the weights of its forward pass, which optimizers change in place. Every
-call computes with leaves of its own that share the parameters' memory. If some of its microbatches are still under way
-when it ends, the parameters move to new memory, where the optimizer changes them, and the leaves keep the old one: the
-stash. It has ``p - s`` versions on stage ``s`` in PipeDream, and two in PipeDream-2BW, the newest included.
+The backward pass of a microbatch needs the weights of its forward pass, but optimizers change weights in place. So
+every call computes with its own leaf tensors, which share the parameters' memory. If some of its microbatches are still
+in flight when it ends, the parameters move to new memory, where the optimizer changes them, and the leaves keep the old
+one: the weight stash. It has ``p - s`` versions on stage ``s`` in PipeDream, and two in PipeDream-2BW, the newest
+included.
 """
 
 from collections import deque
@@ -41,12 +42,12 @@ from .timeline import Order
 
 
 def _of_call(objective: Objective, first: int) -> Objective:
-    """What a call makes of its microbatches, whose numbers here go on from those of earlier calls."""
+    """Return the objective of one call: microbatches are numbered over all calls, ``first`` is the call's first."""
     return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
 
 
 class _Version:
-    """The weights that one call computed with."""
+    """The weight version that one call computes with."""
 
     def __init__(self, model: nn.Module, call: int, microbatches: int) -> None:
         leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -61,11 +62,11 @@ class _Version:
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._casts = Casts()
         self.call = call
-        self.left = microbatches  # whose backward passes are to come
+        self.left = microbatches  # number of backward passes still to come
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within: the model computes, or recomputes, with these weights."""
+        """Replace the model's parameters by these weights inside the with block."""
         newest = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         for parameters, name, leaf in self._places:
             parameters[name] = leaf
@@ -78,21 +79,21 @@ class _Version:
 
     @torch.no_grad()
     def stash(self) -> None:
-        """Keep these weights; the parameters, which the optimizer is about to change, move to new memory."""
+        """Keep these weights: move the parameters, which the optimizer is about to change, to new memory."""
         for parameter, _ in self._leaves:
             parameter.data = parameter.data.clone()
 
     def weights(self) -> list[Tensor]:
-        """All that microbatches under way will compute with again."""
+        """Return the weights, until no microbatch needs them any more."""
         return [leaf for _, leaf in self._leaves]
 
     def gradients(self) -> list[Tensor]:
-        """What backward passes have made so far."""
+        """Return the gradients accumulated so far."""
         made = [leaf.grad for _, leaf in self._leaves] or [gradient for _, gradient in self._gradients]
         return [gradient for gradient in made if gradient is not None]
 
     def retire(self) -> None:
-        """Nothing will compute with these weights any more: keep their gradients, and give up the weights."""
+        """Free the weights, which no microbatch needs any more, and keep their gradients."""
         self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
         self._leaves, self._places, self._casts = [], [], Casts()
 
@@ -103,12 +104,12 @@ class _Version:
 
 
 class AsynchronousPipeline(Pipeline):
-    """The stage of one rank under a schedule without a flush."""
+    """Run the stage of one rank under a schedule without a flush."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._last = self._layout.pp - 1
-        self._depth = self._last - self._rank  # microbatches under way between two calls
+        self._depth = self._last - self._rank  # microbatches in flight between two calls
         self._every = self._layout.pipeline_schedule == "pipedream_2bw"  # all stages update with one batch's gradient
         self._broken = False
         self._trained: list[str] = []
@@ -117,10 +118,10 @@ class AsynchronousPipeline(Pipeline):
 
     def _forgotten(self) -> None:
         self._calls = self._backward = self._forward = 0
-        self._held: dict[int, Microbatch] = {}  # microbatch -> what is under way
-        self._versions: dict[int, _Version] = {}  # microbatch -> that of its forward pass
-        self._finished: deque[_Version] = deque()  # their backward passes are over
-        self._reports: deque[tuple[Tensor, Any]] = deque()  # losses of calls on their way to all stages
+        self._held: dict[int, Microbatch] = {}  # microbatches in flight, by number
+        self._versions: dict[int, _Version] = {}  # microbatch -> the weights of its forward pass
+        self._finished: deque[_Version] = deque()  # versions whose backward passes are over
+        self._reports: deque[tuple[Tensor, Any]] = deque()  # losses of calls, being sent to all stages
         for worker in self.workers:
             worker.reset()
 
@@ -130,7 +131,7 @@ class AsynchronousPipeline(Pipeline):
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """The microbatches of one call.
+        """Return the microbatches of one call.
 
         Raises:
             ConfigError: PipeDream got several, or 2BW fewer than there are stages.
@@ -149,19 +150,19 @@ class AsynchronousPipeline(Pipeline):
         return share_out(given, self._layout.num_microbatches, pp_size, lambda number: number >= pp_size, towers)
 
     def older_weights(self) -> list[Tensor]:
-        """Of all versions that are under way; the newest may be the parameters' own memory."""
+        """Return the weights of all versions in flight; the newest may share the parameters' memory."""
         return [weight for version in self._versions.values() for weight in version.weights()]
 
     def waiting_gradients(self) -> list[Tensor]:
-        """Of versions under way, and of those that are over and wait for their turn."""
+        """Return the gradients of versions in flight, and of finished ones not yet handed out."""
         return [each for version in (*self._versions.values(), *self._finished) for each in version.gradients()]
 
     def agrees(self, train: bool) -> bool:
-        """Only as long as nothing is under way: stages wait for each other no more than they must."""
+        """Return whether stages agree before this step: only while nothing is in flight, so that they rarely wait."""
         return not train or not self._calls
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """One call: see the head of this file.
+        """Run one call of ``train_step``: see the top of this file.
 
         Returns:
             the loss of the batch whose gradients have reached the first stage, on all stages: the one of ``p - 1``
@@ -174,7 +175,7 @@ class AsynchronousPipeline(Pipeline):
         return loss
 
     def _hand_out(self) -> None:
-        """Add to ``.grad`` what has come to its end; nothing while the pipeline fills."""
+        """Add finished gradients to ``.grad``; none while the pipeline fills."""
         if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
             with self._ties.summed():
                 self._finished.popleft().expose()
@@ -217,11 +218,11 @@ class AsynchronousPipeline(Pipeline):
         return self._reported(sum(self._losses, torch.zeros((), device=self._mesh.device)))
 
     def _order(self, num_microbatches: int) -> Order:
-        """Of an evaluation, which needs the forward passes only."""
+        """Return the order for an evaluation, of which only the forward passes run."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
-        """With workers of its own: what is under way stays as it is."""
+        """Evaluate with separate workers, so that microbatches in flight stay untouched."""
         workers, self.workers = self.workers, self._evaluators
         try:
             return super().run(model, batches, objective, backward=False)
@@ -239,7 +240,7 @@ class AsynchronousPipeline(Pipeline):
             )
 
     def _step_back(self, worker: Any) -> None:
-        """The backward pass of the oldest microbatch under way."""
+        """Run the backward pass of the oldest microbatch in flight."""
         index = self._backward
         version = self._versions.pop(index)
         if self._depth:
@@ -255,7 +256,7 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Send this call's loss to all stages, without waiting for it, and take one that has had the time to arrive."""
+        """Start sending this call's loss to all stages, and return the loss of an earlier call, which has arrived."""
         carried = loss.to("cpu", torch.float64)
         self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
         delay = 1 if self._every else self._last
@@ -269,7 +270,7 @@ class AsynchronousPipeline(Pipeline):
         return found.to(self._mesh.device, self._agreement.loss_type)
 
     def drain(self) -> Iterator[Tensor]:
-        """Finish what is under way: yields the next loss whenever gradients are ready to be handed out; the same number
+        """Finish the microbatches in flight: yield the next loss whenever gradients are ready; the same number
         of times on all stages, also where a stage has none left.
         """
         (worker,) = self.workers

@@ -37,7 +37,7 @@ def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) ->
 
 
 def read_trace(path: Path, run: int = 0) -> Timeline:
-    """The timeline of one run, starting at 0.
+    """Read the timeline of one run, starting at 0.
 
     Raises:
         ConfigError: the file is missing, is not such a trace, or has no actions of that run.
@@ -49,7 +49,7 @@ def read_trace(path: Path, run: int = 0) -> Timeline:
 
 
 def read_runs(path: Path) -> dict[int, Timeline]:
-    """Every run in the file by its number (``pid``), each starting at 0.
+    """Read every run in the file, by its number (``pid``), each starting at 0.
 
     Raises:
         ConfigError: the file is missing, is not such a trace, or has no actions.
@@ -82,16 +82,16 @@ def read_runs(path: Path) -> dict[int, Timeline]:
 
 
 def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
-    """The last run in which every rank has trained: a step of evaluation, or one that was broken off, has not.
+    """Return the last run in which every rank has trained (evaluations and interrupted steps have not).
 
-    The last one of all where there is none such.
+    If there is none, return the last run.
     """
     whole = [timeline for timeline in runs.values() if all(map(_trained, timeline.ranks))]
     return whole[-1] if whole else list(runs.values())[-1]
 
 
 def _trained(spans: Sequence[Span]) -> bool:
-    """Whether every forward of a rank has its backward."""
+    """Return whether every forward of a rank has its backward."""
     kinds = [span.action.kind for span in spans]
     return 0 < kinds.count("forward") == sum(kind in RELEASE for kind in kinds)
 
@@ -108,7 +108,7 @@ def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline
 
 @dataclass
 class Record:
-    """What one rank did: plain data, to be sent to where the timeline is made.
+    """The actions of one rank, as plain data that can be gathered into a timeline.
 
     Attributes:
         host: name of the machine; ranks of one machine share a clock.
@@ -122,16 +122,16 @@ class Record:
 
 
 class Recorder:
-    """Notes what this rank does while a schedule runs; about a microsecond per action.
+    """Record what this rank does while a schedule runs; about a microsecond per action.
 
-    Call :meth:`start` on every rank right after a barrier: clocks of different machines are set equal there. Then
-    ``merge_records`` of all ranks' :attr:`record` (gathered by whatever means) is the measured timeline::
+    Call :meth:`start` on every rank right after a barrier: clocks of different machines are aligned there. Then
+    ``merge_records`` makes the measured timeline of all ranks' :attr:`record`, gathered by whatever means::
 
         with recorder.run(Action(stage, "forward", microbatch)):
             ...
 
     Args:
-        wait: waits for what was begun, wherever the clock is read: an accelerator works behind the processor's back.
+        wait: synchronizes with the accelerator, which runs asynchronously; called before the clock is read.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
@@ -139,30 +139,30 @@ class Recorder:
         self.start()
 
     def start(self) -> None:
-        """Forget what was noted and set the clock."""
+        """Clear the record and set the clock."""
         self.record = Record(platform.node(), time.perf_counter_ns())
 
     @contextmanager
     def run(self, action: Action) -> Iterator[None]:
-        """Note ``action`` from here to the end of the block; nothing is noted where the block raises."""
+        """Record ``action`` over the with block; nothing is recorded if the block raises."""
         begin = self.now()
         yield
         self.note(action, begin)
 
     def now(self) -> int:
-        """Nanoseconds on this machine's clock, once what was begun is done."""
+        """Return nanoseconds on this machine's clock, after synchronizing with the accelerator."""
         if self._wait is not None:
             self._wait()
         return time.perf_counter_ns()
 
     def note(self, action: Action, begin: int) -> None:
-        """Note ``action`` from ``begin``, which :meth:`now` gave, to now."""
+        """Record ``action`` from ``begin``, a time returned by :meth:`now`, to now."""
         self.record.events.append((action, begin, self.now()))
 
 
 def merge_records(records: Sequence[Record], name: str = "", microbatches: int = 0) -> Timeline:
-    """The timeline in seconds, from 0, of all ranks' records, given by rank."""
-    # perf_counter is the machine's monotonic clock: comparable between its processes, and with no other machine's.
+    """Return the timeline, in seconds from 0, of the records of all ranks, in the order of the ranks."""
+    # perf_counter is the machine's monotonic clock: comparable between processes of one machine, but not of several.
     clock = {record.host: record.origin for record in reversed(records)}
     rows = [
         [

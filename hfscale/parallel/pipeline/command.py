@@ -36,7 +36,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 
 
 def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timeline:
-    """How the order would run, with transfers that take ``transfer`` forwards each, if that is given."""
+    """Simulate the order, with transfers that take ``transfer`` times a forward each, if given."""
     planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
     if not transfer:
         return planned
@@ -47,7 +47,7 @@ def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timelin
 
 
 def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
-    """The recorded run, to be shown beside its plan."""
+    """Return the recorded run with the plan's name and microbatches, to be shown beside the plan."""
     if measured.num_ranks != planned.num_ranks:
         raise ConfigError(
             f"{trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: use --pp {measured.num_ranks}"
@@ -59,7 +59,7 @@ def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path)
 def _write(
     arguments: argparse.Namespace, planned_order: Order, planned: Timeline, shown: list[tuple[str, Timeline]]
 ) -> None:
-    """The files asked for, and what is shown in the terminal."""
+    """Write the requested files, and print the timelines."""
     if arguments.out:  # first: it may refuse
         draw(arguments.out, shown)
     if arguments.csv:
@@ -77,7 +77,7 @@ def _write(
 
 
 def described(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as plain data; times in its unit, idle time as a share of the work."""
+    """Return a timeline as plain data; times are in its unit, ``bubble`` is relative to the work."""
     return {
         "schedule": timeline.name,
         "unit": timeline.unit,
@@ -93,7 +93,7 @@ def described(timeline: Timeline) -> dict[str, Any]:
 
 
 def _measured(trace: Path | None, step: int | None) -> Timeline | None:
-    """The step to draw of a recorded run."""
+    """Return the step of a recorded run to draw."""
     if trace is None:
         if step is not None:
             raise ConfigError(f"--step {step} chooses from a recorded run: give its --trace as well")
@@ -107,7 +107,7 @@ def _measured(trace: Path | None, step: int | None) -> Timeline | None:
 
 
 def _as_measured(planned: Order, measured: Timeline) -> Order:
-    """The order with what a run has besides it, and without what it has not: updates, and backward passes."""
+    """Adapt the order to a recorded run: add its updates, or leave out backward passes if it has none."""
     kinds = {span.action.kind for _, span in measured.spans()}
     if kinds == {"forward"}:
         return tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in planned)
@@ -118,9 +118,9 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """The mean duration of each kind of action in a run: what its plan should be simulated with.
+    """Return the mean duration of each kind of action in a run, with which its plan should be simulated.
 
-    Kinds that did not run keep the default's proportion to a forward.
+    Kinds that did not run keep their default ratio to a forward.
     """
     lengths: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _, span in timeline.spans():
@@ -147,21 +147,21 @@ class _Asked:
 
 @dataclass
 class _Sizes:
-    """What a schedule is made for; ``None`` and 0 where nothing is known yet."""
+    """The sizes a schedule is made for; ``None`` and 0 if not known yet."""
 
     pp_size: int | None
     microbatches: int | None
     virtual_stages: int | None
 
     def fill_from(self, run: Timeline) -> None:
-        """Take from ``run`` what is not known."""
+        """Take unknown sizes from ``run``."""
         self.pp_size = self.pp_size or run.num_ranks
         self.microbatches = self.microbatches or run.num_microbatches
         self.virtual_stages = self.virtual_stages or run.virtual_stages
 
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
-    """What the arguments say, and where they say nothing, the recorded run or the CSV file."""
+    """Return the order to draw: from the arguments, with defaults from the recorded run or the CSV file."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
     schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
     sizes = _Sizes(arguments.pp, arguments.microbatches, arguments.virtual_stages)
@@ -179,7 +179,7 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
-    """How many steps to draw: those of a recorded run without flushes, or enough to see how they overlap."""
+    """Return how many steps to draw: those of a recorded run without flushes, or enough to show their overlap."""
     if measured and schedule in ASYNCHRONOUS:
         run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
         return max(1, run // microbatches)

@@ -1,13 +1,13 @@
-"""Play an order through with its transfers: what a schedule takes where a communicator carries one at a time.
+"""Simulate an order with its transfers, where a communicator carries one transfer at a time.
 
-:func:`.simulate.simulate` lets everything travel at once. On NCCL a transfer is asked for by both of
-its ranks, begins when both have come to it, and holds up what they ask of the same communicator after it::
+:func:`.simulation.simulate` lets all transfers run at once. On NCCL both ranks of a transfer enqueue it; it begins when
+both have reached it, and blocks what they enqueue on the same communicator after it::
 
     computing, per rank       F0 F1 F2 B0 ...            waits for what it needs to arrive, not for what it sends
     a communicator, per rank  recv -> recv -> send ...   each begins with its other half, on the other rank
 
-So a receive that is asked for early, from a rank that will send late, blocks a communicator that it shares with others.
-Here ranks ask for transfers where their programs do (:mod:`.transfers`), and wait for them where
+So a receive that is enqueued early, from a rank that will send late, blocks a communicator that it shares with others.
+Here ranks enqueue transfers where their programs do (:mod:`.transfers`), and wait for them where
 :class:`~.worker.StageWorker` does.
 """
 
@@ -29,7 +29,7 @@ _Programs = list[list[tuple[str, int, int]]]
 
 @dataclass(eq=False)
 class _Task:
-    """Something that a queue of a rank does in its turn: an action, a wait (no time), or one half of a transfer."""
+    """An entry of a rank's queue: an action, a wait (which takes no time), or one half of a transfer."""
 
     duration: float
     needs: list["_Task"]
@@ -41,7 +41,7 @@ class _Task:
 
 @dataclass
 class _Rank:
-    """Builds the queues of one rank from its program.
+    """Build the queues of one rank from its program.
 
     Attributes:
         communicator: (kind of transfer, this rank, other rank) -> the communicator.
@@ -60,14 +60,14 @@ class _Rank:
     sent: list[_Task] = field(default_factory=list)
 
     def run(self, program: list[tuple[str, int, int]]) -> None:
-        """Queue everything, in the order in which the rank asks for it."""
+        """Queue all actions and transfers, in the order of the rank's program."""
         for kind, stage, index in program:
             if kind == "RECV_F":
                 self.arriving["forward", stage, index] = self._transfer(kind, stage - 1, (kind[-1], stage, index))
             elif kind == "RECV_B":
                 self.arriving["backward", stage, index] = self._transfer(kind, stage + 1, (kind[-1], stage, index))
             elif kind == "SEND_F":
-                if not self.trains:  # no gradient will tell what has arrived
+                if not self.trains:  # no returning gradient will show which sends have arrived
                     for old in list(self.leaving)[:-1]:
                         self._compute(0.0, [self.leaving.pop(old)])
                 self.leaving[stage, index] = self._transfer(kind, stage + 1, (kind[-1], stage + 1, index))
@@ -96,7 +96,7 @@ class _Rank:
 
     def _transfer(self, kind: str, stage: int, name: tuple[str, int, int]) -> _Task:
         other = self.homes[stage]
-        before = self.queues[self.rank, "computing"][-1:]  # a communicator begins behind what was computed so far
+        before = self.queues[self.rank, "computing"][-1:]  # a transfer begins after the computation queued so far
         task = _Task(self.costs.communication, before)
         self.queues[self.rank, self.communicator(kind, self.rank, other)].append(task)
         self.halves[name].append(task)
@@ -155,7 +155,7 @@ def _communicators(sharing: Sharing) -> Callable[[str, int, int], Hashable]:
 
 
 def _play(queues: dict[Hashable, list[_Task]]) -> bool:
-    """Give every task its times; whether all of them came to an end."""
+    """Give every task its times; return whether all of them could run."""
     play = _Play(queues)
     while sum(play.advance(key) for key in queues):
         pass
@@ -163,7 +163,7 @@ def _play(queues: dict[Hashable, list[_Task]]) -> bool:
 
 
 class _Play:
-    """Queues whose tasks run one after the other, the two halves of a transfer together.
+    """Queues whose tasks run one after the other; the two halves of a transfer run together.
 
     Attributes:
         at: how many tasks of each queue have run.
@@ -176,7 +176,7 @@ class _Play:
         self._queue_of = {id(task): key for key, tasks in queues.items() for task in tasks}
 
     def advance(self, key: Hashable) -> int:
-        """Run the tasks of a queue up to one that waits; how many there were."""
+        """Run the tasks of a queue up to one that waits; return how many ran."""
         before = self.at[key]
         while (task := self._next(key)) is not None and self._run([task, *([task.other] if task.other else [])]):
             pass
@@ -186,7 +186,7 @@ class _Play:
         return self.queues[key][self.at[key]] if self.at[key] < len(self.queues[key]) else None
 
     def _run(self, halves: list[_Task]) -> bool:
-        """Run them if it is their turn, and what they need is there."""
+        """Run the tasks if it is their turn and their inputs are there."""
         keys = [self._queue_of[id(half)] for half in halves]
         needs = [need.end for half in halves for need in half.needs]
         ready = [end for end in needs if end is not None]

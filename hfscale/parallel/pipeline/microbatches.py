@@ -1,4 +1,4 @@
-"""Share a batch out to the microbatches of a pipelined step: pure."""
+"""Split a batch into the microbatches of a pipelined step. Pure functions of tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,22 +17,22 @@ _PER_STAGE = 4
 def share_out(
     given: Sequence[Batch], wanted: int | None, pp_size: int, accepts: Callable[[int], bool], towers: bool = False
 ) -> list[dict[str, Any]]:
-    """The microbatches of one step.
+    """Return the microbatches of one step.
 
-    What is given as several batches already, in a number that the schedule accepts, stays as it is. Otherwise every
-    one of them is cut along its first dim into ``wanted`` equal parts (by default as many as its rows, the schedule and
-    a bubble of a quarter allow).
+    Several batches, in a number that the schedule accepts, are the microbatches. Otherwise each batch is split along
+    its first dim into ``wanted`` equal microbatches (by default the most that rows and schedule allow without going
+    beyond what a bubble of a quarter needs).
 
     Args:
-        given: keyword arguments of a forward pass each; what has as many rows as ``input_ids`` is cut, the rest is
-            everyone's.
+        given: the batches, keyword arguments of a forward pass each; tensors with as many rows as ``input_ids`` are
+            split, others go to every microbatch.
         wanted: ``ParallelConfig.num_microbatches``.
         accepts: whether the schedule can run a number of microbatches.
-        towers: whether the model has towers, which read pictures.
+        towers: whether the model has towers (vision, audio), which read images or sounds.
 
     Raises:
-        ConfigError: the rows cannot be cut evenly so, and the message names the numbers that can be; or there are
-            pictures, of which nothing says to which rows they belong.
+        ConfigError: the rows cannot be split evenly (the message names the numbers that work); or there are images,
+            which cannot be assigned to rows.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
@@ -59,31 +59,29 @@ def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
 
 
 def is_of_towers(value: Any) -> bool:
-    """Whether an input of a model with towers is read by them alone: pictures are not of whole numbers, tokens, masks,
-    positions and sizes are.
-    """
+    """Return whether only towers read an input: images and sounds are floating point; ids, masks and sizes are not."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def hidden_shape(batch: Microbatch) -> tuple[int, int]:
-    """Samples and tokens of the hidden states that this rank's layers see, before tensor ranks cut them."""
+    """Return samples and tokens of the hidden states on this rank, before sequence parallelism shards them."""
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
 
 
 def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
-    """The most parts of ``count`` batches each that a bubble of a quarter needs; 0 if there is no ``fitting`` one."""
+    """Return the largest ``fitting`` number of parts per batch that a bubble of a quarter needs; 0 if none fits."""
     few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
     return max(few) if few else min(fitting, default=0)
 
 
 def rows_of(batch: Batch) -> int:
-    """Samples in one batch."""
+    """Return the number of samples in one batch."""
     return tokens_of(batch)[0]
 
 
 def tokens_of(batch: Batch) -> tuple[int, int]:
-    """Samples, and tokens of each.
+    """Return the number of samples, and of tokens in each.
 
     Raises:
         ConfigError: neither token ids nor embeddings are given.

@@ -80,7 +80,7 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
 
 
 def allowed_virtual_stages(schedule: str) -> range:
-    """The numbers of stages per rank that ``schedule`` can run with."""
+    """Return the numbers of stages per rank that ``schedule`` can run with."""
     if schedule in _SINGLE:
         return range(1, 2)
     if schedule in _PAIRS:

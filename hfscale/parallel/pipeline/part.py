@@ -12,17 +12,17 @@ from .ties import list_under_first_names
 
 
 class PipelineStages(Part):
-    """Nothing where one rank holds all layers."""
+    """Pipeline parallelism as a part. Does nothing where one rank holds all layers."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Put what runs this rank's stages in the place of the local loop."""
+        """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""
         if runtime.plan.stages is not None:
             asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
             runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)
             list_under_first_names(runtime)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """Refuse a loss of routers that would need the layers of several stages."""
+        """Refuse transformers' router loss, which would need the layers of several stages."""
         asked = getattr(runtime.model.config, "output_router_logits", False)
         given = (batch.get("output_router_logits") for batch in batches)
         if runtime.plan.stages is not None and any(asked if each is None else each for each in given):

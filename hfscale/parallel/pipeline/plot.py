@@ -1,4 +1,4 @@
-"""Timelines as pictures: matplotlib for PNG and SVG, imported on use."""
+"""Draw timelines as PNG or SVG; matplotlib is imported on use."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -44,7 +44,7 @@ def title(timeline: Timeline) -> str:
 
 
 def check_drawing(path: Path) -> None:
-    """Before anything is computed for a picture.
+    """Refuse a path that cannot be drawn to, before anything is computed.
 
     Raises:
         ConfigError: another suffix, a folder that does not exist, or no matplotlib.
@@ -96,7 +96,7 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
 
 
 def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> None:
-    """One timeline; ``inches`` per unit of time."""
+    """Draw one timeline, with ``inches`` per unit of time."""
     from matplotlib.patches import Rectangle
 
     for rank, spans in enumerate(timeline.ranks):
@@ -157,7 +157,7 @@ def _forward_length(timeline: Timeline) -> float:
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:
-    """Lighter for a rank's later stages."""
+    """Return the color of a stage: lighter for a rank's later stages."""
     share = 0.0 if chunks == 1 else 0.45 * chunk / (chunks - 1)
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _rgb(colour))
 

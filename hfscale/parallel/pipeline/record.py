@@ -25,9 +25,9 @@ from .timeline import Action, Span, Timeline
 
 @contextmanager
 def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Within: what every pipeline rank computes, and when, is noted; on leaving, rank 0 writes it to ``path``.
+    """Record what every pipeline rank computes, and when, inside the with block; at its end rank 0 writes ``path``.
 
-    Call it on every rank, around as many steps as are to be seen (the first ones are slower than the rest)::
+    Call it on every rank, around as many steps as you want to see (the first ones are slower than the rest)::
 
         with hfscale.record_schedule(model, "steps.json"):
             for batch in itertools.islice(batches, 3):
@@ -35,14 +35,14 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
                 optimizer.step()
                 optimizer.zero_grad()
 
-    The file opens in Perfetto (ui.perfetto.dev), and ``hfscale schedule --trace steps.json`` draws its last whole step
-    below what the schedule planned. Of several pipelines (tensor or data ranks), the first one is written. Steps of
-    optimizers over the model's parameters are noted as updates. On a GPU every action is waited for, so that its time
-    is that of its kernels; outside of the block nothing is noted and nothing costs time.
+    The file opens in Perfetto (ui.perfetto.dev), and ``hfscale schedule --trace steps.json`` draws its last full step
+    below the planned one. Of several pipelines (tensor or data ranks), the first is written. Optimizer steps over the
+    model's parameters are recorded as updates. On a GPU the host synchronizes after every action, so that its time is
+    that of its kernels; outside the block nothing is recorded and nothing costs time.
 
     Raises:
-        ConfigError: on every rank, if the model has no pipeline stages, is being recorded already, or ``path`` is in a
-            folder that does not exist.
+        ConfigError: on every rank: the model has no pipeline stages, is being recorded already, or the folder of
+            ``path`` does not exist.
     """
     runtime = runtime_of(model)
     check_path("path", path)
@@ -57,7 +57,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         raise ConfigError("this model is being recorded already: leave the first record_schedule before the next")
     _agree_on(target, runtime.mesh)
     device = runtime.mesh.device
-    # The stream that computes, and not the device: sends and receives that are under way go on.
+    # Synchronize the compute stream, not the device: sends and receives in flight go on.
     recorder = Recorder(device_module(device).current_stream(device).synchronize if is_accelerator(device) else None)
     dist.barrier(group=runtime.mesh.control)
     recorder.start()
@@ -78,10 +78,10 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
-    """The steps of a run, each with the times it had in the run.
+    """Split a run into its steps, each with its times in the run.
 
-    On every rank, what has run already in a step begins the next one. Microbatches of a schedule without a flush are
-    numbered through, and its steps overlap: they stay together.
+    On every rank, an action that has run already in a step begins the next step. Schedules without a flush number
+    microbatches over all steps, which overlap: such a run is not split.
     """
     ranks = [_parts(spans) for spans in whole.ranks]
     return [replace(whole, ranks=tuple(parts[step] for parts in ranks)) for step in range(min(map(len, ranks)))]
@@ -100,14 +100,14 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 
 
 def _microbatches(layout: ParallelConfig) -> int:
-    """Microbatches of one step where they cannot be counted, for steps overlap; else 0."""
+    """Return the microbatches per step of a schedule without a flush, whose steps overlap; else 0."""
     if layout.pipeline_schedule not in ASYNCHRONOUS:
         return 0
     return 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
 
 
 def _agree_on(target: Path, mesh: Mesh) -> None:
-    """Every rank learns whether rank 0 can write; else all would wait for it at the end."""
+    """Refuse, on every rank, a path that rank 0 cannot write; else the others would wait for it at the end."""
     folder = target.absolute().parent
     missing: list[bool] = [not folder.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=mesh.control)
@@ -116,7 +116,7 @@ def _agree_on(target: Path, mesh: Mesh) -> None:
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
-    """On rank 0, the records of the ranks of its pipeline, in order; elsewhere nothing."""
+    """Gather the records of the first pipeline, in order of its ranks, on rank 0; return an empty list elsewhere."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
     found: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
     dist.gather_object((mesh.pp_rank, record) if first else None, found, dst=0, group=mesh.control)
@@ -125,9 +125,9 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
 
 @contextmanager
 def _updates_noted(recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within: the steps of optimizers over any of ``parameters`` are noted as updates of ``stage``, from 0.
+    """Record optimizer steps over any of ``parameters`` as updates of ``stage``, from 0, inside the with block.
 
-    Those before the first computation belong to a step that was not recorded.
+    Optimizer steps before the first recorded action belong to an earlier training step and are left out.
     """
     own = {id(parameter) for parameter in parameters}
     begun: list[int] = []

@@ -1,13 +1,13 @@
-"""Train and evaluate a model that is spread over pipeline stages.
+"""Train and evaluate a model that is split into pipeline stages.
 
 Data flow of one step::
 
     batch --share_out--> microbatches, the same on all stages
     order of the schedule --rank programs--> per microbatch and stage: receive, forward or backward, send
-    last stage: loss of every microbatch, a share of the whole step's token mean
+    last stage: loss of every microbatch, a term of the step's mean over tokens
 
-Every stage gets the whole batch (ids, masks, positions) and computes what lies around the layers from it; only the
-stream travels, and its gradient back.
+Every stage gets the full batch (ids, masks, positions) and computes masks and rotary tables from it; only hidden states
+are sent between stages, and their gradients back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
-    """The pipeline rank of each stage where the schedule is a file, which says so; else ``None``.
+    """Return the pipeline rank of each stage if the schedule is a CSV file, which assigns them; else ``None``.
 
     Raises:
         ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
@@ -67,12 +67,12 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
             f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 cannot: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
         )
-    check(schedule, pp_size, count or 2 * pp_size, virtual)  # a number that all accept, where the batch will decide
+    check(schedule, pp_size, count or 2 * pp_size, virtual)  # the default is a number that all schedules accept
     return None
 
 
 def check_stages(plan: Plan) -> None:
-    """Refuse what a schedule cannot do with the stages of a plan.
+    """Refuse a schedule that cannot run the stages of a plan.
 
     Raises:
         PlanError: as said.
@@ -86,7 +86,7 @@ def check_stages(plan: Plan) -> None:
 
 
 class Pipeline(Executor):
-    """The stages of one rank, and what runs them.
+    """Run the stages of one rank.
 
     Attributes:
         workers: this rank's stages, in the order of the model.
@@ -130,7 +130,7 @@ class Pipeline(Executor):
         self._runtime.data.after_microbatch()
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """The microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
+        """Return the microbatches of one step: see :func:`hfscale.parallel.pipeline.microbatches.share_out`."""
         accepts, towers = self._accepts, self._towers is not None
         if self._stages.stacks is not None:
             model = self._runtime.model
@@ -141,7 +141,7 @@ class Pipeline(Executor):
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """Within: batches are not cut, where the schedule can run so few."""
+        """Keep batches unsplit inside the with block, if the schedule can run that few microbatches."""
         before, self._uncut = self._uncut, True
         try:
             yield
@@ -149,17 +149,17 @@ class Pipeline(Executor):
             self._uncut = before
 
     def fewest_rows(self) -> int:
-        """As many as there are microbatches."""
+        """Return the fewest rows a batch must have: one per microbatch."""
         return int(self._layout.num_microbatches or 2 * self._layout.pp)  # which every schedule can run
 
     def passes_together(self, microbatches: int) -> int:
-        """All, where each gathers weights, reduces gradients or exchanges tokens; else those come once a step."""
+        """Return ``microbatches`` if data ranks run collectives in every pass, 0 if only once per step."""
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
 
     def check_plain_call(self, call: str) -> None:
-        """Backward passes run between the stages."""
+        """Refuse ``model(**batch)`` with gradients: backward passes run across the stages."""
         raise ConfigError(
             f"{self._layout.describe()}: backward passes run between the stages, so {call} has none to start: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
@@ -180,7 +180,7 @@ class Pipeline(Executor):
         return runtime.sum_of_shares(share)
 
     def _all_passes(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Forward passes over the microbatches, and backward passes, in the order of the schedule.
+        """Run forward and backward passes over the microbatches in the order of the schedule.
 
         Returns:
             this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
@@ -236,7 +236,7 @@ class Pipeline(Executor):
         return self._agreement.tell(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Run this rank without the others: nobody tells what arrives at its stages, nor whether stages train.
+        """Run this rank without the others: assume the kind of hidden states it receives, and that all stages train.
 
         Args:
             trailing: sizes of the stream behind samples and tokens; all stages train.
@@ -245,11 +245,11 @@ class Pipeline(Executor):
         self._agreement.alone = True
 
     def hear(self, told: list[list[int]]) -> None:
-        """What ranks with this batch told each other, for the step that follows."""
+        """Take the reports of the ranks with this batch, for the step that follows."""
         self._agreement.hear(told)
 
     def _learn(self) -> None:
-        """Which stages train; before anything is sent."""
+        """Tell each worker whether its stage, and the one before it, trains; before anything is sent."""
         trains = self._agreement.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.index]
@@ -297,7 +297,7 @@ class Pipeline(Executor):
         return leaving
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
-        """Whether a stage is given an input: the last one labels, the first one what towers read."""
+        """Return whether a stage gets an input: labels go to the last stage, inputs of towers to the first."""
         if name in _LABELS:
             return stage.index == len(self._stages.stages) - 1
         return stage.index == 0 or self._towers is None or not is_of_towers(value)
@@ -314,7 +314,7 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Samples and tokens of what arrives at a stage; this rank's share of them where it is cut."""
+        """Return samples and tokens of the hidden states that a stage receives, sharded by sequence if they are."""
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]

@@ -1,4 +1,4 @@
-"""Orders of the schedules with several stages on a rank; imports no torch, so that a command line draws them at once.
+"""Orders of the schedules with several stages on a rank; imports no torch, so that the CLI draws them at once.
 
 Stage ``s`` lives on rank ``s % p``; in the V-shaped schedules (``zbv``, ``dualpipev``) rank ``r`` has stages ``r`` and
 ``2 p - 1 - r``. They are the orders of ``torch.distributed.pipelining``'s schedule classes, action for action.
@@ -12,21 +12,21 @@ from .timeline import Action, Kind, Order
 
 
 def several_stages_order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:
-    """Per rank, its actions; the numbers are ones that ``schedule`` can run."""
+    """Return the actions of each rank; the numbers must be ones that ``schedule`` can run."""
     row = _ROWS[schedule]
     return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
 
 
 def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Every microbatch through one stage, then through the next; backward the same way (Lamy-Poirier 2023)."""
+    """Run all microbatches through one stage, then through the next; backward in reverse (Lamy-Poirier 2023)."""
     stages = range(rank, pp_size * virtual_stages, pp_size)
     forward = [Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)]
     return forward + [action._replace(kind="backward") for action in reversed(forward)]
 
 
 def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """One forward, one backward, depth first (Narayanan et al. 2021b): a round of microbatches through all of a rank's
-    stages before the next round.
+    """Interleave forwards and backwards (Narayanan et al. 2021b): each round of microbatches runs through all stages
+    of the rank before the next round.
     """
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     backward = _in_rounds("backward", rank, pp_size, num_microbatches, virtual_stages)
@@ -35,7 +35,7 @@ def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages:
 
 
 def _interleaved_zero_bubble(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Interleaved, with the gradients of weights ``rank`` passes behind those of inputs (ZB-H1, Qi et al. 2023)."""
+    """Interleave, with weight gradients delayed by ``rank`` passes behind input gradients (ZB-H1, Qi et al. 2023)."""
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     inputs = _in_rounds("backward_input", rank, pp_size, num_microbatches, virtual_stages)
     weights = [action._replace(kind="backward_weight") for action in inputs]
@@ -44,7 +44,7 @@ def _interleaved_zero_bubble(rank: int, pp_size: int, num_microbatches: int, vir
 
 
 def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """One action for each of the rank's stages and microbatches; backward from the rank's last stage to its first."""
+    """List one action per stage of the rank and microbatch, in rounds; backward from the last stage to the first."""
     size = _round_size(pp_size, num_microbatches)
     stages = [rank + place * pp_size for place in range(virtual_stages)]
     return [
@@ -60,27 +60,27 @@ def _round_size(pp_size: int, num_microbatches: int) -> int:
 
 
 def _warmup(hops: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> int:
-    """Forwards before the first backward, of a rank whose first gradient comes ``hops`` passes after the last's."""
+    """Count the forwards before the first backward; a rank's first gradient comes ``hops`` passes after the last's."""
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     return min(rounds + hops, num_microbatches * virtual_stages)
 
 
 def _alternating(*lists: "list[Action] | list[Action | None]") -> list[Action]:
-    """The first of every list, then the second of every list ..., without gaps."""
+    """Merge lists: the first entry of each, then the second of each, and so on, without gaps."""
     return [action for actions in zip_longest(*lists) for action in actions if action is not None]
 
 
 class _Row:
-    """One rank's actions, being written: of every stage and kind the microbatches follow each other."""
+    """Builder of one rank's actions; the microbatches of each stage and kind are numbered in order."""
 
     def __init__(self, rank: int, pp_size: int) -> None:
         self.down, self.up = rank, 2 * pp_size - 1 - rank
         self.actions: list[Action] = []
-        self.waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) whose gradients of weights are to come
+        self.waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) whose weight gradients are queued
         self._done: dict[tuple[int, Kind], int] = {}
 
     def done(self, stage: int, kind: Kind) -> int:
-        """How many microbatches have had this."""
+        """Return how many actions of this stage and kind are listed."""
         return self._done.get((stage, kind), 0)
 
     def forward(self, stage: int, paired: bool = False) -> None:
@@ -90,13 +90,13 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """The gradients of inputs; those of weights wait."""
+        """Append the next input gradient of ``stage``, and queue its weight gradient."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
 
     def weights(self, stage: int | None = None) -> None:
-        """The gradients of weights that have waited longest, of ``stage`` or of any; nothing where none wait."""
+        """Append the weight gradient that is queued longest, of ``stage`` or of any; do nothing if none is."""
         found = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
         if found:
             self.waiting.remove(found)

@@ -1,4 +1,4 @@
-"""Play an order through with given durations: what a schedule takes before anything runs."""
+"""Simulate an order with given durations, to know the time of a schedule before anything runs."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,9 +17,9 @@ class Costs:
         backward_input: gradient of the input alone.
         backward_weight: gradients of the weights alone.
         update: the optimizer's step.
-        communication: from one rank to the next; stages on the same rank hand over at once.
+        communication: from one rank to the next; 0 between stages of one rank.
         pair: a paired forward and backward; None is the sum of the two, as without overlap.
-        stages: by how much each stage takes longer than that; none: all take the same.
+        stages: a factor per stage; empty if all take the same time.
     """
 
     forward: float = 1.0
@@ -42,7 +42,7 @@ _Result: TypeAlias = tuple[int, str, int]
 
 
 def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
-    """When every action would run if each rank did its own in sequence, each as soon as what it needs has arrived.
+    """Simulate when every action runs: each rank runs its own in sequence, each as soon as its inputs have arrived.
 
     A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
     the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.
@@ -95,13 +95,13 @@ def _run(
     last: int,
     ready: dict[_Result, float],
 ) -> list[Span] | None:
-    """Spans of the actions of one piece, or None where something it needs does not exist yet."""
+    """Return the spans of one action, or pair of actions; None if one of its inputs does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)
         durations = [duration * scale for duration in durations]
     spans: list[Span] = []
-    own: dict[_Result, float] = {}  # what the piece has made so far
+    own: dict[_Result, float] = {}  # results of the pair so far
     for action, duration in zip(piece, durations, strict=True):
         for need in _needs(action, last):
             made = own.get(need, ready.get(need))
@@ -112,7 +112,7 @@ def _run(
         now += duration
         if (result := _result(action)) is not None:
             own[result] = now
-    ready.update(dict.fromkeys(own, now))  # it leaves when all of the piece is done
+    ready.update(dict.fromkeys(own, now))  # results of a pair are sent when both actions are done
     return spans
 
 

@@ -2,8 +2,8 @@
 
 Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
 other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are
-used. What torch 2.13 itself gets wrong is put right here: a weight that is listed in two groups, which would be counted
-twice, and a hook on an activation's gradient, which would act twice on the weights next to it.
+used. Two errors of torch 2.13 are corrected here: a weight listed in two groups would be counted twice, and a hook on
+an activation's gradient would run twice for the weights next to it.
 """
 
 from collections.abc import Iterable
@@ -22,26 +22,26 @@ Split = list[dict[str, Any]]
 
 
 def backward_of_input(output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]) -> Split:
-    """The first half: adds to ``given.grad``; ``gradient`` is of ``output``, ``None`` for a scalar."""
+    """Run the first half: add to ``given.grad``; ``gradient`` is that of ``output``, ``None`` for a scalar."""
     gradients: Any = None if gradient is None else [gradient]
     with each_gradient_once():
         return _merged(stage_backward_input([output], gradients, [given], iter(weights))[1])
 
 
 def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
-    """The second half: adds to the ``.grad`` of the same weights."""
+    """Run the second half: add to the ``.grad`` of the same weights."""
     with ExitStack() as hooks, each_gradient_once():
         for group in split:
             for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
-                # What was noted is behind the hooks on that activation, which run once more on the way to the weights.
+                # The recorded gradient has passed the activation's hooks already; they run again: replace the result.
                 handle = node.register_prehook(lambda _, noted=gradients: noted)
                 hooks.callback(handle.remove)
-        # Groups go through the same part of the graph, where a module is used twice, one after the other.
+        # Where a module is used twice, groups go through the same part of the graph one after the other.
         stage_backward_weight(iter(weights), split, retain_graph=True)
 
 
 def _merged(groups: Split) -> Split:
-    """The groups, those with a weight in common made one; without those that no gradient came to."""
+    """Merge groups with a weight in common, and drop those without a gradient."""
     merged: Split = []
     for group in groups:
         if "grads" not in group:
@@ -58,7 +58,7 @@ def _merged(groups: Split) -> Split:
 
 @cache
 def splits_exactly() -> bool:
-    """Whether this torch's halves make the gradients of the whole, tried on weights with several uses."""
+    """Return whether torch's two halves give the gradients of a full backward pass, for weights used several times."""
     names = ("given", "twice", "shared", "first", "second")
     leaves = {name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True) for index, name in enumerate(names)}
 
@@ -72,7 +72,7 @@ def splits_exactly() -> bool:
         wanted = torch.autograd.grad(use(), list(leaves.values()))
         try:
             backward_of_weights(backward_of_input(use(), None, leaves["given"], weights), weights)
-        except Exception:  # a version with other private functions
+        except Exception:  # another torch may have other private functions
             return False
     found = [leaf.grad for leaf in leaves.values()]
     return all(grad is not None and torch.allclose(grad, want) for grad, want in zip(found, wanted, strict=True))

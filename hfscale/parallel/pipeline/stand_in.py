@@ -1,15 +1,16 @@
-"""Make a stage out of a stock model: stand-ins for what it does not hold.
+"""Make a pipeline stage out of a stock model: placeholders for the modules of other stages.
 
-A stage runs the stock model's own code from beginning to end, with the whole batch's ids, masks and positions, so that
-masks, rotary tables and whatever else lies around the layers come out as always. Only the stream comes from elsewhere::
+A stage runs the stock model's own forward from beginning to end, with the full batch's ids, masks and positions, so
+that masks, rotary tables and everything else around the layers are computed as always. Only the hidden states are
+received and sent::
 
     stage 1 of 3, layers 2 and 3 of 6
 
-    ids --embedding--> nothing --layer 0--> --layer 1--> --layer 2--> --layer 3--> --layer 4--> ... norm, head
-        (stand-in)            (stand-ins give what arrived)   (its own)   (stand-ins take it: it leaves)  (stand-ins)
+    ids --embedding---> zeros --layer 0--> --layer 1--> --layer 2--> --layer 3--> --layer 4--> ... norm, head
+        (placeholder)         (return what was received)   (its own)     (record what is to be sent) (placeholders)
 
-What no stage of a rank holds is replaced for good, before anything is loaded; a rank with several stages swaps, for the
-time of one stage's forward pass, what its other stages hold.
+Modules that no stage of a rank holds are replaced for good, before anything is loaded; a rank with several stages
+replaces those of its other stages during one stage's forward pass.
 """
 
 import copy
@@ -34,18 +35,18 @@ from ...runtime.names import module_at
 
 @dataclass
 class Passage:
-    """The forward pass of one stage that is under way.
+    """The current forward pass of one stage.
 
     Attributes:
-        first: index of the stage's first layer; the stand-ins of the layers before it give what arrived.
+        first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
         shape: samples and tokens of the batch.
-        under_way: whether there is one.
-        arriving: the stream from the stage before; ``None`` on the first stage.
-        arrived: whether it was taken.
-        leaving: the stream behind the stage's last layer, once it has got there.
-        border: of an encoder-decoder, the index of the decoder's first layer.
+        under_way: whether a forward pass is running.
+        arriving: the hidden states received from the stage before; ``None`` on the first stage.
+        arrived: whether a layer has read them.
+        leaving: the hidden states behind the stage's last layer, once computed.
+        border: for an encoder-decoder, the index of the decoder's first layer.
         target: samples and tokens of the decoder.
-        memory: what the encoder made, once it has arrived or is made.
+        memory: the encoder's output, once received or computed.
     """
 
     first: int = 0
@@ -59,7 +60,7 @@ class Passage:
     memory: Tensor | None = None
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Zeros for all tokens, ``[b, s, h]``; the stream itself may be cut along the sequence.
+        """Return zeros for all tokens, ``[b, s, h]``, also where hidden states are sharded along the sequence.
 
         In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
 
@@ -72,7 +73,7 @@ class Passage:
         return torch.zeros(*shape, width or stream.shape[-1], dtype=stream.dtype, device=stream.device)
 
     def arrive(self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Begin with what the stage before has sent; ``source`` and ``target`` are samples and tokens of either."""
+        """Begin with the received hidden states; ``source``, ``target``: samples and tokens of encoder and decoder."""
         self.shape, self.target, self.arriving = source, target, arrived
         if arrived is None or self.border is None or self.first < self.border:
             return
@@ -81,7 +82,7 @@ class Passage:
         self.arrived = self.first == self.border
 
     def leave(self, stream: Tensor | None, index: int) -> None:
-        """Note what the first layer that is not the stage's is given: that leaves."""
+        """Record the input of the first layer behind the stage, which is the output to send."""
         if self.leaving is not None:
             return
         if self.border is not None and index >= self.border:
@@ -92,18 +93,18 @@ class Passage:
 
 
 class _StandIn(nn.Module):
-    """A module without parameters that answers for an absent one; other attributes are read from that."""
+    """A placeholder without parameters for a module of another stage, whose other attributes it exposes."""
 
     def __init__(self, absent: nn.Module, passage: Passage) -> None:
         super().__init__()
-        self.__dict__.update(_absent=absent, _passage=passage)  # not registered: it is nobody's child
+        self.__dict__.update(_absent=absent, _passage=passage)  # not registered as a submodule
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Without hooks: what somebody hangs on a module runs where the module is.
+        """Call ``forward`` without hooks: they run on the stage that holds the module.
 
         Raises:
-            ConfigError: somebody called a module of the model, and not a stage.
+            ConfigError: a module of the model was called by itself, outside a stage's forward pass.
         """
         if not self._passage.under_way:
             raise ConfigError(
@@ -120,7 +121,7 @@ class _StandIn(nn.Module):
             return own_modules(self)[name]
         found, passage = getattr(self.__dict__["_absent"], name), self.__dict__["_passage"]
         if isinstance(found, nn.Module) and not (passage.arriving is None and passage.leaving is None):
-            return AbsentModule(found, passage, None)  # which stock code calls by itself, past what holds it
+            return AbsentModule(found, passage, None)  # stock code may call a submodule without its parent
         return found
 
     def keep(self, path: str) -> None:
@@ -135,7 +136,7 @@ class _StandIn(nn.Module):
             own_modules(self)[child] = found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
-        """One more for the same absent module, in the same passage: PEFT copies heads that are to be trained whole."""
+        """Copy the placeholder, sharing its absent module and passage: PEFT copies heads in ``modules_to_save``."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
@@ -144,14 +145,14 @@ class _StandIn(nn.Module):
 
 
 class AbsentLayer(_StandIn):
-    """For a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
+    """Placeholder for a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
 
     def __init__(self, absent: nn.Module, passage: Passage, index: int, returns: int | None) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_index=index, _returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What arrived, in front of the stage's layers; behind them, what it is given, which leaves."""
+        """Return the received hidden states before the stage's layers; behind them, record the input as the output."""
         passage: Passage = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
@@ -162,14 +163,14 @@ class AbsentLayer(_StandIn):
 
 
 class AbsentModule(_StandIn):
-    """For what another stage has around its layers: an embedding, the last norm, the head."""
+    """Placeholder for a module of another stage around its layers: an embedding, the last norm, the head."""
 
     def __init__(self, absent: nn.Module, passage: Passage, returns: int | None, target: bool = False) -> None:
         super().__init__(absent, passage)
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros; they are of no consequence."""
+        """Return zeros, which nothing depends on."""
         passage: Passage = self._passage
         # Heads of encoder-decoders: stock code adds a bias to what they return.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
@@ -181,7 +182,7 @@ def _in_shape(x: Tensor | None, returns: int | None) -> Any:
 
 
 def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Replace what no stage of pipeline rank ``rank`` holds by stand-ins. No-op for one rank."""
+    """Replace the modules that no stage of pipeline rank ``rank`` holds by placeholders. Do nothing for one rank."""
     if plan.stages is None:
         return
     passage = Passage()
@@ -202,7 +203,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
 
 
 def passage_of(model: nn.Module) -> Passage:
-    """What the stand-ins of a model share."""
+    """Return the passage that a model's placeholders share."""
     return next(module._passage for module in model.modules() if isinstance(module, _StandIn))
 
 
@@ -231,7 +232,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
 
     @functools.wraps(forward)
     def stage_forward(*args: Any, **kwargs: Any) -> Any:
-        # Inside of forward, so that hooks on the model (FSDP's) see all that the rank holds.
+        # Inside forward, so that hooks on the model (FSDP's) see all modules of the rank.
         swapped = [(children, child, children[child]) for children, child, _ in swaps[active[0].index]]
         for children, child, stand_in in swaps[active[0].index]:
             children[child] = stand_in
@@ -263,7 +264,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
 
 
 def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan, str]]:
-    """The first layer of each list in each stage, where it is not the list's first."""
+    """Yield (loan, layer) for the first layer of each stage that needs a submodule lent by the list's first layer."""
     for loan, stage in product(stages.loans, own):
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
@@ -271,12 +272,12 @@ def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan
 
 
 def _encoded(passage: Passage, _: nn.Module, args: Any, output: Any) -> None:
-    """What the encoder has made, at its end."""
+    """Record the encoder's output (a forward hook)."""
     passage.memory = output[0]
 
 
 def _boundary(stages: StagePlan, passage: Passage) -> dict[str, Callable[[nn.Module], _StandIn]]:
-    """Every module that is some stage's -> what makes a stand-in for it."""
+    """Map every module that belongs to a stage to a function that makes its placeholder."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer
     made: dict[str, Callable[[nn.Module], _StandIn]] = {}

@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads, on stages that have no labels to make it of."""
+"""Make the decoder inputs of an encoder-decoder in advance, for stages that have no labels."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ _GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class _Seen(Exception):
-    """The decoder was called."""
+    """Raised to stop the forward pass at the call of the decoder."""
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
-    """Samples, and tokens of each that a decoder reads; those of the encoder where it is given no others."""
+    """Return the decoder's number of samples, and of tokens in each; the encoder's if it has no inputs of its own."""
     for name in _GIVEN:
         found = batch.get(name)
         if isinstance(found, Tensor) and found.ndim > 1:
@@ -27,8 +27,9 @@ def targets_of(batch: Batch) -> tuple[int, int]:
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
-    """A batch with what the decoder reads. Stock code makes that of the labels, each family in its own way, and is run
-    up to the decoder to see it; only the last stage of a step has labels.
+    """Add ``decoder_input_ids`` to a batch with labels only, since only the last stage gets labels.
+
+    Each family makes them from the labels in its own way: the stock forward is run up to the decoder to see them.
 
     Raises:
         ConfigError: the decoder was not called with tokens.
@@ -44,9 +45,9 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
 
     handle = decoder.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:
-        with torch.no_grad():  # by the class: a stage's own forward pass, and hooks on the model, are for steps
+        with torch.no_grad():  # the class's forward, since the instance's is a stage's, and without the model's hooks
             made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
-            inputs = {name: batch[name] for name in ("input_ids",) if name in batch}  # of which classifiers make it
+            inputs = {name: batch[name] for name in ("input_ids",) if name in batch}  # classifiers make them of these
             if takes_argument(model, "use_cache"):
                 inputs["use_cache"] = False
             type(model).forward(model, **inputs, labels=labels, encoder_outputs=made)

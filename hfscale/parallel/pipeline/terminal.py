@@ -24,7 +24,7 @@ _WIDEST_FORWARD = 4  # columns
 
 
 def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False) -> str:
-    """``(heading, timeline)`` pairs one below the other on one time scale.
+    """Render ``(heading, timeline)`` pairs one below the other on one time scale.
 
     Without colour a box is a letter (F forward, B backward, I and W its two halves, U update), the microbatch where
     it fits, and dashes to its end; a dot is idle. With colour the letter gives way to the background.
@@ -50,7 +50,7 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
 
 
 def _scale(timeline: Timeline, horizon: float, room: int) -> float:
-    """Columns per unit of time: whole columns per forward where there is room for that."""
+    """Return columns per unit of time: a whole number per forward if there is room."""
     lengths = sorted(span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward")
     forward = lengths[len(lengths) // 2] if lengths else horizon
     columns = min(room / horizon * forward, float(_WIDEST_FORWARD)) if forward else 1.0

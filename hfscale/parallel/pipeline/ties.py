@@ -1,7 +1,7 @@
-"""Tensors that several stages hold: an embedding on the first, the head tied to it on the last.
+"""Sum the gradients of tied tensors over stages: an embedding on the first stage, the head tied to it on the last.
 
-Each stage sees the gradient of its own use; the sum over the stages is the tensor's gradient, and copies that start
-equal stay equal under any optimizer that works entry by entry or tensor by tensor.
+Each stage computes the gradient of its own use; the sum over the stages is the tensor's gradient. Copies that start
+equal stay equal under any optimizer that updates each entry, or each tensor, by itself.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class _Copy:
 
 
 class TiedGradients:
-    """Sums the gradients of tensors that several stages hold."""
+    """Sum the gradients of tensors that several stages hold."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -35,16 +35,18 @@ class TiedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Within: a step leaves gradients; on leaving, those of copies are summed, and added to what there was."""
+        """Accumulate the gradients of a step inside the with block; at its end sum those of tied copies over stages,
+        and add them to what ``.grad`` held before.
+        """
         tied = self._tied()
         with gradients_aside([parameter for parameter, _ in tied]) as before:
             yield
         copies = [_Copy(*each, gradient) for each, gradient in zip(tied, before, strict=True)]
-        for holders in dict.fromkeys(copy.holders for copy in copies):  # the plan's order, on all alike
+        for holders in dict.fromkeys(copy.holders for copy in copies):  # the plan's order, equal on all ranks
             self._sum([copy for copy in copies if copy.holders == holders], holders)
 
     def _tied(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """What this rank has of them that trains, and who holds it."""
+        """List this rank's trainable tied parameters, each with the pipeline ranks that hold it."""
         plan = self._runtime.plan
         if not plan.ties:
             return []

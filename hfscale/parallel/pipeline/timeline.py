@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, in which order, and when: pure data.
+"""The actions of each rank of a pipeline, their order, and their times: pure data.
 
 An :class:`Action` is one computation of one stage on one microbatch; an *order* is, per rank, its actions in sequence;
 a :class:`Timeline` says when each ran. Stages are numbered along the model over all ranks; rank 0 holds stage 0.
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the ranks of a pipeline did what.
+    """The actions of all ranks of a pipeline, with their times.
 
     Attributes:
         ranks: per rank, its spans by start time.
@@ -65,7 +65,7 @@ class Timeline:
     microbatches: int = 0
 
     def spans(self) -> Iterator[tuple[int, Span]]:
-        """Every span, with its rank."""
+        """Iterate over all spans, each with its rank."""
         return ((rank, span) for rank, spans in enumerate(self.ranks) for span in spans)
 
     @property

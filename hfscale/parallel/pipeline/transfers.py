@@ -1,8 +1,8 @@
 """The program of each pipeline rank: its computations in order, and the sends and receives between them.
 
 A computation is followed at once by the send of its result, and at that moment the receive is appended to the program
-of the rank that waits for it. So two ranks have the transfers between them in one order, and none waits for a send that
-stands behind its own receive.
+of the receiving rank. So both ranks have their transfers in the same order, and none waits for a send that comes after
+its own receive.
 """
 
 from collections import deque
@@ -66,7 +66,7 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
             output = worker.forward(microbatch)
             if stage + 1 in workers:
                 workers[stage + 1].take_input(output, microbatch)
-            del output  # or the last stage's graph would live until the next forward pass
+            del output  # else the last stage's graph would live until the next forward pass
         elif kind in _BACKWARD:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:

@@ -1,8 +1,8 @@
 """The schedules without a flush: PipeDream (Narayanan et al. 2019) and PipeDream-2BW (Narayanan et al. 2021).
 
-Both run one-forward-one-backward over the microbatches of all steps in a row, and a stage updates its weights between
-microbatches that are still under way elsewhere. What keeps a microbatch's forward and backward on the same weights is
-a stash of versions; version ``k`` is what ``k`` updates have made::
+Both run one-forward-one-backward over the microbatches of all steps in a row, and a stage updates its weights while
+microbatches are still in flight elsewhere. A stash of weight versions keeps a microbatch's forward and backward on the
+same weights; version ``k`` is the result of ``k`` updates::
 
     PipeDream    an update after every microbatch; a forward takes the newest version that its stage has:
                  stage s of p uses version i - (p - s - 1) for microbatch i, and keeps up to p - s versions
@@ -16,7 +16,7 @@ from .timeline import RELEASE, Action, Order, stage_ranks
 
 
 def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Action]:
-    """1F1B of one stage over ``total`` microbatches: at most ``pp_size - stage`` under way."""
+    """List the 1F1B actions of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
     warmup = min(pp_size - stage, total)
     actions = [Action(stage, "forward", index) for index in range(warmup)]
     for index in range(total):
@@ -27,7 +27,7 @@ def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Actio
 
 
 def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:
-    """Per rank, the actions of ``steps`` steps of ``num_microbatches`` each, updates included.
+    """Return, per rank, the actions of ``steps`` steps of ``num_microbatches`` each, updates included.
 
     In PipeDream every microbatch is a minibatch of its own; in 2BW a step is one.
     """
@@ -44,12 +44,12 @@ def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps
 
 
 def update_interval(schedule: str, num_microbatches: int) -> int:
-    """Microbatches whose gradients make one update."""
+    """Return the number of microbatches per update."""
     return 1 if schedule == "pipedream" else num_microbatches
 
 
 def weight_versions(schedule: str, order: Order, num_microbatches: int) -> dict[tuple[int, int], int]:
-    """(stage, microbatch) -> the version of the stage's weights that its forward and its backward use.
+    """Map (stage, microbatch) to the version of the stage's weights that its forward and backward use.
 
     Read off the order: PipeDream takes what the updates so far have made; 2BW takes the version before the batch's
     own, and it is an error in the order if that is not there yet.
@@ -76,7 +76,7 @@ def weight_versions(schedule: str, order: Order, num_microbatches: int) -> dict[
 
 
 def stashed_versions(schedule: str, order: Order, num_microbatches: int) -> tuple[int, ...]:
-    """Per stage, the most versions of its weights that must be kept at once, the newest included."""
+    """Return, per stage, the most versions of its weights kept at once, the newest included."""
     versions = weight_versions(schedule, order, num_microbatches)
     peak = [1] * len(stage_ranks(order))
     for actions in order:

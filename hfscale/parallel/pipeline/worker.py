@@ -1,13 +1,13 @@
-"""One stage at work: its forward and backward passes on single microbatches, and what it sends and receives.
+"""Run one stage: its forward and backward passes on single microbatches, and its sends and receives.
 
-:mod:`.transfers` says what runs when; computing and sending are done here. Torch's own stages and engine are not used,
+:mod:`.transfers` decides what runs when; computing and sending happen here. Torch's own stages and engine are not used,
 because
 
 - microbatches of one step may differ in length, which torch's stage has no room for;
-- torch's engine holds on to every tensor that it sends until the step is over, so that a stage would keep the outputs
-  of all microbatches alive, where 1F1B is there to keep those of a few.
+- torch's engine keeps every tensor that it sends until the step is over, so that a stage would keep the outputs of all
+  microbatches alive, while the point of 1F1B is to keep only a few.
 
-What goes from one rank to another travels in a group of these two for that way, so that it waits behind nothing else.
+Each pair of ranks has a process group per direction, so that a transfer never waits behind another one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,13 +33,13 @@ Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage is in the pipeline.
+    """The place of a stage in the pipeline.
 
     Attributes:
         index: its number along the model.
         ranks: the pipeline rank of every stage.
-        group: all pipeline ranks through this one.
-        streams: (from, to), pipeline ranks -> the group for what goes from a neighbour to this rank, or to it.
+        group: the pipeline ranks of this rank's pipeline.
+        streams: (from, to), pipeline ranks -> the process group for transfers in that direction.
         device: where it computes.
     """
 
@@ -50,27 +50,27 @@ class Place:
     device: torch.device
 
     def peer(self, step: int) -> int:
-        """Global rank of the stage ``step`` stages further on."""
+        """Return the global rank of the stage ``step`` stages further on."""
         return dist.get_global_rank(self.group, self.ranks[self.index + step])
 
     def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
-        """The group for what arrives from the stage ``step`` stages further on, or goes to it."""
+        """Return the process group for transfers from the stage ``step`` stages further on, or to it."""
         here, there = self.ranks[self.index], self.ranks[self.index + step]
         return self.streams[(there, here) if arrives else (here, there)]
 
 
 @dataclass
 class _Kept:
-    """What one microbatch leaves between its forward and its backward pass."""
+    """The tensors that one microbatch keeps between its forward and its backward pass."""
 
     arrived: Tensor | None
     output: Tensor
     split: Split | None = None
-    gradient: Tensor | None = None  # of the output, where all of the backward pass waits for its second half
+    gradient: Tensor | None = None  # of the output, where the second half runs the full backward pass
 
 
 class _Transfer:
-    """A tensor under way, which must stay alive until it has arrived."""
+    """A tensor being sent or received, which must stay alive until the transfer is over."""
 
     def __init__(self, move: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         self.tensor, self._group, self._peer = tensor, group, peer
@@ -78,7 +78,7 @@ class _Transfer:
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there."""
+        """Wait for the transfer, and return the tensor."""
         with waiting(self._call, self._peer, self._group):
             for work in self._works:
                 work.wait()
@@ -90,13 +90,13 @@ class StageWorker:
     """One pipeline stage: its passes over single microbatches, and its transfers.
 
     Attributes:
-        trains_before: whether anything in front of this stage trains; its input then has a gradient.
-        trains: whether anything up to this stage's end does.
+        trains_before: whether anything before this stage trains; its input then has a gradient.
+        trains: whether anything up to this stage's end trains.
         recomputes: whether layers are recomputed in the backward pass.
-        splits: whether the halves of a split backward pass run apart; else the first half does all.
+        splits: whether the halves of a split backward pass run separately; else the first half does everything.
         accumulate: called after every second half, whose gradients autograd's hooks do not see.
         reduce: called when a microbatch's backward pass is over.
-        recorder: notes what runs when, where there is one.
+        recorder: records what runs when, if set.
     """
 
     def __init__(self, place: Place, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]) -> None:
@@ -118,7 +118,7 @@ class StageWorker:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> Tensor:
-        """Forward pass; the output stays until the backward pass, or until it is sent where there will be none."""
+        """Run the forward pass; keep the output until its backward pass, or if there is none, until it is sent."""
         arrived = None if self.is_first else _there(self._arriving.pop(microbatch))
         if arrived is not None and self.has_backward:
             # Reentrant recomputation gives no gradients to layers whose input has none.
@@ -131,7 +131,7 @@ class StageWorker:
         return output
 
     def backward(self, microbatch: int, full: bool = True) -> None:
-        """Backward pass, or, of a split one, the half that makes the gradient of the input."""
+        """Run the backward pass, or the half of a split one that computes the gradient of the input."""
         kept = self._kept[microbatch] if not full else self._kept.pop(microbatch)
         gradient = None
         if microbatch in self._gradients:
@@ -141,11 +141,11 @@ class StageWorker:
         wants = kept.arrived is not None and self.trains_before
         with self._recorded("backward" if full else "backward_input", microbatch):
             if not self.trains:
-                pass  # the output may still ask for a gradient: the host makes embeddings do so for recomputation
+                pass  # output.requires_grad may hold: transformers sets it on embeddings for checkpointing
             elif full or not self.splits:
                 _backward(kept.output, gradient)
             elif kept.arrived is None or not wants:
-                kept.gradient = gradient  # nobody waits for it: all is done in the second half
+                kept.gradient = gradient  # no stage waits for the input's gradient: the second half does everything
             elif kept.output.requires_grad:
                 kept.split = backward_of_input(kept.output, gradient, kept.arrived, self._parameters())
         if wants:
@@ -156,7 +156,7 @@ class StageWorker:
             self.reduce()
 
     def backward_weight(self, microbatch: int) -> None:
-        """The half of a split backward pass that makes the gradients of the weights."""
+        """Run the half of a split backward pass that computes the gradients of the weights."""
         kept = self._kept.pop(microbatch)
         with self._recorded("backward_weight", microbatch):
             if kept.split is not None:
@@ -169,28 +169,28 @@ class StageWorker:
     # --- sending and receiving ----------------------------------------------------------------------------------------
 
     def receive_input(self, microbatch: int) -> None:
-        """Begin to receive the hidden states."""
+        """Start receiving the hidden states."""
         if not self.is_first:
             shape, dtype = self._shape(microbatch)
             buffer = torch.empty(shape, dtype=dtype, device=self.place.device)
             self._arriving[microbatch] = self._move(dist.irecv, buffer, -1)
 
     def send_output(self, microbatch: int) -> None:
-        """Begin to send the stream."""
+        """Start sending the hidden states."""
         output = self._kept[microbatch].output if self.has_backward else self._kept.pop(microbatch).output
-        if not self.has_backward:  # no gradient will tell what has arrived
+        if not self.has_backward:  # no returning gradient will show which sends have arrived
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
         self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)
 
     def receive_gradient(self, microbatch: int) -> None:
-        """Begin to receive the stream's gradient."""
+        """Start receiving the gradient of the hidden states."""
         if self.trains and not self.is_last:
             buffer = torch.empty_like(self._kept[microbatch].output, memory_format=torch.contiguous_format)
             self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
 
     def send_gradient(self, microbatch: int) -> None:
-        """Begin to send the gradient of what arrived."""
+        """Start sending the gradient of the received hidden states."""
         if self.trains_before and not self.is_first:
             # Gloo tells only who waits for it. An order has each receive where its send is, and a stage without a flush
             # has been sent what the stage before made after it took the older ones: so this ends.
@@ -199,27 +199,27 @@ class StageWorker:
             self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
 
     def take_input(self, output: Tensor, microbatch: int) -> None:
-        """The stage before is on this rank: take its output as it is."""
+        """Take the output of the stage before, which is on this rank."""
         self._arriving[microbatch] = output.detach()
 
     def hand_out_gradient(self, microbatch: int) -> Tensor | None:
-        """The stage before is on this rank: the gradient for it, if it has use for one."""
+        """Return the gradient for the stage before, which is on this rank; ``None`` if nothing before trains."""
         return self._returning.pop(microbatch, None)
 
     def take_gradient(self, gradient: Tensor | None, microbatch: int) -> None:
-        """The next stage is on this rank: take its gradient."""
+        """Take the gradient from the next stage, which is on this rank."""
         if gradient is not None:
             self._gradients[microbatch] = gradient
 
     def finish(self) -> None:
-        """Wait for what was sent to arrive."""
+        """Wait until everything sent has arrived."""
         for transfer in (*self._leaving.values(), *self._sent):
             transfer.wait()
         self._leaving.clear()
         self._sent.clear()
 
     def reset(self) -> None:
-        """Forget a step that was broken off."""
+        """Drop the tensors and transfers of an interrupted step."""
         for held in (self._kept, self._arriving, self._gradients, self._returning, self._leaving):
             held.clear()
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: blocks of ordinary local modules whose edges talk."""
+"""Tensor parallelism: blocks of ordinary local modules, with collectives at their edges."""
 
 from .apply import cut_parameters
 from .loss import VocabParallelLoss

@@ -43,13 +43,13 @@ def install_edges(
     region_of: Callable[[str], SequenceRegion | None],
     overlaps: dict[str, Overlap],
 ) -> None:
-    """Make a model that holds this rank's tensor shards compute with the others.
+    """Install the collectives of tensor and sequence parallelism in a model that holds this rank's tensor shards.
 
     Args:
-        sums: gets the parameters whose gradients are partial.
-        regions: whose streams are cut along the sequence.
-        region_of: that of a module in the layers.
-        overlaps: gets the entries of blocks whose projections' gradients are taken apart.
+        sums: will sum the gradients of parameters whose gradients are partial.
+        regions: the layer stacks under sequence parallelism.
+        region_of: returns the region of a module in the layers.
+        overlaps: filled with the entries of blocks that overlap their collectives, by block name.
     """
     model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
     for stream in regions:
@@ -76,10 +76,10 @@ def _overlap(
     model: nn.Module, plan: Plan, block: BlockPlan, group: dist.ProcessGroup, stream: SequenceRegion | None
 ) -> Overlap | None:
     if not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
-        return None  # several entries: none of them is read by all projections
+        return None  # several entries: no single one feeds all projections
     if any(recomputed(plan).is_alone(name) for name in block.column):
-        return None  # computed again without the entry, which the gradients of their weights would ask for
-    # A weight that other ranks hold too has its gradient summed on the way to it.
+        return None  # they are recomputed without the block's entry, which their weight gradients would need
+    # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
     columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
     regather = bool(plan.layout.sequence_regather)
     return Overlap([model.get_submodule(name) for name in columns], group, stream, regather)
@@ -101,10 +101,9 @@ def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Replace every parameter that is cut over the tensor or expert axis by this rank's share, keeping ties and
-    ``requires_grad``.
+    """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard.
 
-    Works on a whole model on any device; on the meta device it only changes shapes.
+    Keeps ties and ``requires_grad``. The model may be on any device; on the meta device only shapes change.
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:
@@ -120,7 +119,7 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 
 def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
-    """This rank's tensor or expert share of a whole parameter, in memory of its own."""
+    """Return a copy of this rank's tensor or expert shard of the full parameter ``whole``."""
     share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
     share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
     return nn.Parameter(share, requires_grad=whole.requires_grad)

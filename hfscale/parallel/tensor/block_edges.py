@@ -23,7 +23,7 @@ from .sequence_region import SequenceRegion
 def install_block_edges(
     model: nn.Module, block: BlockPlan, mesh: Mesh, stream: SequenceRegion | None = None, overlap: Overlap | None = None
 ) -> None:
-    """Hook the entry and the exit of ``block``; between them, draw random numbers of this rank's own.
+    """Hook the entry and the exit of ``block``; between them, draw random numbers specific to this rank.
 
     Where the ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
     """
@@ -51,19 +51,19 @@ def install_block_edges(
 
 
 class _BlockEnds:
-    """What becomes of a block's input and of its output, which are the same on all ranks of ``group``.
+    """The collectives at the entry and exit of a block.
 
     Args:
-        stream: of which each rank has its tokens only, outside the block.
-        overlap: what gathers the input again for weight gradients, and sums the input's gradient meanwhile.
+        stream: the region of sequence parallelism around the block, where each rank has only its tokens.
+        overlap: replaces the entry's collectives by ones that overlap with weight gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:
         self.group, self.stream, self.overlap = group, stream, overlap
-        self._tokens: tuple[int, ...] = ()  # shape of the latest input, whole, without the hidden dim
+        self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
-        """The block's input, all tokens; its gradient is summed over the ranks."""
+        """Return the block's input with all tokens; backward sums its gradient over the ranks."""
         if self.overlap is not None:
             x = self.overlap.enter(x)
         else:
@@ -72,11 +72,11 @@ class _BlockEnds:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of what the block computes on each, of the tokens that this rank keeps."""
+        """Return the sum of the ranks' partial outputs, for the tokens that this rank keeps."""
         stream = self._cut_stream
         if stream is None:
             return leave(x, self.group)
-        if x.ndim == 2 and len(self._tokens) == 2:  # a mixture lists all samples' tokens: sample by sample again
+        if x.ndim == 2 and len(self._tokens) == 2:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
             return stream.leave(x.unflatten(0, self._tokens)).flatten(0, 1)
         return stream.leave(x)
 
@@ -86,7 +86,7 @@ class _BlockEnds:
 
 
 def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()) -> None:
-    """Hook the entry of the projection onto the vocabulary; its output stays cut."""
+    """Hook the entry of the projection onto the vocabulary; its output stays sharded."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         from_stream = (stream.enter_head(args[0]) for stream in streams)

@@ -16,17 +16,17 @@ from .sequence_region import SequenceRegion
 
 
 class Overlap:
-    """The entry of one block: its column projections compute the gradients of their weights late.
+    """The entry of one block, whose column projections defer their weight gradients until its collectives run.
 
     Attributes:
-        gathered: what gathers the latest input again; ``None`` where nothing does.
+        gathered: re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``.
     """
 
     def __init__(
         self, columns: list[nn.Module], group: dist.ProcessGroup, stream: SequenceRegion | None, regather: bool
     ) -> None:
         self.group, self.stream, self.regather = group, stream, regather
-        # a subclass may compute something else
+        # exact types: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._waiting: dict[nn.Module, WeightLater] = {}
@@ -35,17 +35,17 @@ class Overlap:
             self._take_apart(module)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The block's input, as its projections see it."""
+        """Return the block's input as its projections see it; backward overlaps its collectives."""
         self.gathered = None
         stream = self.stream if self.stream is not None and self.stream.cut else None
-        if torch.compiler.is_compiling():  # it puts collectives behind products by itself, and keeps no state for later
+        if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
             return enter(x, self.group) if stream is None else stream.enter(x)
         regather = self.regather and stream is not None
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if regather else {})}
         reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
         weights = [(read(module.weight), is_transposed(module)) for module, read in reads.items()]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
-        # The gradient is a sum over projections that ran in the autocast's type, and it travels in that.
+        # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
@@ -56,10 +56,10 @@ class Overlap:
         return x
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Where the input is gathered again, ``low_rank``, the first factor of an adapter, does not keep it either.
+        """Defer the weight gradient of ``low_rank`` (LoRA's A) too, so that the re-gathered input need not be saved.
 
         Args:
-            read: gives its weight as its computation should see it.
+            read: returns its weight as its computation should see it.
         """
         if type(low_rank) in PROJECTIONS:
             self._low_rank[low_rank] = read

@@ -1,11 +1,11 @@
-"""The input embedding, cut along the vocabulary (Shoeybi et al. 2019, section 3).
+"""The input embedding, sharded along the vocabulary (Shoeybi et al. 2019, section 3).
 
 Each rank looks up the tokens of its slice and contributes zeros for the others; one all-reduce of ``[b, s, h]`` makes
 the sum. The backward pass needs no communication.
 
-The sum is as late as it can be: behind an adapter's part, or in the first layer, which scatters it along the sequence.
-But a stock class may compute on what it has looked up (a norm, say): it is given whole rows, and what it computes with
-has a whole gradient on every rank.
+The sum comes as late as possible: after an adapter's output is added, or in the first layer, as a reduce-scatter along
+the sequence. A stock class that computes on the embeddings it looked up (a norm, say) gets summed rows instead, so that
+its other parameters have full gradients on every rank.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ class VocabParallelEmbedding(nn.Embedding):
     _hfscale_sum: Callable[[Tensor], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids ``[...]`` -> embeddings ``[..., h]``, for somebody to sum unless they are summed here."""
+        """Embed token ids ``[...]`` to ``[..., h]``, partial sums over ranks unless ``_hfscale_sum`` sums them here."""
         found = self.look_up(input, self.weight)
         return found if self._hfscale_sum is None else self._hfscale_sum(found)
 
     def look_up(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
-        """Embeddings of this rank's tokens in some table of theirs, and zeros for the others."""
+        """Look up this rank's tokens in ``weight``, its slice of a table; return zeros for other tokens."""
         local = input - self._hfscale_start
         missing = (local < 0) | (local >= weight.shape[0])
         found = F.embedding(local.masked_fill(missing, 0), weight)
@@ -49,7 +49,7 @@ def install_vocab_parallel_embedding(
 ) -> None:
     """Turn a stock ``nn.Embedding``, whose weight is already this rank's slice, into a vocabulary-parallel one.
 
-    ``module`` may be an adapter around it; what that adds is this rank's share as well.
+    ``module`` may be an adapter around it, whose output is summed over the ranks as well.
     """
     cut = planned.cut_over("tp")
     assert cut is not None
@@ -59,8 +59,8 @@ def install_vocab_parallel_embedding(
     if adds:
         look_up_by(module, unwrapped(module).look_up)  # type: ignore[arg-type]
     if any(wraps) and not adds:
-        return  # summed already
-    if any(wraps) and mesh.tp_rank > 0:  # the sum of what the adapter adds has it once; its gradient is everyone's
+        return  # the stock class's lookup is summed inside
+    if any(wraps) and mesh.tp_rank > 0:  # summed inside already: zero on other ranks than 0, but keep the gradient
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def install_vocab_parallel_embedding(
 
 
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
-    """Whether the class computes on what it has looked up, which is then summed inside."""
+    """Make an embedding vocabulary-parallel; return whether its class computes on the lookup and so sums it inside."""
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{planned.name} is not an embedding cut over tp")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -82,7 +82,7 @@ def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mes
     stock = type(module)
     if stock is nn.Embedding:
         module.__class__ = VocabParallelEmbedding
-    else:  # behind a subclass comes ours
+    else:  # the stock subclass first, so that its forward calls ours
         module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
     group, wraps = mesh.tp_group, stock.forward is not nn.Embedding.forward
     module._hfscale_start = start  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """``generate()`` under tensor parallelism: every rank of a group runs it, and must pick the same tokens.
 
-Logits are equal on all ranks, so greedy search agrees by itself. Sampling draws from torch's default generator: the
-first rank's state is given to the others when ``generate`` is called, however each of them was seeded.
+Logits are equal on all ranks, so greedy search agrees by itself. Sampling draws from torch's default generator:
+``generate`` first broadcasts rank 0's state, however the ranks were seeded.
 """
 
 import functools
@@ -15,7 +15,7 @@ from .random import default_generator
 
 
 def install_generate(model: Any, mesh: Mesh) -> None:
-    """Make ``model.generate`` sample alike on all tensor ranks. No-op for one rank, or where there is none."""
+    """Make ``model.generate`` sample the same tokens on all tensor ranks. Do nothing for one rank, or without it."""
     group, generate = mesh.tp_group, getattr(model, "generate", None)
     if group is None or generate is None:
         return

@@ -1,10 +1,10 @@
-"""Logits that are not computed yet.
+"""Logits that are computed on demand, so that the loss can compute them chunk by chunk.
 
-A stock training forward pass projects the hidden states onto the vocabulary, maybe scales or caps what comes out, and
-hands it to the loss. :class:`LazyLogits` stands for those logits on the way: it has their shape and type and no
-memory, and it remembers the pointwise operations done to it. The loss takes it apart again, and projects and caps a
-chunk of rows at a time. Whatever else looks at it - indexing, printing, an operation not known to be pointwise - gets
-the real logits, with their graph, and never knows.
+A stock training forward pass projects the hidden states onto the vocabulary, maybe scales or caps the logits, and
+passes them to the loss. :class:`LazyLogits` takes the place of those logits: it has their shape and dtype but no
+memory, and records the pointwise operations applied to it. The loss then projects, scales and caps one chunk of rows at
+a time. Any other use (indexing, printing, an operation not known to be pointwise) computes the real logits, with their
+graph.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ..._host.torch import as_plain_tensors, tensor_without_memory, tree_map
 
-# Pointwise operations, by the name of the one that does not work in place. Each looks at one entry of the logits and
-# at nothing else but numbers.
+# Pointwise operations, by the name of the out-of-place one. Each reads one entry of the logits, and else only numbers.
 _POINTWISE = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "tanh",
     "to", "float", "double", "half", "bfloat16", "contiguous", "clone",
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__",
 )  # fmt: skip
-_KEEPS_ITS_RESULT = "tanh"  # for its own gradient
+_KEEPS_ITS_RESULT = "tanh"  # saves its result for its gradient
 _ASKS = (
     *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
     *("is_nested", "itemsize", "nbytes"),
@@ -33,7 +32,7 @@ _QUESTIONS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_p
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
-    """Torch's functions, in place or not -> the name and the function that is replayed for them."""
+    """Map torch's pointwise functions, in place or not, to the name and the function that is replayed for them."""
     found: dict[Any, tuple[str, Callable[..., Any]]] = {}
     for name in _POINTWISE:
         for holder in (torch, Tensor):
@@ -62,27 +61,27 @@ class _Step:
 
 
 class LazyLogits(Tensor):
-    """``[..., V/t]`` logits of ``hidden [..., h]``.
+    """Logits ``[..., V/t]`` of ``hidden [..., h]``, computed on demand.
 
     Attributes:
-        hidden: what the head was called with.
+        hidden: the head's input.
         head: maps ``[n, h]`` to ``[n, V/t]``.
-        steps: what was done to the logits since.
-        value: the logits, once something looked at them.
+        steps: the pointwise operations applied to the logits since.
+        value: the real logits, once something needed them.
     """
 
     hidden: Tensor
     head: Callable[[Tensor], Tensor]
     steps: tuple[_Step, ...]
     value: Tensor | None
-    sample: Tensor  # logits of no row: they say what a step makes of the type
+    sample: Tensor  # logits of zero rows, which show the dtype after each step
     graph: bool
 
     @staticmethod
     def __new__(
         cls, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: tuple[_Step, ...], sample: Tensor, graph: bool
     ) -> "LazyLogits":
-        """A tensor without memory."""
+        """Make a tensor without memory, with the logits' shape, dtype and device."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
         made: LazyLogits = tensor_without_memory(cls, shape, sample.dtype, sample.device)
         made.hidden, made.head, made.steps, made.value = hidden, head, steps, None
@@ -93,18 +92,18 @@ class LazyLogits(Tensor):
         super().__init__()
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Do to the head's output what was done to them."""
+        """Apply the recorded operations to the head's output."""
         for step in self.steps:
             logits = step(logits)
         return logits
 
     @property
     def reusable(self) -> bool:
-        """Whether nothing reads the result of :meth:`finish` for its own gradient."""
+        """Whether no operation saves the result of :meth:`finish` for its gradient."""
         return not self.steps or self.steps[-1].name != _KEEPS_ITS_RESULT
 
     def materialize(self) -> Tensor:
-        """The logits, with the graph they would have had; computed once."""
+        """Return the real logits, with the graph they would have had; computed once."""
         if self.value is None:
             with torch.set_grad_enabled(self.graph):
                 self.value = self.finish(self.head(self.hidden))
@@ -134,13 +133,13 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, trains: bool) -> LazyLogits:
-    """What ``head(hidden)`` would return.
+    """Return lazy logits in the place of ``head(hidden)``.
 
     Args:
-        trains: whether the head has parameters that train.
+        trains: whether the head has trainable parameters.
     """
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
-    # In the grad mode of the caller: autocast keeps the weights it casts, with or without their graph.
+    # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
     return LazyLogits(hidden, head, (), sample, graph)
 
@@ -150,25 +149,25 @@ def _real(value: Any) -> Any:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """The logits after ``func``, where it is one of the known operations on lazy logits and plain numbers."""
+    """Return the lazy logits after ``func``, if it is a known operation on lazy logits and plain numbers."""
     if func not in _REPLAYED or any(isinstance(value, Tensor) for value in kwargs.values()):
         return None
     positions = [index for index, value in enumerate(args) if not _plain(value)]
     if len(positions) != 1 or not isinstance(lazy := args[positions[0]], LazyLogits) or lazy.value is not None:
         return None
     name, replayed = _REPLAYED[func]
-    # A number in a tensor may change before it is read.
+    # Clone scalar tensors, which may change before the operation is replayed.
     kept = tuple(value.clone() if type(value) is Tensor else None if value is lazy else value for value in args)
     step = _Step(name, replayed, kept, positions[0], kwargs)
     sample = step(lazy.sample)
-    if sample is lazy.sample:  # already of that type, say
+    if sample is lazy.sample:  # e.g. .to() with their own dtype
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
         return None
     steps = (*lazy.steps, step)
     if replayed is func:
         return LazyLogits(lazy.hidden, lazy.head, steps, sample, lazy.graph)
-    if sample.dtype != lazy.dtype:  # in place, the type stays
+    if sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
     lazy.steps, lazy.sample = steps, sample
     return lazy

@@ -1,13 +1,13 @@
-"""The loss over a cut vocabulary, installed as the stock model's ``loss_function``.
+"""The loss over a sharded vocabulary, installed as the stock model's ``loss_function``.
 
 Data flow of a training step with labels::
 
     hidden [b, s, h] --enter--> head: lazy logits --the model's scaling, softcap--> lazy logits
                                    --loss_function--> chunks of rows: head, loss terms, gradients --> scalar
 
-:class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without one and has the head run on a
-chunk of the others at a time, so that logits ``[b, s, V/t]`` never exist; ``output.logits`` is ``None`` then. Where a
-caller wants logits - no labels given, or evaluation - the head runs as always, and its slices are gathered whole.
+:class:`VocabParallelLoss` shifts the *labels* (never the logits), drops the rows without one and runs the head on one
+chunk of the others at a time, so that logits ``[b, s, V/t]`` never exist; ``output.logits`` is ``None`` then. Without
+labels, or in evaluation, the head runs as always, and its slices of the logits are all-gathered.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from .sequence_region import SequenceRegion
 
 
 class VocabParallelLoss(KeepsOutputs):
-    """Token cross entropy, mean over valid labels like the host's, or over a number set from outside."""
+    """Token cross entropy over a sharded vocabulary, divided by the number of valid labels or by ``count``."""
 
     needs_labels = ignores = divides = True
 
@@ -57,29 +57,27 @@ class VocabParallelLoss(KeepsOutputs):
         self._scoring: Scoring | None = None
 
     def targets(self, labels: Tensor) -> Tensor:
-        """``[b, s]`` labels -> ``[b, s]``: what each position predicts; the last ones predict nothing."""
+        """Shift labels ``[b, s]`` to the target of each position, ``[b, s]``; the last ones get -100."""
         if not self.shift or self._shifted:
             return labels
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """How many positions of one microbatch contribute to the loss, and how many labels are outside of the
-        vocabulary; where the batch is, and without waiting for it.
-        """
+        """Count a microbatch's valid targets, and its labels outside the vocabulary, on the batch's device."""
         targets = batch.get("shift_labels")
-        if targets is None:  # the first ones are no targets
+        if targets is None:  # no position predicts the first labels
             targets = batch["labels"][..., self.shift :]
         valid = targets != -100
         return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
     @contextmanager
     def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
-        """Within: losses are sums divided by ``count`` (a scalar), instead of means over their own labels.
+        """Divide losses by ``count`` (a scalar tensor) inside the with block, instead of by their own valid labels.
 
-        Nobody sees the logits of a forward pass with labels here, so they are not computed whole.
+        Forward passes with labels return no logits here, so they are never all computed at once.
 
         Args:
-            label_smoothing: what an unsaid ``label_smoothing`` of the loss means.
+            label_smoothing: the default of the loss's ``label_smoothing``.
         """
         self.count, self.label_smoothing = count, label_smoothing
         try:
@@ -88,10 +86,10 @@ class VocabParallelLoss(KeepsOutputs):
             self.count, self.label_smoothing = None, 0.0
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Any can be."""
+        """Accept any ``label_smoothing``."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of one microbatch, as a share of a step with ``count`` valid labels."""
+        """Return the loss of one microbatch, summed over its labels and divided by the step's ``count`` of them."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
         self._shifted = batch.shifted
@@ -106,7 +104,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
-        """Within: a forward pass with labels scores every token, see :class:`.scores.Scoring`."""
+        """Score every token in forward passes with labels inside the with block: see :class:`.scores.Scoring`."""
         self._scoring = Scoring(temperature)
         try:
             yield self._scoring
@@ -124,7 +122,7 @@ class VocabParallelLoss(KeepsOutputs):
         label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """The signature of the host's losses; ``logits`` are ``[b, s, V/t]`` here, lazy or real.
+        """Compute the loss; the signature is that of transformers' losses, ``logits [b, s, V/t]`` are lazy or real.
 
         Raises:
             ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
@@ -153,7 +151,7 @@ class VocabParallelLoss(KeepsOutputs):
     def _flat_targets(
         self, logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The labels that were given, and what every position of ``logits`` predicts, ``[b s]``."""
+        """Return the labels that were given, and the target of every position of ``logits``, ``[b s]``."""
         given = labels if shift_labels is None else shift_labels
         if given is None:
             raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
@@ -176,7 +174,7 @@ class VocabParallelLoss(KeepsOutputs):
         ignore_index: int,
         valid: int | None,
     ) -> Tensor:
-        """The loss from the hidden states as they are behind the head's edge, ``[b, s, h]``."""
+        """Compute the loss from the head's input ``[b, s, h]``, chunk by chunk."""
         assert self.head is not None
         return head_cross_entropy(
             lazy.hidden.reshape(-1, lazy.hidden.shape[-1]),
@@ -191,7 +189,7 @@ class VocabParallelLoss(KeepsOutputs):
         )
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: will its loss be computed, and will anyone see its logits?"""
+        """Note whether this pass computes the loss, and whether its caller gets logits (a forward pre-hook)."""
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
         self._with_labels, self._called = {**named, **kwargs}.get("labels") is not None, False
         unseen = self.count is not None or self._scoring is not None or (model.training and torch.is_grad_enabled())
@@ -199,18 +197,18 @@ class VocabParallelLoss(KeepsOutputs):
         self._shows_logits = not (self._with_labels and unseen)
 
     def run_head(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The head's ``forward``, which leaves logits to be made that nobody will see."""
+        """Run the head's ``forward``, or return lazy logits if the caller gets none."""
         if self._shows_logits or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         assert self.head is not None
         return defer_logits(forward, args[0], any(p.requires_grad for p in self.head.parameters()))
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
-        """Forward hook of the head: keep logits cut for the loss, gather them for everyone else."""
+        """Keep logits sharded for the loss, all-gather them without labels (a forward hook of the head)."""
         return logits if self._with_labels else gather(logits, self.lengths, self.group)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of the model: what its caller sees as logits."""
+        """Put full logits, or ``None``, into the output of a pass with labels (a forward hook of the model)."""
         if not self._with_labels:
             return output
         shown, self._with_labels, self._shows_logits = self._shows_logits, False, True
@@ -223,7 +221,7 @@ class VocabParallelLoss(KeepsOutputs):
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
-        """What a model whose loss is its own returns, which is right where nothing is cut and nobody counts labels."""
+        """Return the output of a model that computes its own loss; refuse a sharded vocabulary, or a set ``count``."""
         its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
         if self.group is not None:
             raise ConfigError(
@@ -236,16 +234,16 @@ class VocabParallelLoss(KeepsOutputs):
             )
         if isinstance(output, tuple):
             return tuple(each.materialize() if isinstance(each, LazyLogits) else each for each in output)
-        if isinstance(getattr(output, "logits", None), LazyLogits):  # a forward put over the model's may have none
+        if isinstance(getattr(output, "logits", None), LazyLogits):  # a replaced forward may return no logits
             output.logits = output.logits.materialize()
         return output
 
 
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
-    """How the loss runs a head on some rows: by hand where it is the stock linear layer, else through autograd."""
+    """Choose how the loss runs the head on rows: by hand for a stock ``nn.Linear``, else through autograd."""
     finish = lazy.finish if lazy.steps else None
     needed = lazy.hidden.requires_grad
-    # Read now: between steps the data axes put other tensors in their place.
+    # Read now: FSDP2 replaces parameters between steps.
     parameters = list(head.parameters())
     by_hand = (
         getattr(lazy.head, "__func__", None) is nn.Linear.forward
@@ -261,20 +259,20 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on.
 
     Args:
-        regions: whose streams the head may read.
+        regions: the regions of sequence parallelism whose output the head may read.
     """
     plan, model = runtime.plan, runtime.model
     if plan.head is None:
         return None
     loss = VocabParallelLoss(plan, runtime.mesh)
-    if not runtime.is_local(plan.head):  # another stage's; this one counts labels
+    if not runtime.is_local(plan.head):  # another stage has the head; this one only counts labels
         return loss
     head = model.get_submodule(plan.head)
     loss.head = head
     group = runtime.mesh.tp_group
     if group is not None:
         install_head_edge(head, group, regions)
-    head.forward = partial(loss.run_head, head.forward)  # not a closure: a deep copy of the model gets its own
+    head.forward = partial(loss.run_head, head.forward)  # not a closure, so that deep copies of the model work
     head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as parts: the blocks, the loss over a cut vocabulary, and random streams."""
+"""Tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, and random streams."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +18,12 @@ from .sequence_region import SequenceRegion
 
 
 class TensorParallel(Part, SequenceAxis):
-    """Blocks whose edges talk, and the stream between them, which may be cut along the sequence.
+    """Tensor parallelism inside blocks, and sequence parallelism between them.
 
     Attributes:
-        sums: sums partial gradients over the tensor ranks; ``None`` where there is one.
-        regions: what sequence parallelism cuts along the sequence.
-        overlaps: entries of blocks whose projections' gradients are taken apart, by the block's name.
+        sums: sums partial gradients over the tensor ranks; ``None`` for one rank.
+        regions: the layer stacks under sequence parallelism.
+        overlaps: entries of blocks that overlap their collectives with weight gradients, by the block's name.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class TensorParallel(Part, SequenceAxis):
         self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Edges around blocks."""
+        """Install the collectives at the edges of blocks."""
         group = runtime.mesh.tp_group
         if group is not None:
             runtime.sequence = self
@@ -45,18 +45,18 @@ class TensorParallel(Part, SequenceAxis):
             install_edges(runtime, self.sums, self.regions, self.region_of, self.overlaps)
 
     def region_of(self, name: str) -> SequenceRegion | None:
-        """The region whose stream a module in the layers reads and writes, where sequence parallelism cuts it."""
+        """Return the region of sequence parallelism that a module of the layers is in, if any."""
         if name not in self._region_of:  # layers ask in every pass
             inside = (r for r in self.regions if any(f"{name}.".startswith(f"{layer}.") for layer in r.plan.layers))
             self._region_of[name] = next(inside, None)
         return self._region_of[name]
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Within: gradients that are partial over the tensor ranks stay so; they are summed once, on leaving."""
+        """Leave partial gradients unsummed inside the with block; sum them over the tensor ranks once at its end."""
         if self.sums is None:
             return nullcontext()
         partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
-        # A hook (an optimizer that steps in backward) must see whole gradients: they are summed at once then.
+        # A gradient hook (an optimizer that steps in backward) must see full gradients: sum them inside backward.
         if any(map(has_gradient_hook, partial)):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
@@ -68,16 +68,16 @@ class TensorParallel(Part, SequenceAxis):
         return nullcontext()
 
     def local_seqlen(self, tokens: int) -> int:
-        """This rank's share of them, where the stream is cut."""
+        """Return how many of ``tokens`` per sample this rank has between blocks."""
         return self.regions[0].own_length(tokens) if self.regions else tokens
 
     def is_seq_sharded(self, module: str) -> bool:
-        """Whether its region is cut in this pass."""
+        """Return whether the module's hidden states are sharded along the sequence in this pass."""
         region = self.region_of(module)
         return region is not None and region.cut
 
     def local_view(self, module: str) -> str | None:
-        """Inside of blocks, columns or partial sums; in the layers around them, tokens of a cut sequence."""
+        """Describe what a module sees here: columns or partial sums in blocks, this rank's tokens between them."""
         block = next((name for name in self._blocks if module.startswith(f"{name}.")), None)
         if block is not None:
             return (
@@ -95,31 +95,31 @@ class TensorParallel(Part, SequenceAxis):
 
 
 class VocabularyLoss(Part):
-    """The loss that training steps are normalized for; also where nothing is cut."""
+    """The loss that training steps normalize; installed for any layout."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Comes behind the edges of blocks."""
+        """Install the loss. Must follow :class:`TensorParallel`."""
         tensor = runtime.part(TensorParallel)
         runtime.loss = install_loss(runtime, tensor.regions if tensor is not None else [])
 
 
 class RandomStreams(Part):
-    """Ranks that compute one thing together draw alike, and those of other batches and stages apart.
+    """Random streams: equal on the tensor ranks of a batch, different for other batches and stages.
 
     Attributes:
-        agreed: whether they have agreed on what they draw from.
+        agreed: whether the ranks have synchronized their generators.
     """
 
     def __init__(self) -> None:
         self.agreed = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """For ``generate()``, and for plain loops, which call nothing else of ours."""
+        """Hook ``generate()``, and the model's first training pass, for plain loops without ``train_step``."""
         install_generate(runtime.model, runtime.mesh)
         on_first_training_pass(runtime.model, lambda: self.synchronize(runtime))
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Once, before the first training step: by then the user has seeded."""
+        """Synchronize the ranks' generators once, before the first training step, when the user has seeded."""
         if not self.agreed:
             agree_on_replicated_stream(runtime.mesh)
             self.agreed = True
@@ -127,7 +127,7 @@ class RandomStreams(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Before the first training step."""
+        """Synchronize the ranks' generators before the first training step."""
         if train:
             self.synchronize(runtime)
         return nullcontext()

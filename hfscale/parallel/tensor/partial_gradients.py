@@ -1,14 +1,13 @@
-"""Parameters whose gradient each tensor rank sees a part of, so that the parts must be summed.
+"""Sum partial gradients: replicated parameters of which each tensor rank computes only a part of the gradient.
 
-Per-head norms read by cut heads are one case; under sequence parallelism everything between the blocks is another: it
-computes on this rank's share of the tokens. The bias of a row projection is a third: it must enter the sum over ranks
-once, so one rank adds it and the others add zero.
+One case are per-head norms, which each rank applies to its own heads; another, under sequence parallelism, everything
+between the blocks, which sees only this rank's tokens. The bias of a row projection is a third: it must enter the sum
+over ranks once, so one rank adds it and the others add zero.
 
-The sum can happen at two times. *At once*, in the backward pass: while such a module computes, it finds its parameter
-passed through :func:`hfscale.ops.enter`. That is right in a plain ``loss.backward()`` loop, with nothing to remember
-afterwards. *Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are read as
-they are, and one all-reduce over all of them follows the last backward pass, instead of one per parameter and
-microbatch.
+The sum can happen at two times. *In backward*: while such a module computes, its parameter is replaced by the output of
+:func:`hfscale.ops.enter`, whose backward is an all-reduce. That is right in a plain ``loss.backward()`` loop.
+*Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are read as they are, and
+one all-reduce over all of them follows the last backward pass, instead of one per parameter and microbatch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,29 +27,30 @@ from ...runtime.shards import local_tensor
 
 
 class PartialSums:
-    """When, and over which ranks, the parts of partial gradients are summed.
+    """Sum partial gradients over the tensor ranks, in backward or at the end of a step.
 
     Attributes:
         group: the tensor ranks.
-        deferred: whether :meth:`at_the_end` is going to sum.
+        deferred: whether :meth:`at_the_end` is active and will sum.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.deferred = group, False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The parameter as a computation should see it; of one that data ranks share out and nobody gathers, as of
-        experts, the share: groups exchange plain tensors.
+        """Return the parameter as a computation should see it: as it is if deferred, else summing in its backward.
+
+        Of a DTensor that FSDP2 does not gather (some experts) only the local tensor is passed on.
         """
         return parameter if self.deferred else enter(local_tensor(parameter), self.group)
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Within: backward passes leave parts; on leaving, what they left is summed, and added to what there was.
+        """Accumulate partial gradients inside the with block; at its end sum them, and add earlier ``.grad`` back.
 
         Args:
-            parameters: those with partial gradients, in an order that is the same on every rank.
-            local: gives the plain tensor that this rank holds of a gradient.
+            parameters: those with partial gradients, in the same order on every rank.
+            local: returns the plain tensor that this rank holds of a gradient.
         """
         with gradients_aside(parameters) as held:
             self.deferred = True
@@ -77,11 +77,11 @@ def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
 def install_partial_sums(
     model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
 ) -> None:
-    """Let modules read the stock parameters whose gradients the plan sums over the tensor axis through ``sums``.
+    """Make modules read their partial parameters (by the plan) through ``sums``. Leaves adapters out.
 
     Args:
-        holds: says which parameters are on this rank.
-        first: whether this is the tensor rank that contributes what enters a block's sum once.
+        holds: returns whether a parameter is on this rank.
+        first: whether this is the tensor rank that adds biases of row projections, which must be added once.
     """
     once = {name for block in plan.blocks for name in (*block.once, *(f"{row}.bias" for row in block.row))}
     adapters = {adapter.name for adapter in plan.adapters}
@@ -102,15 +102,15 @@ def read_partial(
     once: bool = True,
     holder: nn.Module | None = None,
 ) -> None:
-    """Let ``module`` compute with the parameters ``names`` (all by default) of ``holder`` read through ``sums``.
+    """Make ``module`` read the parameters ``names`` (all by default) of ``holder`` through ``sums``.
 
     Args:
-        once: whether this rank contributes the value; where ``False`` it computes with zeros, still with a gradient.
-        holder: the module that holds them; by default ``module``, or the stock modules that are wrapped in it.
+        once: whether this rank contributes the value; if ``False``, it computes with zeros, but with a gradient.
+        holder: the module that holds them; by default ``module``, or the stock modules wrapped in it.
     """
 
     def read(leaf: Tensor) -> Tensor:
-        # A frozen one is left as it is: it may be of a kind (4-bit) that does not survive being looked through.
+        # Leave frozen parameters alone: 4-bit ones would lose their type.
         value = sums.read(leaf) if leaf.requires_grad else leaf
         return value if once else value * 0.0
 
@@ -122,11 +122,11 @@ def read_partial(
 
 
 def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    """Let ``module`` compute with parameters of ``holder`` as the functions ``reads`` make them of the leaves."""
+    """Replace parameters of ``holder`` by ``reads[name](parameter)`` during each forward of ``module``."""
     forward: Callable[..., Any] = module.forward
 
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
-        # Only for the time of the computation: anyone else who looks (FSDP, optimizers, state dicts) sees the leaf.
+        # Only during the forward: FSDP, optimizers and state dicts must see the leaf.
         leaves = {name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None}
         for name, leaf in leaves.items():
             own_parameters(holder)[name] = reads[name](leaf)
@@ -139,8 +139,8 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
 
 
 def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
-    """The module whose forward pass reads the parameters of ``holder``: itself, or where it is but a dict of them, the
-    adapter that it is in.
+    """Return the module whose forward reads the parameters of ``holder``: itself, or the adapter that owns it if it
+    is an ``nn.ParameterDict``.
     """
     if not isinstance(holder, nn.ParameterDict):
         return holder

@@ -1,16 +1,16 @@
 """Random streams under tensor parallelism (dropout).
 
-Two streams per rank. The *replicated* one is torch's default generator: activations that are whole must see the same
-mask on every tensor rank, so all ranks of a tensor group draw the same numbers from it; ranks with different batches
-draw different ones. The *cut* one serves activations that are spread over the ranks (attention weights; under sequence
-parallelism all that lies between the blocks): each rank must draw numbers of its own.
+Two streams of random numbers per rank. The *replicated* one is torch's default generator: replicated activations must
+get the same mask on every tensor rank, so all ranks of a tensor group draw the same numbers from it; ranks with
+different batches draw different ones. The *cut* one is for sharded activations (attention weights; under sequence
+parallelism everything between the blocks): each rank draws different numbers.
 
 The cut stream is not stored: on entering a cut region its seed is derived from the state of the replicated stream and
 the tensor rank, and on leaving the replicated stream goes on where it was. Whatever restores the default generator
 (activation checkpointing, a resumed run) therefore restores both.
 
 =================  ==========================  ===========================================
-within a layer     whole stream                stream cut along the sequence
+within a layer     full hidden states          sharded along the sequence
 =================  ==========================  ===========================================
 between blocks     replicated                  cut
 block, before row  cut                         cut
@@ -38,7 +38,7 @@ _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 def cut_region(
     block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Draw from the cut stream between the entry of ``block`` and the entry of its row projections ``exits``.
+    """Draw from the cut stream between the entry of ``block`` and the entries of its row projections ``exits``.
 
     Args:
         wanted: asked on entry; no where the cut stream is in use already.
@@ -70,10 +70,10 @@ def cut_region(
 
 
 class LayerRandom:
-    """The streams in a layer whose stream of activations is cut along the sequence (last column of the table above).
+    """Random streams in a layer under sequence parallelism (last column of the table above).
 
-    Recomputation may start behind the hooks of a layer, with nothing but the state of the generator: the stream for
-    partial sums is therefore derived from the seed that the cut streams of all ranks have in common.
+    Recomputation may start behind a layer's hooks, with only the generator's state restored: so the stream for partial
+    sums is derived from the seed that all ranks' cut streams share.
     """
 
     def __init__(self, rank: int) -> None:
@@ -83,13 +83,13 @@ class LayerRandom:
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
-        """Put the replicated stream back after a layer that an exception ended; forget one that was recomputed."""
+        """Restore the replicated stream after a layer that raised, and drop the state of a recomputed one."""
         if self._after is not None and self._generator is not None:
             self._generator.set_state(self._after)
         self._after = self._cut = None
 
     def enter_layer(self, layer: nn.Module) -> None:
-        """From now on, draw from the cut stream."""
+        """Draw from the cut stream from now on."""
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
@@ -102,21 +102,21 @@ class LayerRandom:
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
-        """What follows is partial sums for all tokens: every rank must drop the same ones."""
+        """Draw equal numbers on all ranks from now on, for dropout of partial sums."""
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
             generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), block))
 
     def leave_sums(self) -> None:
-        """What follows is this rank's tokens."""
+        """Return to the cut stream, for dropout of this rank's tokens."""
         if self._cut is not None and self._generator is not None:
             self._generator.set_state(self._cut[1])
             self._cut = None
 
 
 def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Drop entries of an activation that is spread over the ranks, where the replicated stream is in use."""
+    """Apply dropout to a sharded activation while the replicated stream is in use: each rank draws its own mask."""
     generator = default_generator(x.device)
     after = _switch(generator, rank)
     try:
@@ -126,12 +126,12 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
 
 
 def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
-    """Drop entries of a whole activation, where a cut stream is in use."""
+    """Apply dropout to a replicated activation while a cut stream is in use: all ranks draw the same mask."""
     return drop_again(dropout, x, key)(x)
 
 
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """What drops of ``x``, or of anything in its form, what :func:`drop_alike` would now: at any time."""
+    """Return a function that applies, at any later time, the mask that :func:`drop_alike` would draw for ``x`` now."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
     return functools.partial(_drop_from, seed, dropout)
 
@@ -147,8 +147,8 @@ def _drop_from(seed: int, dropout: Callable[[torch.Tensor], torch.Tensor], x: to
 
 
 def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
-    """Seed the generator for ``rank`` out of its own state, and return the state to go on with afterwards."""
-    # One number is drawn so that the next region, which may draw nothing else between, starts elsewhere.
+    """Seed the generator for ``rank`` from its own state, and return the state to restore afterwards."""
+    # Draw one number, so that the next region gets another seed even if nothing is drawn in between.
     torch.empty(1, device=generator.device).uniform_(generator=generator)
     state = generator.get_state()
     generator.manual_seed(derive_seed(state, "cut") // _RANKS * _RANKS + rank)
@@ -160,13 +160,13 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 
 
 def agree_on_replicated_stream(mesh: Mesh) -> None:
-    """Give all ranks of a tensor group the state of its first rank, and every part of a step's tokens its own stream.
+    """Broadcast the generator state of a tensor group's first rank, then reseed for each batch and pipeline stage.
 
-    Pipeline ranks draw streams of their own as well, or all stages would drop the same entries. The first one of batch
-    0 keeps the stream it has, so that one process and a tensor-parallel run draw the same masks.
+    Stages need different streams, or all would draw the same masks. Batch 0 on stage 0 keeps its state, so that one
+    process and a tensor-parallel run draw the same masks.
     """
     group = mesh.tp_group
-    # Also on a GPU some models draw from the CPU's stream (which layers to drop).
+    # Some models draw from the CPU generator on a GPU too (LayerDrop).
     for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
         generator = default_generator(device)
         state = generator.get_state()
@@ -181,7 +181,7 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
 
 
 def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
-    """Have ranks agree at a model's forward passes in training; ``agree`` does it once."""
+    """Call ``agree``, which acts only once, before every forward pass of a model in training mode."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training:
@@ -191,7 +191,7 @@ def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Torch's default generator of ``device``."""
+    """Return torch's default generator of ``device``."""
     if is_accelerator(device):
         module = device_module(device)
         module.init()
@@ -201,7 +201,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
-    """A seed made of a generator's state, or of words, and a key."""
+    """Hash a generator's state, or a string, and a key into a seed."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1

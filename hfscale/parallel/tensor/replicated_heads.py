@@ -1,13 +1,13 @@
-"""Key/value heads that several tensor ranks hold: each rank sees the gradient of its own queries only.
+"""Sum the gradients of key/value heads that several tensor ranks hold: each computes those of its own queries only.
 
 With fewer key/value heads than ranks, consecutive ranks hold the same head (:attr:`hfscale.plan.Cut.replicas`)::
 
     tp4, 2 key/value heads      rank 0: kv0   rank 1: kv0   rank 2: kv1   rank 3: kv1
     backward                    sum over ranks 0 and 1      sum over ranks 2 and 3
 
-The sum happens in the backward pass, on the parameter as it is read: so it is right under gradient accumulation, under
-FSDP and in a plain ``loss.backward()`` loop, and replicas, which start equal, stay equal to the last bit. In a fused
-projection only the matrices of keys and values are summed.
+The sum happens in the backward pass, on the parameter as it is read, so it is right under gradient accumulation, under
+FSDP and in a plain ``loss.backward()`` loop; replicas, which start equal, stay bitwise equal. In a fused projection
+only the matrices of keys and values are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from ...plan import ParameterPlan, Plan
 from ...runtime.names import module_at, owner_of
 from .partial_gradients import computes_with, read_through
 
-# What is summed over one group: spans along a dim; no spans mean the whole tensor.
+# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
 _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
 def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
-    """Let modules read parameters that have replicas on other tensor ranks so that gradients are summed over those.
+    """Sum, in backward, the gradients of parameters with heads that other tensor ranks hold too.
 
-    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.replicas`; ``holds`` says which parameters are on this rank.
+    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.replicas`; ``holds`` says whether a parameter is on this rank.
     """
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     reader: dict[nn.Module, nn.Module] = {}
@@ -39,14 +39,14 @@ def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callab
         if _replicas(planned) and holds(planned.name):
             owner, name = owner_of(model, planned.name)
             sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
-            # A wrapper may read parameters of what it wraps besides calling it: DoRA takes out its bias.
+            # A wrapper may read its module's parameters besides calling it: DoRA reads the bias.
             reader[owner] = computes_with(model, module_at(model, planned.name.rpartition(".")[0]))
     for owner, wanted in sums.items():
         read_through(reader[owner], owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:
-    """Over how many consecutive tensor ranks the plan sums gradients of heads that they all hold."""
+    """List the sizes of the groups of tensor ranks over which the plan sums a parameter's replicated heads."""
     return [step.replicas for step in planned.reductions if step.kind == "sum-replicas" and step.axis == "tp"]
 
 
@@ -67,7 +67,7 @@ def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
 
 
 class _Copied(torch.autograd.Function):
-    """Identity forward; backward sums (spans of) the gradient over the ranks that hold replicas."""
+    """Identity forward; all-reduce of (spans of) the gradient over the ranks with replicas backward."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sums: list[_Sum]) -> Tensor:

@@ -1,7 +1,7 @@
-"""The host's loss on routers over tensor ranks, for whoever counts it once.
+"""transformers' own router loss under tensor parallelism.
 
-Every tensor rank computes all of it from the same router logits, and what leaves a block's entry is summed over the
-ranks, router gradients too: with a gradient of ``1 / t`` on each rank it counts once.
+Every tensor rank computes the full loss from the same router logits, and gradients are summed over the ranks at a
+block's entry, the router's too: so each rank scales the loss's gradient by ``1 / t``.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
 @contextmanager
 def router_loss_counted_once() -> Iterator[None]:
-    """Within: a model may make the host's loss on routers; its gradient goes through :func:`share_of_router_loss`."""
+    """Permit transformers' router loss inside the with block; the caller scales it by :func:`share_of_router_loss`."""
     token = _COUNTED.set(True)
     try:
         yield
@@ -24,11 +24,11 @@ def router_loss_counted_once() -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """Whether somebody does."""
+    """Return whether :func:`router_loss_counted_once` is active."""
     return _COUNTED.get()
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """The same value, with this rank's share of the gradient."""
+    """Return ``loss`` with its value unchanged and its gradient divided by ``ranks``."""
     share = loss / ranks
     return share + (loss - share).detach()

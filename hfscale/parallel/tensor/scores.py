@@ -1,4 +1,4 @@
-"""Scores of every token in the place of the loss: chunks of labelled rows go through the head, and again backward.
+"""Scores (log-probability, entropy) of every token instead of the loss; the head runs on chunks of labelled rows.
 
 ::
 
@@ -22,10 +22,10 @@ _IGNORED = -100
 
 
 class Scoring:
-    """What a forward pass with labels is asked for in the place of a mean.
+    """Per-token scores that a forward pass with labels computes instead of the mean loss.
 
     Args:
-        temperature: what logits are divided by.
+        temperature: divides the logits.
 
     Attributes:
         scores: of the last pass, ``[b, s]``.
@@ -64,7 +64,7 @@ class Scoring:
 
     @staticmethod
     def _projection(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Rows, and what makes logits ``[n, V/t]`` of some of them."""
+        """Return the rows to project, and a function that makes logits ``[n, V/t]`` of some of them."""
         if isinstance(logits, LazyLogits) and logits.value is None:
             lazy = logits
             return lazy.hidden.reshape(-1, lazy.hidden.shape[-1]), lambda hidden: lazy.finish(lazy.head(hidden))

@@ -32,7 +32,7 @@ def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Call
 
 
 def draw_sums_alike(region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
-    """Between the row projections of ``block`` and its exits, drop the same entries on every rank."""
+    """Draw the same dropout masks on every rank between the row projections of ``block`` and its exits."""
     for row in rows:
         row.register_forward_pre_hook(lambda module, _: region.random.enter_sums(module, block) if region.cut else None)
     for module in exits:
@@ -44,7 +44,7 @@ class _Hooks:
         self.region = region
 
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """The first layer gets this rank's tokens."""
+        """Shard the first layer's input along the sequence (a forward pre-hook of layers)."""
         if not self.region.active:
             return None
         if self.region.plan.dropout:
@@ -55,7 +55,7 @@ class _Hooks:
         return None if share is None else with_hidden_states(args, kwargs, share)
 
     def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """What leaves the layers has all tokens."""
+        """All-gather the tokens of the layers' output (a forward hook)."""
         if not self.region.finish():
             return output
         if isinstance(output, Tensor):
@@ -66,18 +66,18 @@ class _Hooks:
         return output
 
     def before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """A module that does not treat every token by itself gets all of them."""
+        """All-gather the input of a module that mixes tokens (a forward pre-hook)."""
         region = self.region
         if not region.cut:
             return None
         args, kwargs = with_hidden_states(args, kwargs, region.enter(hidden_states_of(args, kwargs)))
-        # Other inputs (an encoder's output) are whole already; each rank sees a part of their gradient.
+        # Other inputs (an encoder's output) have all tokens already; each rank computes a part of their gradient.
         others = {name: enter(x, region.group) for name, x in other_arguments(kwargs).items() if _trains(x)}
         rest = (enter(x, region.group) if _trains(x) else x for x in args[1:])
         return (*args[:1], *rest), {**kwargs, **others}
 
     def after_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """This rank keeps its tokens of the result."""
+        """Keep this rank's tokens of the output of a module that mixes tokens (a forward hook)."""
         if not self.region.cut:
             return output
         own = self.region.keep_own

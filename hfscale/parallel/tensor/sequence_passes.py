@@ -1,4 +1,4 @@
-"""The forward passes of a stream that is cut, and which of them a recomputed layer belongs to."""
+"""The forward passes of a layer stack under sequence parallelism, and to which of them a recomputed layer belongs."""
 
 import weakref
 from typing import Any
@@ -19,7 +19,7 @@ class ForwardPass:
         self.total, self.samples, self.done = total, samples, False
 
     def end_with(self, share: Tensor) -> None:
-        """The backward pass is over when the gradient of this rank's first share is there."""
+        """Mark the pass as over once the gradient of ``share``, its first layer's input, is computed."""
         if share.requires_grad:
             share.register_hook(lambda grad: self._end())
         keep_with_graph(share, self)
@@ -29,10 +29,10 @@ class ForwardPass:
 
 
 class ForwardPasses:
-    """Those of one region, by the references that their graphs keep.
+    """The forward passes of one region, alive as long as their graphs are.
 
     Attributes:
-        latest: the one that began last.
+        latest: the pass that began last.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -41,19 +41,19 @@ class ForwardPasses:
         self._begun: list[weakref.ref[ForwardPass]] = []
 
     def begin(self, total: int, share: Tensor) -> None:
-        """A pass over samples of ``total`` tokens begins with this rank's ``share`` of them."""
+        """Begin a pass over samples of ``total`` tokens, of which this rank has ``share [b, s/t, h]``."""
         self.latest = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(self.latest))
         self.latest.end_with(share)
 
     def waiting(self) -> list[ForwardPass]:
-        """Passes whose graphs are alive and that no backward pass has gone through; else the latest."""
+        """Return the passes whose graphs are alive and had no backward pass yet; if none, the latest."""
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [found for reference in self._begun if (found := reference()) is not None and not found.done]
         return alive or ([self.latest] if self.latest is not None else [])
 
     def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
-        """The pass that ``x`` is recomputed for; every rank comes to the same conclusion, or raises."""
+        """Find the pass for which ``x`` is recomputed; every rank finds the same one, or raises."""
         kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()}
         shares = [share_evenly(total, self.size) for total, _ in kinds]
         mixed = any(
@@ -77,5 +77,5 @@ def keep_with_graph(x: Tensor, thing: Any) -> None:
     node: Any = x.grad_fn
     if node is not None:
         node.metadata["hfscale pass"] = thing
-    else:  # what arrived from another stage, which keeps it for its backward pass
+    else:  # a leaf received from another stage, which is kept until its backward pass
         x._hfscale_pass = thing  # type: ignore[attr-defined]

@@ -1,18 +1,18 @@
-"""Sequence parallelism: between blocks, each tensor rank holds and computes its share of the tokens only.
+"""Sequence parallelism: between blocks, each tensor rank holds and computes only its part of the tokens.
 
-Data flow (Korthikanti et al. 2022), ``t`` tensor ranks, the stream of one layer stack::
+Data flow (Korthikanti et al. 2022), ``t`` tensor ranks, the hidden states of one layer stack::
 
     embedding  [b, s, h] --scatter--> [b, s/t, h] -> norm --gather--> column ... row --scatter sum--> [b, s/t, h] -> ...
                                                                       ... -> final norm --gather--> [b, s, h] head
 
-The stock code of a layer runs unchanged on fewer tokens; masks, positions and rotary tables are made from the whole
-sequence and used inside blocks only, where the sequence is whole. The stream is cut where it enters the first layer and
-gathered where it leaves the module that owns the layers. Parameters between the blocks see their rank's tokens, so
-their gradients are partial (:mod:`.partial_gradients`). A module inside a layer that hfscale does not know to treat
-every token by itself is run on the whole sequence and keeps its own tokens' results.
+The stock code of a layer runs unchanged on fewer tokens; masks, positions and rotary tables are made from the full
+sequence and used only inside blocks, which see the full sequence. Hidden states are scattered where they enter the
+first layer and gathered where they leave the module that owns the layers. Parameters between the blocks see this
+rank's tokens, so their gradients are partial (:mod:`.partial_gradients`). A module inside a layer that may mix tokens
+runs on the full sequence, and the rank keeps its own tokens of the result.
 
-Lengths differ by at most one token. A pass without gradients (evaluation, generation) leaves the stream whole: there is
-nothing saved that cutting it would spare.
+Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded: it saves no
+activations.
 """
 
 from collections.abc import Callable
@@ -35,28 +35,28 @@ from .sequence_passes import TOKENS, ForwardPass, ForwardPasses, keep_with_graph
 
 
 class SequenceRegion:
-    """The stream of one layer stack: whether it is cut now, and into which lengths.
+    """The hidden states of one layer stack: whether they are sharded along the sequence now, and into which lengths.
 
     Its states, which hooks on the stack's modules (:mod:`.sequence_hooks`) take it through:
 
     ============== =================== ============== ===================================================
-    where          ``_open``           ``_total``     what flows
+    where          ``_open``           ``_total``     hidden states
     ============== =================== ============== ===================================================
-    outside        no                  the last one   everything whole
-    ``begin``      with gradients on   ``None``       whole; an embedding may leave its sum to the first
-                                                      layer (``_partial``)
-    ``cut_before`` yes                 tokens         this rank's tokens, whole inside of blocks
-    ``finish``     no                  tokens         whole again, remembered for the head (``_left``)
-    recomputation  no                  the last one   what flowed in the pass that waits for its backward
-                                                      pass (:class:`.sequence_passes.ForwardPasses`)
+    outside        no                  the last one   all tokens
+    ``begin``      with gradients on   ``None``       all tokens; an embedding may leave its sum over
+                                                      ranks to the first layer (``_partial``)
+    ``cut_before`` yes                 tokens         this rank's tokens; all tokens inside blocks
+    ``finish``     no                  tokens         all tokens, kept for the head (``_left``)
+    recomputation  no                  the last one   as in the pass that waits for its backward pass
+                                                      (:class:`.sequence_passes.ForwardPasses`)
     ============== =================== ============== ===================================================
 
-    In a pipeline stage the stream may arrive cut (``_arrives``), and stay so at the end (``_leaves``); it is then open
-    until the owner of the layers returns.
+    A pipeline stage may receive sharded hidden states (``_arrives``), and send them sharded (``_leaves``); they then
+    stay sharded until the owner of the layers returns.
 
     Attributes:
-        random: what layers draw, where each rank has tokens of its own.
-        feeds_head: whether a head whose outputs are cut asks for what this stack gave out.
+        random: the random streams of layers, for dropout of sharded hidden states.
+        feeds_head: whether a vocabulary-parallel head reads this stack's output.
     """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
@@ -66,25 +66,25 @@ class SequenceRegion:
         self.feeds_head = False
         self._passes = ForwardPasses(self.rank, self.size)
         self._open = False  # inside a forward pass of the owner that saves activations
-        self._total: int | None = None  # tokens per sample in that pass, once the stream is cut
-        self._first: nn.Module | None = None  # the layer that cut it
-        self._arrives: int | None = None  # tokens of a stream that is cut where it arrives, from another stage
-        self._leaves = False  # it stays cut where the pass ends, for the next stage
+        self._total: int | None = None  # tokens per sample in that pass, once hidden states are sharded
+        self._first: nn.Module | None = None  # the layer that scattered them
+        self._arrives: int | None = None  # tokens per sample, if a stage receives hidden states that are sharded
+        self._leaves = False  # hidden states stay sharded at the end of the pass, for the next stage
         self._partial = False  # the embedding left its sum over ranks to the first layer
-        self._left: tuple[Tensor, Tensor] | None = None  # what it gave out: this rank's share, and the whole
-        self._told: ForwardPass | None = None  # what the layer that runs belongs to, for its compiled code
+        self._left: tuple[Tensor, Tensor] | None = None  # the stack's output: this rank's tokens, and all tokens
+        self._told: ForwardPass | None = None  # the pass of the running layer, for its compiled code
         self._told_cut = False
 
     @property
     def cut(self) -> bool:
-        """Whether what flows between blocks is this rank's share."""
+        """Whether hidden states between blocks are this rank's tokens only."""
         if torch.compiler.is_compiling() and self._told is not None:
             return self._told_cut
         return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
 
     @property
     def active(self) -> bool:
-        """Whether layers run in a pass that saves activations, or are recomputed for one."""
+        """Whether layers run in a pass that saves activations, or are being recomputed."""
         return self._open or self._again
 
     @property
@@ -93,10 +93,10 @@ class SequenceRegion:
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
-        """Each rank's number of entries along the dim of ``x`` that holds tokens: dim 1, or dim 0 of ``[b s, h]``.
+        """Return each rank's length along the token dim of ``x``: dim 1, or dim 0 of ``[b s, h]``.
 
         Args:
-            whole: ``x`` has all tokens, and not this rank's only.
+            whole: whether ``x`` has all tokens, not only this rank's.
         """
         current = self._pass_of(x, whole)
         lengths = share_evenly(current.total, self.size)
@@ -117,33 +117,34 @@ class SequenceRegion:
         return current
 
     def tell(self, share: Tensor) -> None:
-        """A layer is about to run on ``share``: what its compiled code, which cannot ask autograd, has to know."""
+        """Note the pass of a layer that is about to run on ``share``, for compiled code, which cannot look it up."""
         self._told = None
         self._told_cut = self.cut
         if self._told_cut:
             self._told = self._pass_of(share, whole=False)
 
     def own_length(self, total: int) -> int:
-        """Of ``total`` tokens per sample, this rank's."""
+        """Return this rank's number of tokens, of ``total`` per sample."""
         return share_evenly(total, self.size)[self.rank]
 
     def enter(self, x: Tensor) -> Tensor:
-        """This rank's tokens ``[b, s/t, h]`` or ``[b s/t, h]`` -> all tokens, for a computation that ranks share."""
+        """All-gather tokens ``[b, s/t, h]`` or ``[b s/t, h]`` at a block's entry; backward reduce-scatters."""
         return gather_sum(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
-        """What begins to gather tensors like ``x``, this rank's tokens, and what begins to sum partial results for all
-        tokens into tensors like it. Both may be called in a backward pass that comes after other forward passes.
+        """Return functions that start an all-gather of, and a reduce-scatter into, tensors shaped like ``x``.
+
+        Both may be called in a backward pass that comes after other forward passes.
         """
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Partial sums for all tokens -> the sums for this rank's tokens."""
+        """Reduce-scatter partial sums for all tokens to the sums for this rank's tokens."""
         return scatter_sum(x, self.lengths(x, whole=True), self.group, _dim(x))
 
     def keep_own(self, x: Tensor) -> Tensor:
-        """All tokens -> this rank's; what other ranks keep has no gradient here."""
+        """Slice this rank's tokens out of all tokens; the others get no gradient here."""
         lengths = self.lengths(x, whole=True)
         return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
 
@@ -155,13 +156,14 @@ class SequenceRegion:
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """The input of a head whose outputs are cut, if ``x`` is what this stack gave out: its gradient then travels
-        as one reduce-scatter, where summing and cutting it apart would be an all-reduce.
+        """Return the input of a vocabulary-parallel head if ``x`` is this stack's output, else ``None``.
+
+        Its gradient is then summed by one reduce-scatter, not by an all-reduce and a slice.
         """
         if self._left is None:
             return None
         (own, whole), self._left = self._left, None
-        # A view of it, and not a detached or changed one.
+        # x must be an unchanged view of the stack's output, and not detached.
         same = x.data_ptr() == whole.data_ptr() and x.shape == whole.shape and x.stride() == whole.stride()
         same = same and x.requires_grad == whole.requires_grad and version_of(x) == version_of(whole)
         if not same:
@@ -169,18 +171,20 @@ class SequenceRegion:
         return gather_sum(own, share_evenly(whole.shape[TOKENS], self.size), self.group, TOKENS, known=whole)
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
-        """What comes is a pipeline stage's pass: its stream may arrive cut, of so many tokens, and leave cut."""
+        """Expect a pipeline stage's pass: received hidden states are shards of ``arrives`` tokens, and stay sharded at
+        the end if ``leaves``.
+        """
         self._arrives, self._leaves = arrives, leaves
 
     def begin(self) -> None:
-        """The owner of the layers is called."""
+        """Begin a pass: the owner of the layers is called."""
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
         self._told = None
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """This rank's tokens of ``x``, where ``layer`` is the first and ``x`` is whole; else ``None``."""
-        # Recomputation may start in front of this hook or behind it, depending on the host's version.
+        """Scatter ``x`` to this rank's tokens if ``layer`` is the first and ``x`` has all tokens; else ``None``."""
+        # Recomputation may start before this hook or after it, depending on the version of transformers.
         first = self._first is layer if self._again else self._total is None
         if not first:
             return None
@@ -199,25 +203,25 @@ class SequenceRegion:
         self._passes.begin(total, share)
 
     def finish(self) -> bool:
-        """The layers are over: whether what comes out of them has to become whole, by :meth:`gather`."""
+        """End the layers; return whether their output must be gathered, by :meth:`gather`."""
         if self._leaves:
             return False
         cut, self._open = self.cut, False
         return cut
 
     def gather(self, x: Tensor) -> Tensor:
-        """This rank's tokens -> all tokens, for everything behind the layers."""
+        """All-gather this rank's tokens, for everything behind the layers."""
         whole = gather(x, self.lengths(x), self.group, TOKENS)
-        keep_with_graph(whole, self._passes.latest)  # which waits for its backward pass as long as the graph is alive
+        keep_with_graph(whole, self._passes.latest)  # the pass lives as long as the graph
         if self.feeds_head:
             self._left = x, whole
         return whole
 
     def check_finished(self) -> None:
-        """The owner of the layers returns.
+        """End the pass: the owner of the layers returns.
 
         Raises:
-            ConfigError: it did so without the module behind which the stream is whole.
+            ConfigError: the module that gathers the hidden states was not called.
         """
         self._told = None
         if self._leaves:
