@@ -15,7 +15,10 @@ def microbatches_alive(plan: Plan, num_microbatches: int | None) -> tuple[int, .
 
 
 def alive_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """The same at the moment when the stages of a rank keep most together: each may keep more, at another time."""
+    """Return, per stage, the microbatches alive when the stages of its rank together keep most.
+
+    A stage alone may keep more at another time.
+    """
     if plan.stages is None:
         return ()
     return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])

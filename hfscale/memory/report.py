@@ -134,11 +134,11 @@ def memory_of_ranks(
     routes: int | None = None,
     counted: Counted | None = None,
 ) -> list[MemoryEstimate]:
-    """What :func:`memory_estimate` says of each pipeline rank of a plan.
+    """Estimate the memory of each pipeline rank of a plan, as :func:`memory_estimate` does for one.
 
     Args:
-        routes: experts that a token is sent to, where that is known.
-        counted: what the model's own layers were seen to keep, where no formula says it.
+        routes: experts per token, if known.
+        counted: activation bytes measured on the model's own layers, for those without a formula.
     """
     alive = alive_together(plan, num_microbatches)
     return [
@@ -171,13 +171,13 @@ def _chunk_rows(plan: Plan, tokens: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate.
+    """Bytes that this rank holds now, each storage counted once. The kinds are those of an estimate.
 
     Attributes:
-        weights: parameters of the model; packed bytes and all that is needed to read them, of quantized ones; older
-            versions of both, which microbatches under way were computed with.
+        weights: parameters of the model; of quantized ones, packed bytes and everything needed to read them; stashed
+            weight versions of microbatches in flight.
         adapters: parameters of adapters.
-        gradients: of all of them, those that wait for a later step, and what their compression has left out so far.
+        gradients: gradients of all of them, those waiting for a later step, and residuals of gradient compression.
         optimizer: state of the optimizer.
     """
 
@@ -188,7 +188,7 @@ class Held:
 
 
 def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
-    """What this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
+    """Count the bytes that this rank holds between steps; a stock model's adapters are recognized by PEFT's names."""
     runtime = find_runtime(model)
     if runtime is not None:
         own = {adapter.name for adapter in runtime.plan.adapters}

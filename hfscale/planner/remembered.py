@@ -1,4 +1,4 @@
-"""Answers that take seconds to find, and are asked for again: by every stage, for adapters, in a loop of plans."""
+"""Cache answers that take seconds to find, for plans made again: by every stage, for adapters, in a loop of plans."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -7,10 +7,10 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Remembered(Generic[AnswerT]):
-    """The latest answers of a process, by what they depend on.
+    """A cache of the latest answers, by key.
 
     Args:
-        most: how many are kept.
+        most: how many answers are kept.
     """
 
     def __init__(self, most: int = 256) -> None:
@@ -18,7 +18,7 @@ class Remembered(Generic[AnswerT]):
         self._most = most
 
     def answer(self, key: Hashable, find: Callable[[], AnswerT]) -> AnswerT:
-        """The one for ``key``; ``find`` is called where it is not known, and what that raises is not remembered."""
+        """Return the answer for ``key``, from ``find`` if it is not cached; exceptions are not cached."""
         if key in self._answers:
             return self._answers[key]
         found = self._answers[key] = find()
@@ -27,11 +27,11 @@ class Remembered(Generic[AnswerT]):
         return found
 
     def forget(self) -> None:
-        """All of them."""
+        """Clear the cache."""
         self._answers.clear()
 
 
 def said_by(config: Any) -> str:
-    """All that a config says: two that say the same describe one model."""
+    """Return a config as a string to use as a cache key: equal strings describe the same model."""
     said: str = config.to_json_string(use_diff=False)
     return said

@@ -57,15 +57,15 @@ class Rung:
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
     def memory(self) -> MemoryConfig:
-        """What is asked of memory."""
+        """Return the rung's ``MemoryConfig``."""
         return MemoryConfig(recompute=self.recompute, offload_optimizer=self.on_host)
 
     def layout(self) -> ParallelConfig:
-        """Its ranks."""
+        """Return the rung's ``ParallelConfig``."""
         return ParallelConfig(**self.sizes)
 
     def options(self) -> dict[str, Any]:
-        """Of the optimizer: what trains in 16 bits is rounded by chance, or small updates would be lost."""
+        """Return the optimizer's options: stochastic rounding in bf16, where small updates would be lost."""
         return {"stochastic_rounding": self.dtype == torch.bfloat16 and not self.lora}
 
     def choices(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Step:
 
 
 def clone_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A clone large enough that what is beside the layers does not hide them."""
+    """Make a small clone, with layers large enough to outweigh the modules around them."""
     fields = config.to_dict()
     return tiny_clone(
         config, layers=_LAYERS, **{name: size for name, size in _SIZES.items() if fields.get(name) is not None}
@@ -130,7 +130,7 @@ def clone_of(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
-    """Every one of ``rungs`` in turn.
+    """Measure a step of each rung, one after the other.
 
     Args:
         tokens: of a microbatch of one batch rank, for the estimates of the model itself.
@@ -154,9 +154,9 @@ def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = 
 
 
 def measured(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """A step of the clone on this rank: counted, estimated, counted on the host, the allocator's peak."""
+    """Run a step of the clone; return bytes counted, estimated, counted on the host, and the allocator's peak."""
     held, estimated, kept, peak = _stepped(directory, rung)
-    if rung.recompute != "none":  # what a layer keeps while it is computed again is out of sight of saved-tensor hooks
+    if rung.recompute != "none":  # saved-tensor hooks do not see what a layer keeps while it is recomputed
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))
         kept = replace(kept, around=kept.around + whole.layers // _LAYERS)
     on_host = held["optimizer"] if rung.on_host else 0
