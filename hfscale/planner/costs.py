@@ -49,8 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a model's parts: before its first layer, of each layer, after the last, and shared by every stage.
-    """
+    """The costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
 
     before: Cost
     layers: tuple[Cost, ...]
