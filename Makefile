@@ -88,6 +88,7 @@ test-all: setup
 	$(BIN)/python scripts/family_sweep.py --out docs/families.md
 	$(BIN)/python scripts/class_sweep.py --out docs/classes.md
 	$(BIN)/python scripts/class_draws.py --seed 1 --draws 200
+	$(BIN)/python scripts/prove_facts.py --check --sample 400
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
 	$(BIN)/python scripts/dtype_sweep.py --out docs/dtypes.md
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md

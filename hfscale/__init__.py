@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         wait_for_saves,
     )
     from .config import ParallelConfig
+    from .cost.tools.estimate import estimate
+    from .cost.tools.memory_report import memory_estimate
     from .float8_config import Float8Config
-    from .forecast.estimate import estimate
-    from .memory.report import memory_estimate
     from .memory_config import MemoryConfig
     from .ops.token_scores import TokenScores
     from .optimizers import create_optimizer
@@ -119,11 +119,11 @@ _MODULES = {
     ".upcycle.upcycle": ["upcycle"],
     ".config": ["ParallelConfig"],
     ".float8_config": ["Float8Config"],
-    ".forecast.estimate": ["estimate"],
+    ".cost.tools.estimate": ["estimate"],
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
     ".processes": ["fitting_layout"],
     ".routing_config": ["RoutingConfig"],
-    ".memory.report": ["memory_estimate"],
+    ".cost.tools.memory_report": ["memory_estimate"],
     ".memory_config": ["MemoryConfig"],
     ".ops.token_scores": ["TokenScores"],
     ".optimizers": ["create_optimizer"],

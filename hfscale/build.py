@@ -47,7 +47,7 @@ def build(
 ) -> Any:
     """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
     options.check_fits(layout)
-    plan = source.plan(layout, options.memory, options.products)
+    plan = source.plan(layout, options)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
     check_kernels(options.use_liger_kernel, plan.family, mesh.device)
@@ -236,7 +236,7 @@ def plan(
     known_dtype(rest)
     refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
     outline = _outline(config, auto_class, rest, quantization)
-    planned = outline.plan(layout, memory, options.products)
+    planned = outline.plan(layout, options)
     if peft_config is None:
         return planned
     adapter, saved = read_config(peft_config)

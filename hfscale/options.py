@@ -58,6 +58,11 @@ class Options:
         self._check_liger()
 
     @property
+    def memory_levers(self) -> MemoryConfig:
+        """The levers of memory; none of them pulled if none was given."""
+        return self.memory or MemoryConfig()
+
+    @property
     def scaling(self) -> GradScalerKwargs:
         """The scaling of a float16 loss; torch's defaults if none was given."""
         return self.loss_scaling or GradScalerKwargs()
@@ -135,3 +140,7 @@ class Options:
                 f"routing={routing} takes tokens in the order of the whole sequence, or draws for all of it, and each "
                 f"of cp_size={size} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
             )
+
+
+NO_OPTIONS = Options()
+"""All defaults."""

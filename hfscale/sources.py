@@ -22,9 +22,8 @@ from .checkpoint.load import materialize_buffers
 from .checkpoint.resize import resize_vocabulary
 from .config import ParallelConfig
 from .errors import ConfigError
-from .float8_config import Float8Config
-from .memory_config import MemoryConfig
 from .mesh import Mesh
+from .options import Options
 from .parallel.pipeline import check_stages, leave_out, stage_places
 from .parallel.tensor import cut_parameters
 from .plan import Plan
@@ -79,33 +78,26 @@ class Outline:
         )
         return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
 
-    def plan(
-        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
-    ) -> Plan:
-        """Plan the model under ``layout``, with recomputation by ``memory`` and 8-bit products by ``float8``.
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
+        """Plan the model under ``layout``, with recomputation and 8-bit products as the ``options`` say.
 
         Raises:
-            ConfigError: weights are quantized and ``float8`` is given.
+            ConfigError: weights are quantized and products are asked for in 8 bits.
             PlanError: the layout does not fit it.
         """
-        if float8 is not None and self.quantization is not None:
+        if options.products is not None and self.quantization is not None:
             raise ConfigError(
                 "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "
                 "them in 4 or 8 bits already, which are multiplied in 16: use mixed_precision='bf16' over them, or "
                 "leave quantization_config out (adapters over a base whose products are in fp8 work)"
             )
-        planned = plan_model(self.model, layout, memory, float8)
+        planned = plan_model(self.model, layout, options)
         return plan_quantized(planned, self.model, self.quantization, self.stored)
 
 
-def plan_model(
-    model: nn.Module,
-    layout: ParallelConfig,
-    memory: MemoryConfig | None = None,
-    float8: Float8Config | None = None,
-) -> Plan:
+def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Plan:
     """Plan a full stock model on any device; stages are placed as the schedule's file says, if it is one."""
-    planned = build_plan(model, layout, stage_places(layout), memory, float8)
+    planned = build_plan(model, layout, stage_places(layout), options)
     check_stages(planned)
     return planned
 
@@ -126,11 +118,9 @@ class FromCheckpoint:
     ) -> None:
         self._path, self._outline, self._kwargs, self._seed, self._resized = path, outline, kwargs, seed, resized
 
-    def plan(
-        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
-    ) -> Plan:
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``."""
-        return self._outline.plan(layout, memory, float8)
+        return self._outline.plan(layout, options)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
@@ -166,11 +156,9 @@ class FromSeed:
     def __init__(self, outline: Outline, seed: int) -> None:
         self._outline, self._seed = outline, seed
 
-    def plan(
-        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
-    ) -> Plan:
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``."""
-        return self._outline.plan(layout, memory, float8)
+        return self._outline.plan(layout, options)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
@@ -192,11 +180,9 @@ class InMemory:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def plan(
-        self, layout: ParallelConfig, memory: MemoryConfig | None = None, float8: Float8Config | None = None
-    ) -> Plan:
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``."""
-        return plan_model(self._model, layout, memory, float8)
+        return plan_model(self._model, layout, options)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
         """Return the model with this rank's sizes and weights."""

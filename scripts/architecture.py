@@ -57,7 +57,7 @@ def find_rooms() -> list[Room]:
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     rooms = []
     for depth, layer in enumerate(layers):
-        for name in (text.strip(" ()") for text in re.split(r"[|:]", layer)):
+        for name in (text.strip(" ()").replace(".", "/") for text in re.split(r"[|:]", layer)):
             inner = [f"{name}/{path.name}" for path in sorted((PACKAGE / name).glob("[a-z]*/"))]
             for each in inner if name in _SPLIT else [name]:
                 rooms.append(_room(each, len(layers) - 1 - depth))

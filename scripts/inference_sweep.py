@@ -24,8 +24,8 @@ from hfscale import PlanError
 from hfscale.families import FAMILIES
 from hfscale.families.decoders import DECODERS
 from hfscale.families.gpt_decoders import GPT_DECODERS
-from hfscale.planner.infer import infer
 from hfscale.planner.resolve import find_blueprint
+from hfscale.testing.proofs.infer import infer
 
 
 def build(family: str) -> Any:

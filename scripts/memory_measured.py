@@ -19,20 +19,20 @@ from transformers import BitsAndBytesConfig, GPT2Config, LlamaConfig, PreTrained
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, RoutingConfig
-from hfscale.estimate.activations import is_known
-from hfscale.estimate.memory import MemoryEstimate, estimate_memory
-from hfscale.forecast.counting import counted
-from hfscale.forecast.shapes import shape_of_plan
-from hfscale.forecast.stand_in import asked_of
+from hfscale.cost.model.layer_bytes import is_known
+from hfscale.cost.model.memory import MemoryEstimate, estimate_memory
+from hfscale.cost.model.model_shape import shape_of_plan
+from hfscale.cost.tools.measure_layers import measured_layers
+from hfscale.cost.tools.memory_report import held_bytes
+from hfscale.cost.tools.meta_model import run_spec
 from hfscale.memory import kept_activations
-from hfscale.memory.alive import alive_together
 from hfscale.memory.compressed import Here, Stored
 from hfscale.memory.kept_activations import KeptActivations
 from hfscale.memory.on_host import OnHost
 from hfscale.memory.recompute import Recomputation
-from hfscale.memory.report import held_bytes
 from hfscale.memory.saved import SavedBytes, count_saved
 from hfscale.ops.head_cross_entropy import rows_per_chunk
+from hfscale.parallel.pipeline.in_flight import in_flight_together
 from hfscale.runtime import Runtime, runtime_of
 
 VOCABULARY = 640
@@ -220,8 +220,8 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
     planned = {name: asked[name] for name in (*_PLANNED, "memory") if asked.get(name) is not None}
     plan = hfscale.plan(case.config, case.layout, mixed_precision=asked["mixed_precision"], **planned)
     tokens, precision = case.rows * case.length, asked["mixed_precision"]
-    like = replace(asked_of(case.config, mixed_precision=precision, **planned), device="cpu")
-    by_class = counted(plan, like, case.length, case.rows)
+    like = replace(run_spec(case.config, mixed_precision=precision, **planned), device="cpu")
+    by_class = measured_layers(plan, like, case.length, case.rows)
     return estimate_memory(
         plan,
         {"pp": stage},
@@ -229,12 +229,12 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         options=case.optimizer_options,
         tokens=tokens,
         sequence_length=case.length,
-        alive=alive_together(plan, case.microbatches),
-        recomputed_layers=chosen,
+        in_flight=in_flight_together(plan, case.microbatches),
+        chosen=chosen,
         mixed_precision=precision,
         routes=shape_of_plan(plan, case.config).routed or None,
         chunk_rows=rows_per_chunk(tokens, case.config.vocab_size, torch.device("cpu")),
-        counted=by_class,
+        measured=by_class,
     )
 
 

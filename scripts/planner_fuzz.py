@@ -17,9 +17,9 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
-from hfscale.forecast.counting import counted
-from hfscale.forecast.stand_in import asked_of
-from hfscale.memory.report import memory_of_ranks
+from hfscale.cost.tools.measure_layers import measured_layers
+from hfscale.cost.tools.memory_report import memory_of_ranks
+from hfscale.cost.tools.meta_model import run_spec
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -56,8 +56,8 @@ def wrong(family: str, sizes: dict[str, Any], plan: dict[str, Any], step: dict[s
     one = hfscale.estimate(config, ParallelConfig(**sizes), sequence_length=128, **step, **plan)
     planned = hfscale.plan(config, ParallelConfig(**sizes), **plan)
     given: dict[str, Any] = {"num_microbatches": step["num_microbatches"], "tokens": 128}
-    seen = counted(planned, asked_of(config, **plan), 128)
-    held = memory_of_ranks(planned, step["optimizer"], **given, routes=2 if planned.mixtures else None, counted=seen)
+    seen = measured_layers(planned, run_spec(config, **plan), 128)
+    held = memory_of_ranks(planned, step["optimizer"], **given, routes=2 if planned.mixtures else None, measured=seen)
     if [stage.memory for stage in one.stages] != list(held):
         found.append("bytes are not the plan's")
     if abs(sum(one.time.terms.values()) - one.seconds) > 1e-9 or min(one.time.terms.values()) < 0:

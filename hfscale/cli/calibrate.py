@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from .._host.torch_device import ACCELERATOR, accelerators, is_accelerator
     from ..bench.collectives import measure
     from ..bench.ranks import run_ranks
-    from ..estimate.machine import find_machine
-    from ..forecast.calibrate import GPU_SIZES, Sizes, calibrate
+    from ..cost.model.machine import find_machine
+    from ..cost.tools.calibrate import GPU_SIZES, Sizes, calibrate
 
     if not 0 < arguments.seconds <= 5:
         raise ConfigError(f"--seconds {arguments.seconds:g} is impossible: use more than 0 and at most 5")

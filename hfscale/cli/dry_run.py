@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, config: Any) -> int:
     Raises:
         ConfigError: quantized weights or an optimizer are requested, which a dry run does not have.
     """
-    from ..forecast.dry_run import dry_run
+    from ..cost.tools.dry_run import dry_run
     from ..memory_config import MemoryConfig
 
     beside = [f"--{name}" for name in _OTHERS if getattr(arguments, name) is not None]

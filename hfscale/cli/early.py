@@ -45,7 +45,7 @@ def check_early(arguments: argparse.Namespace) -> None:
             f"--auto-class {given['auto_class']} is not one of transformers' Auto classes: use AutoModelForCausalLM"
         )
     if "hardware" in given:
-        from ..estimate.machine import find_machine
+        from ..cost.model.machine import find_machine
 
         find_machine(given["hardware"])
 

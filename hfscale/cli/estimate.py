@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
     check_writable(arguments.html)
-    from ..forecast.estimate import estimate
+    from ..cost.tools.estimate import estimate
     from ..memory_config import MemoryConfig
 
     layout, sequence = layout_of(arguments), tokens_of(arguments.sequence_length, "--sequence-length")
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(found)
     if arguments.html is not None:
-        from ..forecast.html import page_of
+        from ..cost.tools.html import page_of
 
         arguments.html.write_text(page_of(found, f"{arguments.model}: {found.layout}"))
     return 0

@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables."""
     from ..build import plan as make_plan
-    from ..forecast.explain import explain
-    from ..forecast.facts import facts_of
-    from ..forecast.stand_in import asked_of
+    from ..cost.tools.explain import explain
+    from ..cost.tools.meta_model import run_spec
+    from ..cost.tools.model_summary import summarize
 
     sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
     for flag, size in sizes.items():
@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     more: dict[str, Any] = remote_code(arguments)
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     plan = make_plan(config, **more)
-    asked = asked_of(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
+    spec = run_spec(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
     found = explain(
-        facts_of(plan, asked, sequence=sequence),
+        summarize(plan, spec, sequence=sequence),
         ranks=arguments.data_ranks,
         tp=arguments.tp,
         sequence=sequence,

@@ -7,7 +7,7 @@ from .amounts import gigabytes_of, tokens_of
 from .flags import OPTIMIZER, add_adapter_arguments
 
 if TYPE_CHECKING:
-    from ..estimate.memory import MemoryEstimate
+    from ..cost.model.memory import MemoryEstimate
     from ..plan import Plan
 
 _TOKENS, _GB = "2048", "80"
@@ -44,7 +44,7 @@ def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
     Raises:
         ConfigError: the optimizer is unknown, or ``--tokens`` is no number.
     """
-    from ..memory.report import memory_estimate
+    from ..cost.tools.memory_report import memory_estimate
 
     return memory_estimate(
         plan,

@@ -9,7 +9,7 @@ from .look import add_json, check_writable, print_json, table, working
 from .model import add_model_arguments, building, check_place, load_config
 
 if TYPE_CHECKING:
-    from ..testing.ladder import Step
+    from ..cost.tools.ladder import Step
 
 HELP = "count what a rank holds as one lever after the other is added"
 DESCRIPTION = (
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import transformers
 
-    from ..testing.ladder import climb
+    from ..cost.tools.ladder import climb
 
     transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
     logging.getLogger("hfscale").setLevel(logging.ERROR)  # weights that train in 16 bits are there to be compared

@@ -47,11 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
     from ..build import plan as make_plan
-    from ..estimate.machine import find_machine
-    from ..forecast.estimate import constants_of
-    from ..forecast.facts import facts_of
-    from ..forecast.search import search
-    from ..forecast.stand_in import asked_of
+    from ..cost.model.machine import constants_of, find_machine
+    from ..cost.tools.meta_model import run_spec
+    from ..cost.tools.model_summary import summarize
+    from ..cost.tools.search import search
 
     tokens = tokens_of(arguments.tokens_per_step, "--tokens-per-step")
     sequence = tokens_of(arguments.sequence_length, "--sequence-length")
@@ -66,10 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
     plan = make_plan(config, **more)
-    asked = asked_of(config, mixed_precision=mixed, **more)
-    facts = facts_of(plan, asked, arguments.optimizer, sequence=sequence)
+    spec = run_spec(config, mixed_precision=mixed, **more)
+    summary = summarize(plan, spec, arguments.optimizer, sequence=sequence)
     found = search(
-        facts,
+        summary,
         arguments.gpus,
         machine,
         tokens_per_step=tokens,
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("other code on GPUs. Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
         _print_rules(arguments, found.sequences * found.sequence)
     if arguments.html is not None:
-        from ..forecast.html import page_of
+        from ..cost.tools.html import page_of
 
         arguments.html.write_text(page_of(found, f"{arguments.model} on {found.gpus} x {machine.name}"))
     if arguments.out is not None:
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
-    from ..forecast.batch_rules import learning_rates
+    from ..cost.tools.recipe import learning_rates
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
@@ -107,7 +106,7 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
 
 
 def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) -> None:
-    from ..forecast.recipe import recipe_of
+    from ..cost.tools.recipe import recipe_of
 
     more: dict[str, Any] = {"training": {"dtype": dtype, "mixed_precision": mixed, "optimizer": arguments.optimizer}}
     if arguments.lora is not None:

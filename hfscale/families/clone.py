@@ -12,7 +12,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from .expert_modules import EXPERT_FIELDS
-from .fields import HEAD_FIELDS, field, text_config
+from .fields import HEAD_FIELDS, LENGTHS, field, text_config
 
 HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4
 HIDDEN = HEADS * HEAD_DIM
@@ -268,7 +268,8 @@ def _small_value(name: str, value: Any, layers: int, heads: int | None) -> Any:
         return layers
     if name in _CHOSEN:  # a mixture that sends each token to one expert stays one
         return min(value, _SMALL[name])
-    return _SMALL.get(name, value)
+    small = _SMALL.get(name, value)
+    return min(value, small) if name in LENGTHS else small
 
 
 def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layers: int) -> dict[int, dict[str, Any]]:

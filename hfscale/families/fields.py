@@ -4,11 +4,19 @@ The host refuses to read such a field from the config as a whole (``AmbiguousGlo
 ``RuntimeError``); there is no one answer then, but one per layer.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 """Config fields that say how many heads there are."""
+
+LENGTHS = {
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), 0),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "index_block_size", "index_topk"), 0),
+    "floor_scale": 1,
+}
+"""Config fields that say up to how many tokens a text is computed in one way; less this many."""
 
 
 def text_config(config: Any) -> Any:
@@ -42,3 +50,32 @@ def counts(config: Any, names: Iterable[str]) -> set[int]:
         return set()
     each = (first_count(layer, names) for layer in layers)
     return {count for count in each if count is not None}
+
+
+def lengths_of(config: Any) -> dict[str, int]:
+    """Return the fields of ``LENGTHS`` of a config's text part and of its rotary embeddings, the shortest of a name."""
+    found = dict[str, int]()
+    for fields in _mappings(text_config(config)):
+        for name in LENGTHS:
+            value = fields.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                found[name] = min(int(value) - LENGTHS[name], found.get(name, int(value)))
+    return found
+
+
+def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
+    """Return a copy of a config whose text part says these ``lengths`` wherever it has a field of their name."""
+    changed = copy.deepcopy(config)
+    for fields in _mappings(text_config(changed)):
+        fields.update({name: length for name, length in lengths.items() if fields.get(name)})
+    return changed
+
+
+def _mappings(config: Any) -> Iterator[dict[str, Any]]:
+    """The config's own fields, and those of its rotary embeddings, of which there may be one per kind of layer."""
+    found: list[Any] = [vars(config), vars(config).get("rope_parameters")]
+    while found:
+        fields = found.pop(0)
+        if isinstance(fields, dict):
+            yield fields
+            found += [] if fields is vars(config) else [each for each in fields.values() if isinstance(each, dict)]

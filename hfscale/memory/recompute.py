@@ -21,15 +21,15 @@ from .._host.torch import function_modes, operators_named, tree_leaves
 from .._host.torch_checkpoint import kept_results
 from .._host.transformers.attention import answer, implementation_of, set_implementation
 from .._host.transformers.computing import without_cache
-from ..estimate.recompute import Situation, layers_to_recompute
+from ..cost.model.activation_bytes import Situation, layers_to_recompute
 from ..families.expert_modules import experts_per_token
+from ..parallel.pipeline.in_flight import most_in_flight
 from ..plan.recompute import recomputed
 from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import Microbatch
 from ..runtime.local_weights import LocalWeights
 from ..sequences import shape_of
 from ..sequences.seam import attention_configs
-from .alive import microbatches_alive
 
 _PREFIX = "hfscale_recomputed_"
 
@@ -96,11 +96,11 @@ class Recomputation(Part):
             trained = frozenset(planned.name for planned, p in runtime.parameters() if p.requires_grad)
         situation = Situation(
             tokens=tokens,
-            alive=microbatches_alive(runtime.plan, microbatches),
+            in_flight=most_in_flight(runtime.plan, microbatches),
             mixed=runtime.options.mixed_precision != "no",
             trained=trained,
             routes=experts_per_token(runtime.model.config),
-            sequence=sequence,
+            sequence_length=sequence,
         )
         self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.pp_rank, situation)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cost.model.optimizer_bytes import BITSANDBYTES, BitsAndBytesOptimizer
 from ..errors import ConfigError
-from ..estimate.optimizer_states import BITSANDBYTES, BitsAndBytesOptimizer
 
 Options = dict[str, Any]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .._host.bitsandbytes import optimizers
+from ..cost.model.optimizer_bytes import BLOCK, MIN_8BIT_SIZE
 from ..errors import ConfigError
-from ..estimate.optimizer_states import BLOCK, MIN_8BIT_SIZE
 from ..mesh import Mesh
 from ..plan.flat_blocks import flat_blocks_align
 from .sharded import Groups, Member, Stepper, describe

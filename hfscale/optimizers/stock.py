@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..estimate.optimizer_states import BLOCK
+from ..cost.model.optimizer_bytes import BLOCK
 from ..mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, scales, whole

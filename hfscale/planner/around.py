@@ -1,11 +1,18 @@
 """The modules and parameters beside a list of layers, or beside a text model."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from .._host.torch import own_modules
 from ..plan.parameter import join_path
+
+PROBED = (1, 2)
+"""Samples, and tokens of each, by which a model is tried."""
+
+ALONE = ", and only the stream travels between stages"
+GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"
 
 
 def items_around(model: nn.Module, path: str) -> Iterator[str]:
@@ -26,3 +33,8 @@ def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
     found = getattr(model.get_submodule(owner), child)
     held = found.parameters() if isinstance(found, nn.Module) else [found]
     return {id(parameter): parameter.numel() for parameter in held}
+
+
+def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
+    """Full names of the modules directly below ``owner``."""
+    return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]

@@ -10,12 +10,11 @@ from ..config import ParallelConfig
 from ..errors import PlanError
 from ..plan.stages import Stage, StagePlan, Tie, place_stages
 from ..plan.towers import TowersPlan
-from .around import tensors_of
+from .around import ALONE, tensors_of
 from .costs import BATCH_TOKENS, SEQUENCE, Costs, layer_costs
 from .draft import Draft, Ranks
 from .layers import find_layers
 from .passage import Passage, stage_problem, trace
-from .probe import ALONE
 from .resolve import find_blueprint
 from .two_stacks import find_stacks, trace_stacks
 

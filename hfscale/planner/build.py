@@ -5,8 +5,7 @@ from torch import nn
 from ..config import ParallelConfig
 from ..errors import PlanError
 from ..families.blueprint import Blueprint
-from ..float8_config import Float8Config
-from ..memory_config import MemoryConfig
+from ..options import NO_OPTIONS, Options
 from ..plan.plan import Plan
 from .assign import plan_pipeline
 from .blocks import plan_tensor
@@ -45,20 +44,18 @@ def build_plan(
     model: nn.Module,
     layout: ParallelConfig,
     ranks: Ranks | None = None,
-    memory: MemoryConfig | None = None,
-    float8: Float8Config | None = None,
+    options: Options = NO_OPTIONS,
 ) -> Plan:
     """Plan a stock Hugging Face model, whole and unpatched, on any device (the meta device is enough).
 
     Args:
         ranks: the pipeline rank of each stage, where the schedule is a file, which says so.
-        memory: what is to be computed again instead of kept; nothing by default.
-        float8: how products of weights are made in 8 bits; they are not by default.
+        options: of them the plan reads what is recomputed, offloaded or compressed, and products in 8 bits.
 
     Raises:
         PlanError: the layout does not fit the model; the message lists every problem with the valid values.
     """
-    draft = Draft(model, layout, ranks, memory, float8)
+    draft = Draft(model, layout, ranks, options)
     _refuse_unavailable(draft)
     draft.blueprint = _blueprint(draft)
     draft.layers = find_layers(draft, draft.blueprint)

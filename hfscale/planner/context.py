@@ -1,30 +1,22 @@
 """Plan context parallelism: whether sequences can be sharded, and how attention reads the other ranks' tokens."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import torch
 from torch import nn
 
-from .._host.transformers.experts import use_eager_experts
 from ..families.clone import layers_of_every_kind
-from ..families.fields import HEAD_FIELDS, field, first_count, text_config
+from ..families.facts import ask
+from ..families.fields import HEAD_FIELDS, first_count, text_config
 from ..families.projections import is_tokenwise
 from ..families.unwritable import UNWRITABLE
 from ..plan.context import ContextPlan
 from ..plan.parameter import wild_name
 from ..sequences import heads_fit
 from ..sequences.cut import CUT_INSIDE
-from ..sequences.probe import find_mixing
 from .draft import Draft
-from .probe import tiny_model_of
-from .remembered import Remembered, said_by
 from .text_model import find_text_model, other_inputs
 
-_NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
-_WINDOWS = ("sliding_window", "attention_chunk_size")
-_WINDOW = 5
 _MANY = 8  # layers
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
@@ -51,12 +43,12 @@ def plan_context(draft: Draft) -> None:
             f"not cut ({', '.join(uncut)}): use cp_size=1"
         )
         return
-    layers = _in_layers(draft.model, text)
+    layers = modules_in_layers(draft.model, text)
     found = _find(draft, text, layers)
     if found.mixing:
         draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
         return
-    whole = tuple(name for name, module in layers.items() if type(module) in found.kinds)
+    whole = tuple(name for name, module in layers.items() if type(module).__name__ in found.kinds)
     if whole and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
             f"cp_size={size} runs {wild_name(whole[0])} on whole sequences, and sequence_parallel=True cuts what it is "
@@ -80,48 +72,29 @@ class _Reading:
     Attributes:
         mixing: why sequences cannot be sharded; empty if they can.
         pads: whether rows may have padding.
-        kinds: classes of modules that mix tokens, and can be run on full sequences.
-        seen: classes of modules in layers that were tried.
+        kinds: names of classes of modules that mix tokens, and can be run on full sequences.
+        seen: names of classes of modules in layers that were tried.
     """
 
     mixing: str
     pads: bool = False
-    kinds: frozenset[type] = frozenset()
-    seen: frozenset[type] = frozenset()
+    kinds: Collection[str] = ()
+    seen: Collection[str] = ()
 
 
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
     """Find the modules that mix tokens, on a clone with every kind of module in the model's ``layers``."""
-    own_class: Any = type(draft.model)
     unseen = list[str]()
     for count in (layers_of_every_kind(draft.config), _MANY):  # some kinds come every few layers only
-        question = own_class, draft.config, text, count
-        found = _known.answer((own_class, said_by(draft.config), text, count), partial(_proved, *question))
+        found = _Reading(**ask("mixing", draft.model, str(count), text, text=text, layers=count))
         if found.mixing:
             return found
-        unseen = [name for name, m in layers.items() if type(m) not in found.seen and not _is_tokenwise(draft, name, m)]
+        names = ((name, module) for name, module in layers.items() if type(module).__name__ not in found.seen)
+        unseen = [name for name, module in names if not _is_tokenwise(draft, name, module)]
         if not unseen:
             return found
     kind = type(layers[unseen[0]]).__name__
     return _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
-
-
-_known = Remembered[_Reading]()
-
-
-def _proved(kind: Any, config: Any, text: str, layers: int) -> _Reading:
-    """Prove it on a tiny model in float64; may take half a minute."""
-    clone = tiny_model_of(kind, config, torch.float64, layers=layers, **_short(config))
-    if clone is None:
-        return _Reading(_NO_CLONE)
-    clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
-    use_eager_experts(clone)  # the host's grouped products take no float64
-    candidates = list(_in_layers(clone, text).values())
-    mixing, kinds = find_mixing(clone, False, candidates, text)
-    if mixing:
-        return _Reading(mixing)
-    with_padding, more = find_mixing(clone, True, candidates, text)
-    return _Reading("", not with_padding and more <= kinds, frozenset(kinds), frozenset(map(type, candidates)))
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
@@ -130,7 +103,7 @@ def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
 
-def _in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
+def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
     """Map names to the direct children of all members of module lists in ``text``: of layers, and of lists in them."""
     listed = [
         (f"{name}.{index}", member)
@@ -139,11 +112,6 @@ def _in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
         for index, member in enumerate(module)
     ]
     return {f"{name}.{child}": module for name, member in listed for child, module in member.named_children()}
-
-
-def _short(config: Any) -> dict[str, int]:
-    """Return config fields for windows and chunks shorter than the sequences tried."""
-    return {name: _WINDOW for name in _WINDOWS if isinstance(field(config, name), int)}
 
 
 def _heads(draft: Draft) -> tuple[int, int]:

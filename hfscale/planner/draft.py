@@ -12,8 +12,7 @@ from .._host.transformers.classes import from_config
 from ..config import ParallelConfig
 from ..families.blueprint import Blueprint
 from ..families.fields import text_config
-from ..float8_config import Float8Config
-from ..memory_config import MemoryConfig
+from ..options import NO_OPTIONS, Options
 from ..plan.contents import Feature, FeatureT
 from ..plan.cut import Cut
 from ..plan.modules import BlockPlan, ExpertsPlan, SequencePlan
@@ -29,8 +28,7 @@ class Draft:
 
     Attributes:
         ranks: the pipeline rank of each stage, if the schedule is a file that assigns them.
-        asked: the user's ``MemoryConfig``.
-        float8: the user's ``Float8Config``; ``None`` without fp8.
+        options: the user's choices beside the layout.
         modules: every module of the model by name.
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
@@ -45,11 +43,10 @@ class Draft:
         model: Any,
         layout: ParallelConfig,
         ranks: Ranks | None = None,
-        asked: MemoryConfig | None = None,
-        float8: Float8Config | None = None,
+        options: Options = NO_OPTIONS,
     ) -> None:
         self.model, self.layout, self.tp = model, layout, layout.tp
-        self.config, self.ranks, self.asked, self.float8 = model.config, ranks, asked or MemoryConfig(), float8
+        self.config, self.ranks, self.options = model.config, ranks, options
         self.problems: list[str] = []
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}

@@ -4,8 +4,8 @@ from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
 from ..families.blueprint import OWN_TABLE, Block, Blueprint
-from .infer import TOLERANCE, Inference, infer
-from .resolve import find_blueprint
+from ..families.inference import TOLERANCE, Inference
+from .resolve import find_blueprint, infer
 
 _WIDTH = 100
 

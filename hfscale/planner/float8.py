@@ -21,7 +21,7 @@ _ASKED = "leave_out"
 
 def plan_float8(draft: Draft) -> None:
     """Choose the linear projections of the layers that compute in fp8: those whose sizes fit."""
-    asked = draft.float8
+    asked = draft.options.products
     if asked is None:
         return
     inside = _projections(draft)

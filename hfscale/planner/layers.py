@@ -1,6 +1,11 @@
 """Find the layers of a model: the units of FSDP2, of pipeline stages and of blocks."""
 
+from typing import Any
+
+from torch import nn
+
 from .._host.transformers.classes import layer_classes
+from ..errors import PlanError
 from ..families.blueprint import Blueprint
 from ..plan.parameter import wild_name
 from .draft import Draft
@@ -74,3 +79,23 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
         if len(set(owners)) > 1:
             found += [(owner, name) for owner, name in zip(owners, names, strict=True) if owner is not None]
     return found
+
+
+def find_layer_list(model: Any) -> str:
+    """Name of the list of layers of the base model: the outermost list with most parameters.
+
+    Raises:
+        PlanError: there is none, or several weigh much the same (an encoder and a decoder, say).
+    """
+    base = getattr(model, "base_model", model)
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    lists: dict[str, int] = {}
+    for name, module in base.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = sum(parameter.numel() for parameter in module.parameters())
+    ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
+    if not ranked:
+        raise PlanError("its base model has no list of layers (nn.ModuleList)")
+    if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
+        raise PlanError(f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}")
+    return prefix + ranked[0]

@@ -19,7 +19,7 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention 
 
 def plan_memory(draft: Draft) -> None:
     """Find the layers and modules; what is found is the same on every rank."""
-    asked = draft.asked
+    asked = draft.options.memory_levers
     _plan_offload(draft)
     _plan_compression(draft)
     _plan_scores(draft)
@@ -56,7 +56,7 @@ def _plan_scores(draft: Draft) -> None:
 
 
 def _plan_offload(draft: Draft) -> None:
-    asked = draft.asked
+    asked = draft.options.memory_levers
     if asked.offload_parameters and draft.layout.data_world == 1:
         draft.problem(
             "offload_parameters=True keeps shards of data ranks on the host, which FSDP2 gathers layer by layer, and "
@@ -70,14 +70,14 @@ def _plan_offload(draft: Draft) -> None:
 
 
 def _plan_compression(draft: Draft) -> None:
-    least = draft.asked.least_compressed
+    least = draft.options.memory_levers.least_compressed
     if least is None:
         return
     if not draft.layers:
         draft.problem("compress_activations= is of layers, and none were found: leave it out")
     elif find_spec("bitsandbytes") is None:
         draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
-    again = draft.asked.recompute
+    again = draft.options.memory_levers.recompute
     if draft.mixtures and again not in ("none", "selective"):
         draft.problem(
             f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
@@ -142,7 +142,7 @@ def _looks_attention_up(kind: type) -> bool:
 
 
 def _refuse_unknown_operators(draft: Draft) -> None:
-    for name in draft.asked.recompute_keep:
+    for name in draft.options.memory_levers.recompute_keep:
         found = operators_named(name)
         if found is None:
             draft.problem(f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'")

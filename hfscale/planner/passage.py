@@ -1,18 +1,15 @@
 """What lies around the layers of a model: what comes before them, after them, and what all of them read."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from .._host.torch import passes_otherwise
 from .._host.transformers.classes import input_embedding
+from ..families.facts import ask
 from ..plan.loans import Loan
 from ..plan.towers import TowersPlan
-from .around import items_around, tensors_of
+from .around import ALONE, GIVEN, items_around, tensors_of
 from .draft import Draft
 from .loans import find_loan
-from .probe import ALONE, GIVEN, PassageProbe, tiny_model
-from .remembered import Remembered, said_by
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Passage:
     shared: tuple[str, ...]  # what all layers read
     everywhere: tuple[str, ...]
     returns: int | None  # a layer, where item_returns does not say otherwise
-    item_returns: dict[str, int | None]
+    item_returns: Mapping[str, int | None]
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # layer -> what is where that layer is
     loans: tuple[Loan, ...] = ()  # what every stage with layers of a list holds of the list's first layer
 
@@ -41,43 +38,33 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
     draft.problem(f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}")
 
 
-known = Remembered[PassageProbe]()
+@dataclass(frozen=True)
+class Seen:
+    """What a run through one list of layers shows: the attributes of its probe in :mod:`hfscale.testing.proofs`."""
+
+    phases: Mapping[str, set[str]]
+    returns: int | None
+    item_returns: Mapping[str, int | None]
+    obstacles: Sequence[str]
+    shared: set[str]
 
 
-def probe_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> PassageProbe | None:
-    """Run the model, or a tiny clone where its code looks at values; ``None`` where neither can be traced.
+def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> Seen | None:
+    """What a run of the model shows, or of a tiny clone where its code looks at values; ``None`` where neither can be
+    traced.
 
     Args:
         items: all that is around the list.
     """
-    around = list(items)
-    if any(passes_otherwise(module) for module in draft.modules.values()):
-        probe = _pass_through(draft.model, layer_list, around)
-    else:
-        key = _structure(draft, layer_list)
-        probe = known.answer(key, lambda: _pass_through(draft.model, layer_list, around))
-    if probe.failure:
-        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({probe.failure})")
+    found = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
+    if failure := found["failure"]:
+        stage_problem(draft, f"it cannot be traced, so what comes before its layers is unknown ({failure})")
         return None
-    return probe
+    phases = {item: set(names) for item, names in found["phases"].items()}
+    return Seen(phases, found["returns"], found["item_returns"], found["obstacles"], set(found["shared"]))
 
 
-def _structure(draft: Draft, layer_list: str) -> Hashable:
-    """What a run without values depends on: the config, classes of modules by name, and which names share a tensor."""
-    modules = tuple((name, type(module), type(module).forward) for name, module in draft.modules.items())
-    firsts: dict[int, str] = {}
-    named = draft.model.named_parameters(remove_duplicate=False)
-    tensors = tuple((name, firsts.setdefault(id(p), name), p.dtype, p.device.type) for name, p in named)
-    return said_by(draft.config), layer_list, modules, tensors
-
-
-def _pass_through(model: Any, layer_list: str, items: list[str]) -> PassageProbe:
-    probe = PassageProbe(model, layer_list, items)
-    clone = tiny_model(model) if probe.failure else None
-    return probe if clone is None else PassageProbe(clone, layer_list, items)
-
-
-def note_obstacles(draft: Draft, layer_list: str, probe: PassageProbe, read: Collection[str] = ()) -> tuple[Loan, ...]:
+def note_obstacles(draft: Draft, layer_list: str, seen: Seen, read: Collection[str] = ()) -> tuple[Loan, ...]:
     """What keeps layers from being run by several processes.
 
     Args:
@@ -86,8 +73,8 @@ def note_obstacles(draft: Draft, layer_list: str, probe: PassageProbe, read: Col
     Returns:
         what the layers of every stage need of the first one, so that it does not.
     """
-    loan = find_loan(draft.model, layer_list) if GIVEN in probe.obstacles else None
-    for obstacle in probe.obstacles:
+    loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
+    for obstacle in seen.obstacles:
         if obstacle != GIVEN or loan is None:
             stage_problem(draft, obstacle)
     if read:
@@ -98,23 +85,23 @@ def note_obstacles(draft: Draft, layer_list: str, probe: PassageProbe, read: Col
 def trace(draft: Draft, layer_list: str) -> Passage | None:
     """Sort what lies around one list of layers."""
     tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
-    probe = probe_passage(draft, layer_list, tensors)
-    if probe is None:
+    seen = see_passage(draft, layer_list, tensors)
+    if seen is None:
         return None
-    loans = note_obstacles(draft, layer_list, probe)
-    _refuse_shared_pictures(draft, probe.shared)
-    placed = {item: _phases(draft, probe, item, tensors) for item, held in tensors.items() if held}
+    loans = note_obstacles(draft, layer_list, seen)
+    _refuse_shared_pictures(draft, seen.shared)
+    placed = {item: _phases(draft, seen, item, tensors) for item, held in tensors.items() if held}
     if draft.problems:
         return None
-    used = {item: order for order, item in enumerate(probe.phases)}
+    used = {item: order for order, item in enumerate(seen.phases)}
     ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
     return Passage(
-        before=tuple(item for item in ordered if "before" in placed[item] and item not in probe.shared),
+        before=tuple(item for item in ordered if "before" in placed[item] and item not in seen.shared),
         after=tuple(item for item in ordered if "after" in placed[item]),
-        shared=tuple(item for item in ordered if item in probe.shared),
+        shared=tuple(item for item in ordered if item in seen.shared),
         everywhere=tuple(item for item, held in tensors.items() if not held),
-        returns=probe.returns,
-        item_returns=probe.item_returns,
+        returns=seen.returns,
+        item_returns=seen.item_returns,
         loans=loans,
     )
 
@@ -126,19 +113,19 @@ def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
         stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
 
 
-def _phases(draft: Draft, probe: PassageProbe, item: str, tensors: dict[str, set[int]]) -> set[str]:
+def _phases(draft: Draft, seen: Seen, item: str, tensors: dict[str, set[int]]) -> set[str]:
     """When ``item`` is used; refuses what cannot be on one stage, or on all."""
-    phases, held, towers = probe.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
-    reached = {tensor for used in probe.phases for tensor in tensors.get(used, ())}
+    phases, held, towers = seen.phases.get(item, set()), tensors[item], draft.feature(TowersPlan)
+    reached = {tensor for used in seen.phases for tensor in tensors.get(used, ())}
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
     elif not phases and towers is not None and towers.holds(item):
         return {"before"}
     elif not phases and not held <= reached:
         stage_problem(draft, f"{item} has no part in a pass over tokens, so it belongs to no stage")
-    elif probe.item_returns.get(item) == 0:
+    elif seen.item_returns.get(item) == 0:
         stage_problem(draft, f"{item} returns neither a tensor nor a tuple that begins with one")
     elif not phases:  # a second name for what is used under another one
-        twin = next(other for other in probe.phases if held & tensors.get(other, set()))
-        return probe.phases[twin]
+        twin = next(other for other in seen.phases if held & tensors.get(other, set()))
+        return seen.phases[twin]
     return phases

@@ -15,7 +15,7 @@ class PlanPart(Protocol):
 
     :data:`hfscale.planner.build.PLAN_PARTS` lists them. What a part prints of the finished plan is a function of
     :mod:`hfscale.plan.lines`, below the planner, so that a plan can be printed without it; what a part costs in memory
-    is read off the plan in :mod:`hfscale.estimate`.
+    is read off the plan in :mod:`hfscale.cost.model`.
     """
 
     def __call__(self, draft: Draft) -> None:

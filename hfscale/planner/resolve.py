@@ -7,11 +7,12 @@ from ..config import AXES, ParallelConfig
 from ..errors import PlanError
 from ..families import FAMILIES
 from ..families.blueprint import Blueprint
+from ..families.facts import ask
+from ..families.inference import Inference, from_data
 from ..families.translate import translate_host_plan
 from .blocks import plan_blocks
+from .complete import complete
 from .draft import Draft
-from .infer import infer_blueprint
-from .infer.complete import complete
 from .layers import find_layers
 from .text_model import blueprint_of_text, find_text_model
 
@@ -50,9 +51,21 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
     if not may_infer:
         raise PlanError(missing)
     try:
-        return infer_blueprint(model)
+        return infer(model).blueprint
     except PlanError as error:
         raise PlanError(f"{missing}. Also, {error}") from error
+
+
+def infer(model: Any) -> Inference:
+    """Return the blueprint of a model that nobody wrote, with its proof.
+
+    Raises:
+        PlanError: nothing could be proved; says what was tried.
+    """
+    found = ask("blueprint", model)
+    if "refused" in found:
+        raise PlanError(found["refused"])
+    return from_data(found)
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
@@ -66,5 +79,5 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
     completed = complete(model, translated, layers, draft.roleless)
     if completed is None:
         with suppress(PlanError):
-            return infer_blueprint(model)
+            return infer(model).blueprint
     return completed or translated

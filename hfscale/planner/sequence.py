@@ -7,11 +7,12 @@ from torch import nn
 
 from ..families import SEQUENCE_UNFIT
 from ..families.blueprint import INFERRED
+from ..families.facts import ask
 from ..families.projections import is_tokenwise
 from ..plan.modules import BlockPlan, SequencePlan
 from ..plan.parameter import wild_name
+from .around import PROBED, direct_children
 from .draft import Draft
-from .probe import PROBED, EntryProbe, direct_children, probe_entry
 
 
 def plan_sequence(draft: Draft) -> None:
@@ -36,33 +37,35 @@ def plan_sequence(draft: Draft) -> None:
             f"({', '.join(lists)}), and computes between them: use sequence_parallel=False"
         )
         return
-    probe = probe_entry(draft, {members[0]: owner for owner, members in owners.items()}, draft.embedding)
+    firsts = {members[0]: owner for owner, members in owners.items()}
+    embedding = draft.embedding
+    entry = ask("entry", draft.model, *firsts, str(embedding), firsts=firsts, embedding=embedding)
     inside = [*(block.name for block in draft.blocks), *(experts.name for experts in draft.experts)]
     regions = (
-        _region(draft, owner, members, probe)
+        _region(draft, owner, members, entry)
         for owner, members in owners.items()
         if any(name.startswith(f"{owner}.") for name in inside)
     )
     draft.sequence_regions = tuple(region for region in regions if region is not None)
 
 
-def _region(draft: Draft, owner: str, layers: list[str], probe: EntryProbe) -> SequencePlan | None:
+def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
     """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
     lists = {layer.rpartition(".")[0] for layer in draft.layers}
     children = direct_children(draft.modules, owner)
     around = [name for name in children if name not in lists and _has_parameters(draft, name)]
-    before, shape = probe.before.get(owner), probe.shapes.get(owner)
+    before, odd = entry["before"].get(owner), entry["odd"].get(owner)
     if around and before is None:
         draft.problem(
             f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
-            f"layers, and {type(draft.model).__name__} cannot be traced ({probe.failure}): use "
+            f"layers, and {type(draft.model).__name__} cannot be traced ({entry['failure']}): use "
             "sequence_parallel=False"
         )
         return None
-    if shape is not None and (len(shape) != 3 or shape[0] != PROBED[0]):
+    if odd is not None:
         draft.problem(
             f"sequence_parallel=True does not fit {draft.config.model_type!r}: its layers get a stream of the "
-            f"shape {shape} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
+            f"shape {tuple(odd)} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
             "sequence_parallel=False"
         )
         return None
@@ -74,7 +77,7 @@ def _region(draft: Draft, owner: str, layers: list[str], probe: EntryProbe) -> S
         layers=tuple(layers),
         gathered=tuple(name for layer in layers for name in _gathered(draft, layer, edges, mixtures)),
         partial=tuple(_partial(draft, [*layers, *after])),
-        direct=probe.direct == layers[0] and _only_looks_up(draft, draft.embedding),
+        direct=entry["direct"] == layers[0] and _only_looks_up(draft, draft.embedding),
         dropout=_drops_out(draft, layers),
     )
 

@@ -16,7 +16,7 @@ from ..errors import PlanError
 from ..families.blueprint import Block, Blueprint
 from ..families.fields import text_config
 from ..plan.parameter import join_path
-from .infer.subject import Unproved, find_layer_list
+from .layers import find_layer_list
 
 _PLAIN = {
     *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
@@ -57,7 +57,7 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
     except PlanError:
         if may_infer:
             raise
-        found, lists = Blueprint("", {}), _only_list(inner)
+        found, lists = Blueprint("", {}), [find_layer_list(inner)]
     blocks = {child: _with_cross_inputs(inner, lists, child, block) for child, block in found.blocks.items()}
     return replace(found, layers=tuple(f"{name}.{path}" for path in lists), blocks=blocks, config_of=text_config)
 
@@ -67,13 +67,6 @@ def _layer_list(inner: Any, path: str) -> str | None:
     names = [name for name, module in inner.named_modules() if any(module.children())]
     ends = [name for name in names if name == path or name.endswith(f".{path}")]
     return ends[0] if len(ends) == 1 else None
-
-
-def _only_list(inner: Any) -> list[str]:
-    try:
-        return [find_layer_list(inner)]
-    except Unproved as error:
-        raise PlanError(str(error)) from error
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:

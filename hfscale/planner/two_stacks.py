@@ -16,8 +16,7 @@ from ..plan.stages import TwoStacks
 from ..schedules import ASYNCHRONOUS
 from .around import items_around, tensors_of
 from .draft import Draft
-from .passage import Passage, note_obstacles, probe_passage, stage_problem
-from .probe import PassageProbe
+from .passage import Passage, Seen, note_obstacles, see_passage, stage_problem
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
@@ -82,9 +81,9 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> Passage |
 
 def _probed(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
-) -> tuple[tuple[PassageProbe, PassageProbe], tuple[Loan, ...]] | None:
+) -> tuple[tuple[Seen, Seen], tuple[Loan, ...]] | None:
     """A run through either list, and what its first layer lends; ``None`` where something keeps it from being cut."""
-    encoding, decoding = (probe_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
+    encoding, decoding = (see_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
     if encoding is None or decoding is None:
         return None
     loans: tuple[Loan, ...] = ()

@@ -7,9 +7,9 @@ from torch import nn
 
 from .._host.transformers.classes import has_causal_loss, input_embedding
 from ..families.code import has_own_loss, looks_up_like_stock
+from ..families.facts import ask
 from ..families.losses import LOSSES, SHIFTED
 from .draft import Draft
-from .loss_proof import passes_on_labels
 from .text_model import find_text_model
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -44,7 +44,7 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
         return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"
     if has_own_loss(draft.model, head):
         return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
-    if proved and (other := passes_on_labels(draft.model)) is not None:
+    if proved and (other := ask("loss", draft.model)) is not None:
         return None, None, f"{kind} has another loss than a causal language model's: {other}"
     loss = SHIFTED if proved else loss
     return next(name for name, module in draft.modules.items() if module is head), loss, ""

@@ -38,7 +38,7 @@ def finetune(recipe: FinetuneRecipe, limit: float | None = None) -> None:
         print(hfscale.coverage_report(model), flush=True)
     expected = expect_memory(model, recipe, limit)
     if recipe.data.is_packed:
-        check_packed_rows(model)
+        check_packed_rows(model, tokens=recipe.data.sequence_length)
     tokenizer, train_data, validation_data, baseline = prepare(recipe.data, tokenizer, 0, recipe.directory)
     log = RunLog.of(recipe, baseline)
     asked = recipe.data.samples

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._host.torch_device import accelerators
+from ..cost.model.machine import find_machine, machine_names
+from ..cost.model.model_shape import shape_of
 from ..errors import ConfigError
-from ..estimate.machine import find_machine, machine_names
-from ..estimate.model_shape import shape_of
 from .schema import FinetuneRecipe, Recipe
 
 

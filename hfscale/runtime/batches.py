@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._host.torch_device import is_accelerator
-from .._host.transformers.computing import begins_anew, text_positions
+from .._host.transformers.computing import holds_documents, told_apart_by
 from ..errors import ConfigError
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
@@ -65,7 +65,7 @@ class Microbatch(dict[str, Any]):
 def known(batch: Mapping[str, Any], row: Sequence[int]) -> Microbatch:
     """Return a :class:`Microbatch` with the facts that :func:`agree` returned for it."""
     microbatch = Microbatch(batch)
-    microbatch.valid, microbatch.restarts = row[0], bool(row[2])
+    microbatch.valid, microbatch.restarts = row[0], bool(row[2]) and told_apart_by(batch) == "positions"
     return microbatch
 
 
@@ -84,17 +84,13 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
         if tokens is not None and ids is not None:
             strange = (ids.clamp(0, tokens - 1) != ids).sum()
             outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
-        rows += [valid, outside, _restarts(batch, zero), _hash(batch, zero) if hashed else zero]
+        rows += [valid, outside, _documents(batch, zero), _hash(batch, zero) if hashed else zero]
     return torch.stack(rows).view(-1, _ROW)
 
 
-def _restarts(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    positions = batch.get("position_ids")
-    positions = text_positions(positions) if isinstance(positions, Tensor) else None
-    if positions is None or positions.shape[1] < 2:
-        return zero
-    found = begins_anew(positions, batch.get("attention_mask")).any().to(zero.dtype)
-    return found if found.device == zero.device else found.to(zero.device)
+def _documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    found = holds_documents(batch)
+    return zero if found is None else found.to(zero.device, zero.dtype)
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:

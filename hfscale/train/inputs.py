@@ -35,7 +35,7 @@ def prepare(
         given, rows = _agreed(runtime, loss, batch, train)
         _refuse_outside(runtime, sum(outside for _, outside, _ in rows))
         microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
-        if packed := [microbatch for microbatch in microbatches if microbatch.restarts]:
+        if packed := [each for each, row in zip(microbatches, rows, strict=True) if row[2]]:
             check_packed_rows(runtime.model, packed)
         microbatches = [runtime.context.shard_batch(each) for each in microbatches]
     except ConfigError as error:  # ranks with other batches must not wait for this one

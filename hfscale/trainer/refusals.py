@@ -280,4 +280,5 @@ def check_packing(trainer: Any, runtime: Runtime) -> None:
     collator = getattr(trainer, "data_collator", None)
     flattens = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False)
     if flattens:
-        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0))
+        tokens = getattr(trainer.args, "max_length", None)  # of TRL's trainers
+        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)

@@ -2,7 +2,7 @@
 
 Its stages are cut greedily, its layers are slow with tensor ranks in pipelines over several nodes, it adds gradients up
 in 32 bits beside weights of 16, and the gathered inputs of sequence parallelism stay alive where the host is ahead of
-the device. Seconds otherwise come from :mod:`hfscale.estimate.step_time`.
+the device. Seconds otherwise come from :mod:`hfscale.cost.model.step_time`.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from hfscale.estimate.constants import Constants
-from hfscale.estimate.job import Job
-from hfscale.estimate.layer_time import Seconds, head_seconds, layer_seconds
-from hfscale.estimate.machine import Machine
-from hfscale.estimate.model_shape import ModelShape
-from hfscale.estimate.step_time import StepTime, step_time
+from hfscale.cost.model.job import Job
+from hfscale.cost.model.machine import Constants, Machine
+from hfscale.cost.model.model_shape import ModelShape
+from hfscale.cost.model.step_time import Seconds, StepTime, head_seconds, layer_seconds, step_time
 
 SEQUENCE = 4096
 VOCABULARY = 131072

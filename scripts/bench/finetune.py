@@ -44,7 +44,7 @@ from report import write_report
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
-from hfscale.memory.report import held_bytes
+from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool

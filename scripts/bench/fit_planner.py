@@ -18,8 +18,7 @@ from typing import Any
 from _nanotron import GIB, Row, memory_of, replicas_filter, time_of
 from planner import in_domain, measured_seconds, off, read_rows, row_of
 
-from hfscale.estimate.constants import CONSTANTS, Constants
-from hfscale.estimate.machine import Machine, find_machine
+from hfscale.cost.model.machine import CONSTANTS, Constants, Machine, find_machine
 
 START = Constants(
     products=0.60,

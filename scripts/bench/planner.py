@@ -4,7 +4,7 @@
 
 ``--rows`` has the columns ``model,nodes,mbs,gradacc,dp,pp,tp,zero`` of the Ultra-Scale Playbook's sweep (others are
 kept as they are); ``--out`` gets ``pred_step_s``, ``pred_mem_gb`` and ``verdict`` besides, and ``why`` where a run
-would not start. Pure arithmetic, with the constants of ``hfscale/estimate/constants.json``, which
+would not start. Pure arithmetic, with the constants of ``hfscale/cost/model/constants.json``, which
 ``scripts/bench/fit_planner.py`` fitted on 1B and 3B models. Where the rows have measured tokens per second, what the
 predictions are off by is printed.
 """
@@ -20,9 +20,8 @@ from typing import Any
 
 from _nanotron import MODELS, SEQUENCE, Row, memory_of, refusal, replicas_filter, time_of, verdict
 
+from hfscale.cost.model.machine import CONSTANTS, find_machine, fitted
 from hfscale.errors import ConfigError
-from hfscale.estimate.constants import CONSTANTS, fitted
-from hfscale.estimate.machine import find_machine
 
 COLUMNS = ("nodes", "mbs", "gradacc", "dp", "pp", "tp", "zero")
 

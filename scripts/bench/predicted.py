@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 import hfscale
 from hfscale.bench.collectives import measure as measure_collectives
-from hfscale.forecast.calibrate import Sizes, calibrate
+from hfscale.cost.tools.calibrate import Sizes, calibrate
 from hfscale.memory.saved import count_saved
 from hfscale.runtime import runtime_of
 from hfscale.testing import RankPool

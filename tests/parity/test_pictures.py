@@ -13,11 +13,11 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.families.clone import tiny_clone
 from hfscale.plan.towers import TowersPlan
-from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.picture_inputs import join_pictures, make_picture
 from hfscale.testing.pictures import PictureCase, PlainPictureCase
+from hfscale.testing.proofs.loss import passes_on_labels
 
 from ..models import needs
 

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, MixtralForCausalLM
 import hfscale
 from hfscale.families.blueprint import TRANSLATED
 from hfscale.families.clone import tiny_clone
-from hfscale.planner.loss_proof import passes_on_labels
 from hfscale.planner.resolve import find_blueprint
+from hfscale.testing.proofs.loss import passes_on_labels
 
 
 def test_norms_that_a_plan_forgets_get_a_proved_role() -> None:

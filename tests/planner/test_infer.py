@@ -15,11 +15,11 @@ from hfscale.families import FAMILIES
 from hfscale.families.blueprint import Block, Blueprint
 from hfscale.families.clone import tiny_clone
 from hfscale.families.fused import query_key_value
-from hfscale.planner import infer as room
+from hfscale.planner import resolve
 from hfscale.planner.entry import as_python
-from hfscale.planner.infer import TOLERANCE, Unproved, infer, infer_blueprint, make_subject, prove, subject
 from hfscale.planner.resolve import find_blueprint
 from hfscale.testing import Case, RankPool, assert_layout_equal
+from hfscale.testing.proofs.infer import TOLERANCE, Unproved, infer, make_subject, prove, subject
 from tests.models import tiny
 from tests.remote_code import write_checkpoint
 
@@ -31,6 +31,10 @@ TRUSTED = {"trust_remote_code": True}
 def _on_meta(config: Any, **kwargs: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **kwargs)
+
+
+def _inferred(model: Any) -> Blueprint:
+    return infer(model).blueprint
 
 
 def _roles(blueprint: Blueprint) -> dict[str, Any]:
@@ -51,13 +55,13 @@ def test_what_is_inferred_is_what_was_written(family: str) -> None:
 
 
 def test_dropout_of_cut_activations_is_found() -> None:
-    assert infer_blueprint(_on_meta(tiny("gpt2"))).blocks["attn"].dropout == ("attn_pdrop",)
-    assert infer_blueprint(_on_meta(tiny("gpt2"))).blocks["mlp"].dropout == ()
+    assert _inferred(_on_meta(tiny("gpt2"))).blocks["attn"].dropout == ("attn_pdrop",)
+    assert _inferred(_on_meta(tiny("gpt2"))).blocks["mlp"].dropout == ()
 
 
 def test_matrices_of_unequal_length_in_one() -> None:
     config = AutoConfig.for_model("phi3", num_key_value_heads=8, pad_token_id=0)
-    blueprint = infer_blueprint(_on_meta(config))
+    blueprint = _inferred(_on_meta(config))
     assert blueprint.blocks["self_attn"].parts == {"qkv_proj": query_key_value}
     assert blueprint.blocks["self_attn"].local_config == ("num_attention_heads",)
     assert blueprint.blocks["mlp"].parts == {"gate_up_proj": 2}
@@ -65,7 +69,7 @@ def test_matrices_of_unequal_length_in_one() -> None:
 
 def test_low_rank_attention_is_used_whole_in_front_of_its_columns() -> None:
     config = tiny_clone(AutoConfig.for_model("deepseek_v2"), num_experts_per_tok=2, topk_method="greedy")
-    attention = infer_blueprint(_on_meta(config)).blocks["self_attn"]
+    attention = _inferred(_on_meta(config)).blocks["self_attn"]
     assert "kv_b_proj" in attention.column
     assert "kv_a_proj_with_mqa" in attention.shared
     assert attention.rest_shared
@@ -99,8 +103,6 @@ def test_no_random_stream_moves_and_the_answer_is_the_same_again() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     first = infer(model)
-    assert infer(model) is first  # once per process
-    room.known.forget()
     with torch.device("meta"):
         assert infer(model) == first
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -115,13 +117,13 @@ def test_it_comes_last_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert planned.source.startswith("inferred, and proved on a tiny clone")
     assert f"blueprint: {planned.source}" in str(planned)
     assert planned.by_name["transformer.h.0.attn.c_attn.weight"].local_shape({}) == (32, 48)
-    monkeypatch.setattr(room, "infer_blueprint", lambda model: pytest.fail("not asked for"))
+    monkeypatch.setattr(resolve, "infer", lambda model: pytest.fail("not asked for"))
     assert plan(config, ParallelConfig()).source == ""  # nor for one process
 
 
 def test_nothing_to_cut_is_refused_with_what_was_tried() -> None:
     with pytest.raises(PlanError, match="could not be inferred from MambaForCausalLM") as caught:
-        infer_blueprint(_on_meta(MambaConfig(num_hidden_layers=2)))
+        _inferred(_on_meta(MambaConfig(num_hidden_layers=2)))
     assert "hypotheses tried" in str(caught.value)
 
 
@@ -129,20 +131,20 @@ def test_what_reads_no_tokens_is_refused_by_what_it_reads() -> None:
     with torch.device("meta"):
         model = ResNetForImageClassification(ResNetConfig())
     with pytest.raises(PlanError, match="ResNetForImageClassification: it reads pixel_values, and is tried on tokens"):
-        infer_blueprint(model)
+        _inferred(model)
 
 
 def test_a_config_whose_sizes_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "_LARGEST", 1000)
     model = _on_meta(tiny("mistral"))
     with pytest.raises(PlanError, match=r"its clone still has .* parameters"):
-        infer_blueprint(model)
+        _inferred(model)
 
 
 def test_layers_that_the_clone_does_not_show_are_refused() -> None:
     config = AutoConfig.for_model("recurrent_gemma")
     with pytest.raises(PlanError, match="layer 2 is of a kind that the tiny clone does not show"):
-        infer_blueprint(_on_meta(config))
+        _inferred(_on_meta(config))
 
 
 def test_an_entry_can_be_pasted() -> None:
@@ -156,7 +158,7 @@ def test_an_entry_can_be_pasted() -> None:
 @pytest.mark.parametrize("module", ["own_llama", "own_gpt"])
 def test_remote_code_trains_as_in_one_process(pools: Callable[[int], RankPool], tmp_path: Path, module: str) -> None:
     config = write_checkpoint(tmp_path / module, module)
-    blueprint = infer_blueprint(_on_meta(config, **TRUSTED))
+    blueprint = _inferred(_on_meta(config, **TRUSTED))
     assert blueprint.layers == "stack"
     assert blueprint.blocks.keys() == {"mixer", "gated"}
     if module == "own_llama":

@@ -12,7 +12,8 @@ from hfscale import ParallelConfig
 from hfscale.families.clone import tiny_clone
 from hfscale.plan.loans import Loan
 from hfscale.planner.assign import assign_stages
-from hfscale.planner.loans import candidate, proved
+from hfscale.planner.loans import candidate
+from hfscale.testing.proofs.loan import proved
 
 TABLE = Loan(
     "decoder.block", "layer.0.SelfAttention", "relative_attention_bias", (("has_relative_attention_bias", True),)

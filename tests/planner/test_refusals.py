@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, BambaConfig, CLIPCon
 import hfscale
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.families.clone import tiny_clone
+from hfscale.families.facts import proved_anew
 from hfscale.planner.build import build_plan
-from hfscale.planner.infer import search
 from hfscale.testing.families import config_of
+from hfscale.testing.proofs.infer import search
 
 from ..models import needs, tiny
 
@@ -103,5 +104,6 @@ def test_what_the_host_says_during_inference_is_a_refusal(monkeypatch: pytest.Mo
         raise RuntimeError("not with these sizes")
 
     monkeypatch.setattr(search, "find_dropouts", fails)
-    with pytest.raises(PlanError, match="its clone cannot be judged: RuntimeError: not with these sizes"):
+    refused = pytest.raises(PlanError, match="its clone cannot be judged: RuntimeError: not with these sizes")
+    with proved_anew(), refused:
         plan(config_of("bamba", mamba_d_state=4), ParallelConfig(tp_size=2))

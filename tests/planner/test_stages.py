@@ -28,13 +28,13 @@ from transformers import (
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.config import SCHEDULES
 from hfscale.families.clone import tiny_clone
+from hfscale.families.facts import proved_anew
 from hfscale.parallel.pipeline import order, stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
-from hfscale.planner import passage
 from hfscale.planner.assign import assign_stages
 from hfscale.planner.build import build_plan
-from hfscale.planner.probe import PassageProbe
 from hfscale.schedules import default_virtual_stages
+from hfscale.testing.proofs import passage
 from tests.models import tiny
 
 
@@ -139,7 +139,8 @@ def test_what_is_around_the_layers(family: str, first: list[str], last: list[str
 def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passage, "tiny_model", lambda model: None)
     model = on_meta(_config("mixtral"))
-    assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
+    with proved_anew():
+        assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
@@ -147,7 +148,8 @@ def test_experts_in_memory_are_not_run_either(monkeypatch: pytest.MonkeyPatch) -
     """No kernel multiplies theirs in float64."""
     monkeypatch.setattr(passage, "tiny_model", lambda model: None)
     model = AutoModelForCausalLM.from_config(_config("mixtral"), dtype=torch.float64)
-    assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
+    with proved_anew():
+        assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
 
 
 def test_layers_that_return_a_tuple() -> None:
@@ -438,12 +440,11 @@ def test_it_is_printed() -> None:
 def test_models_of_one_structure_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For every stage and layout; one whose tensors are others', or whose modules do something else, once more."""
     runs: list[str] = []
-    monkeypatch.setattr(
-        passage, "PassageProbe", lambda model, *given: runs.append(model) or PassageProbe(model, *given)
-    )
-    passage.known.forget()
-    for tied, layout in ((False, {}), (False, {"virtual_stages": 2, "pipeline_schedule": "zbv"}), (True, {})):
-        assign_stages(on_meta(_config("llama", tie_word_embeddings=tied)), ParallelConfig(pp_size=2, **layout))
+    probe = passage.PassageProbe
+    monkeypatch.setattr(passage, "PassageProbe", lambda model, *given: runs.append(model) or probe(model, *given))
+    with proved_anew():
+        for tied, layout in ((False, {}), (False, {"virtual_stages": 2, "pipeline_schedule": "zbv"}), (True, {})):
+            assign_stages(on_meta(_config("llama", tie_word_embeddings=tied)), ParallelConfig(pp_size=2, **layout))
     assert len(runs) == 2
     model = on_meta(_config("llama"))
     model.model.norm.register_forward_pre_hook(lambda *_: None)

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from hfscale.estimate.constants import CONSTANTS, Constants, fitted, read_constants
-from hfscale.estimate.job import Job
-from hfscale.estimate.layer_time import Seconds, head_seconds, layer_seconds
-from hfscale.estimate.machine import find_machine
-from hfscale.estimate.model_shape import ModelShape
-from hfscale.estimate.step_time import step_time
+from hfscale.cost.model.job import Job
+from hfscale.cost.model.machine import CONSTANTS, Constants, find_machine, fitted, read_constants
+from hfscale.cost.model.model_shape import ModelShape
+from hfscale.cost.model.step_time import Seconds, head_seconds, layer_seconds, step_time
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "estimate" / "data"
+DATA = ROOT / "tests" / "cost" / "data"
 RUNS = DATA / "nanotron_h100_1b_3b.csv"
 H100 = find_machine("h100")
 

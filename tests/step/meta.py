@@ -1,4 +1,4 @@
-"""A GPU without one: :mod:`hfscale.forecast.pretend`, with a note of where the host waits and what collectives take."""
+"""A GPU without one: a simulated rank, with a note of where the host waits and what collectives take."""
 
 import sys
 from collections import Counter
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hfscale.forecast.pretend import META, Answer, Pretence
-from hfscale.forecast.pretend import pretended_rank as pretended_gpus
+from hfscale.cost.tools.simulated_rank import META, Answer, SimulatedRank
+from hfscale.cost.tools.simulated_rank import simulated_rank as pretended_gpus
 from hfscale.runtime import runtime_of
 
 from .collectives import DTYPES
@@ -68,7 +68,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Operators(Pretence):
+class _Operators(SimulatedRank):
     def __init__(self, runtime: Any, answer: Answer) -> None:
         super().__init__(runtime, answer)
         self.seen = Seen(self.traffic.calls, self.traffic.given)
@@ -93,7 +93,7 @@ def _caller() -> str:
         path = frame.f_code.co_filename
         for package in ("/hfscale/", "/transformers/", "/peft/"):
             inside = path[path.rindex(package) :] if package in path else "/tests/"
-            if "/tests/" not in inside and not inside.endswith("/forecast/pretend.py"):
+            if "/tests/" not in inside and not inside.endswith("/cost/tools/simulated_rank.py"):
                 return f"{package[1:]}{path.rpartition(package)[2]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

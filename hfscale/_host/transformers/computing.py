@@ -43,6 +43,39 @@ def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
     return (steps <= 0) & attended[:, 1:] & attended[:, :-1]
 
 
+def told_apart_by(batch: Mapping[str, Any]) -> str:
+    """Return which of a batch's arguments may tell documents within a row apart, by shapes alone.
+
+    Returns:
+        "positions" of a text; "axes": positions in time, height and width, in which transformers looks for no
+        documents; "mask": a mask ``[b, h, s, s]`` without positions; nothing where there is no such argument.
+    """
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if isinstance(positions, Tensor):
+        tokens, kind = positions.shape[-1], "axes" if text_positions(positions) is None else "positions"
+        return kind if tokens > 1 and positions.ndim in (2, 3) else ""
+    square = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] > 1
+    return "mask" if square else ""
+
+
+def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return a flag that says whether some row holds several documents; ``None`` where none can."""
+    kind, positions, mask = told_apart_by(batch), batch.get("position_ids"), batch.get("attention_mask")
+    if kind == "mask":
+        mask = cast(Tensor, mask)
+        seen = mask > -1.0 if mask.is_floating_point() else mask != 0
+        itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
+        return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
+    if kind == "axes":  # time never runs back within a document, and no two of its tokens are at one place
+        steps = cast(Tensor, positions).diff(dim=-1)
+        begins = (steps[0] < 0) | (steps == 0).all(0)
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            attended = mask.to(begins.device) != 0
+            begins = begins & attended[:, 1:] & attended[:, :-1]
+        return begins.any()
+    return begins_anew(cast(Tensor, text_positions(cast(Tensor, positions))), mask).any() if kind else None
+
+
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     """Keep the documents of packed rows apart in transformers' masks inside the ``with`` block.

@@ -69,9 +69,8 @@ class TiedGradients:
             add_back(parameter, copy.before)
 
     def _used_anywhere(self, copies: list[_Copy], holders: tuple[int, ...]) -> list[bool]:
-        """Return which tensors get a gradient on any stage; the others stay without, and optimizers skip them.
-
-        Exchanged over the CPU group in the first step only, since it depends on the model alone.
+        """Which tensors any stage has a gradient of; what none has one of (a table that is read without) stays without,
+        and optimizers skip it. RunSpec in the first step, through the host, for it is the model's doing.
         """
         key = tuple(id(copy.parameter) for copy in copies)
         if key not in self._known:

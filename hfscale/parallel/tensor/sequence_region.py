@@ -149,9 +149,9 @@ class SequenceRegion:
         return x.narrow(_dim(x), sum(lengths[: self.rank]), lengths[self.rank])
 
     def sum_later(self, embedding: nn.Module) -> bool:
-        """Return whether the embedding may leave its sum over the ranks to the first layer, and expect that if so."""
-        # A user's hook may add to the embedding's output (noise, say), which must be added once.
-        hooked = counts_forward_hooks(embedding) > 1  # one hook is hfscale's, which calls this
+        """RunSpec by the embedding: may it leave the sum over the ranks to the first layer?"""
+        # What a hook adds to its output (noise, say) must be added once.
+        hooked = counts_forward_hooks(embedding) > 1  # one is the embedding's own, which asks
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
 

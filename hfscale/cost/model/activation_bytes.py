@@ -1,0 +1,290 @@
+"""What a rank keeps for backward passes, and which layers to compute again so that they keep less: no run.
+
+Of a layer that is recomputed the input is kept, and all that it would keep while its own backward pass runs::
+
+    kept        sum over layers of   in flight x tokens x (input where recomputed, else all)
+                + tokens x the largest of those recomputed, but its input
+                + what is around the layers, and what stages were sent and have sent
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from ...errors import ConfigError
+from ...plan.compress import BYTES, compressed
+from ...plan.context import ContextPlan
+from ...plan.offload import offloaded
+from ...plan.plan import Plan
+from ...plan.recompute import recomputed
+from ...plan.scores import heads_with_scores
+from ...plan.table import human
+from .layer_bytes import LayerBytes, Types, layer_bytes, sequence_ranks, stream_width, types_of
+from .measured_layers import MeasuredLayers
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan does not know of a run."""
+
+    tokens: int  # of one microbatch on one rank
+    in_flight: tuple[int, ...] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
+    mixed: bool = False  # whether 16 bits compute over weights of another type
+    trained: frozenset[str] = frozenset()  # names of the parameters that train
+    routes: int | None = None  # experts that a token is sent to; None: all
+    all_recomputed: bool = False  # whether all layers are, whatever the plan says
+    chosen: frozenset[str] | None = None  # layers that are recomputed under a budget, where that is known
+    measured: MeasuredLayers | None = None  # what the model's own layers were seen to keep, where no formula says it
+    sequence_length: int | None = None  # of a sequence, which scores of eager attention are kept for; all tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequence_length or self.tokens
+
+    def held_by(self, stage: int) -> int:
+        """Return how many microbatches a stage holds at once."""
+        return self.in_flight[stage] if stage < len(self.in_flight) else 1
+
+
+@dataclass(frozen=True)
+class LayerHeld:
+    """A layer on a rank."""
+
+    name: str
+    bytes: LayerBytes  # what it keeps of one token
+    in_flight: int  # microbatches whose backward pass it waits for at once
+    again: float  # what it keeps beside its input while it is computed again, as it is
+
+    def kept(self, chosen: Collection[str]) -> float:
+        """Return the bytes of one token and microbatch: of its input alone where it is among those recomputed."""
+        return self.bytes.stream if self.name in chosen else self.bytes.kept
+
+
+def activation_bytes(plan: Plan, here: dict[str, int], situation: Situation) -> tuple[int, int, list[str]]:
+    """Return the bytes on the device and on the host, and what is to be said of them."""
+    held, types = layers_held(plan, here, situation), types_of(plan, situation.mixed)
+    chosen = layers_recomputed(plan, here, situation)
+    tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
+    for each in held:
+        total += each.in_flight * tokens * each.kept(chosen)
+    if offloaded(plan).activations is not None:
+        total, away = _on_host(held, chosen, tokens)
+        notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
+    total += _around_layers(plan, here, situation, types)
+    total += _at_ends(plan, here, situation, types, _keep_inputs(plan, situation, held, chosen))
+    total += tokens * max((each.again for each in held if each.name in chosen), default=0.0)
+    total += tokens * max((each.bytes.again for each in held), default=0.0)
+    return ceil(total), away, [*notes, *_notes(plan, situation, held, chosen)]
+
+
+def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
+    """Return what is to be said of what layers keep."""
+    again, counted = recomputed(plan), all(each.bytes.counted for each in held)
+    how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
+    scores = "scores of attention are not kept"
+    if counted and situation.measured is not None:
+        how, scores = "counted on the model's own layers", "fused attention keeps no scores"
+    if heads := heads_with_scores(plan):
+        scores = f"eager attention keeps scores of {heads} heads over sequences of {situation.length:,} tokens"
+    notes = [f"activations: {how}, of {situation.tokens:,} tokens a microbatch; {scores}"]
+    if compressed(plan) is not None:
+        notes.append("what layers keep is counted in 8 bits")
+    if again.keep:
+        notes.append("results of operators that recomputed layers keep are not counted")
+    if any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
+        notes.append("what modules that are recomputed by themselves do not keep is not deducted")
+    if chosen:
+        notes.append(
+            f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
+        )
+    return notes
+
+
+def _around_layers(plan: Plan, ranks: dict[str, int], situation: Situation, types: Types) -> float:
+    """Return what lies in front of the layers and behind them."""
+    total, seen = 0.0, situation.measured
+    for index, in_flight, _ in _stages(plan, ranks, situation):
+        one = in_flight * situation.tokens
+        if seen is not None:
+            total += one * (seen.shared + seen.before * (index == 0))
+        if plan.stages is None or index == len(plan.stages.stages) - 1:
+            total += one * (_behind(plan, types, situation.trained) if seen is None else seen.behind)
+    return total
+
+
+def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
+    """Return what final norm and loss keep of a token: the norm's input twice, and the gradient by its output."""
+    if not plan.layers:
+        return 0.0
+    width = stream_width(plan, plan.layers[-1])
+    norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
+    normed = sum(max(4, types.size) + types.stream * (name in trained) for name in norms)
+    return width * (normed / sequence_ranks(plan) + types.stream)
+
+
+def _at_ends(
+    plan: Plan, ranks: dict[str, int], situation: Situation, types: Types, as_they_are: Collection[str]
+) -> float:
+    """Return what stages were sent and have sent, which stays until the gradient is there.
+
+    What was sent to a stage of the same rank is one with what that was sent, and that is one with what its first layer
+    keeps.
+
+    Args:
+        as_they_are: layers that keep their input as it is.
+    """
+    total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, ranks, situation)}
+    for index, (in_flight, names) in stages.items():
+        if names and plan.stages is not None:
+            sends = index < len(plan.stages.stages) - 1 and index + 1 not in stages
+            given = index > 0 and names[0] not in as_they_are
+            stream = types.stream * stream_width(plan, names[0]) / sequence_ranks(plan)
+            total += in_flight * situation.tokens * stream * (sends + given)
+    return total
+
+
+def _keep_inputs(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> set[str]:
+    """Return the layers that keep their input as it is; where there is no formula it is in what they keep."""
+    if offloaded(plan).activations is not None or compressed(plan) is not None:
+        return set()
+    formula = situation.measured is None
+    return {
+        each.name for each in held if each.name in chosen or each.bytes.as_input or not (formula and each.bytes.counted)
+    }
+
+
+def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> tuple[float, int]:
+    """Return what is on the device while its backward pass runs, and what waits on the host.
+
+    That is a layer, read piece by piece as the first of a backward pass is, but whole where another came before it, and
+    the one that is fetched meanwhile.
+    """
+    one = [tokens * each.kept(chosen) for each in held]
+    layers = sum(each.in_flight * size for each, size in zip(held, one, strict=True))
+    pieces = (tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held)
+    read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
+    return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
+
+
+def layers_recomputed(plan: Plan, ranks: dict[str, int], situation: Situation) -> frozenset[str]:
+    """Return the layers of which the input alone is kept, of those of the rank at ``ranks`` at least."""
+    if situation.all_recomputed:
+        return frozenset(plan.layers)
+    if recomputed(plan).budget is None:
+        return frozenset(recomputed(plan).layers)
+    if situation.chosen is not None:
+        return situation.chosen
+    return layers_to_recompute(plan, ranks.get("pp", 0), situation)
+
+
+def layers_to_recompute(plan: Plan, pp_rank: int, situation: Situation) -> frozenset[str]:
+    """Choose as few layers of a pipeline rank as bring what its layers keep below the plan's budget, the cheapest to
+    compute for a byte that they save first. All ranks of a stage come to the same answer.
+
+    Args:
+        situation: of the rank that has most tokens.
+
+    Raises:
+        ConfigError: recomputing all of them is not enough.
+    """
+    planned, tokens = recomputed(plan), situation.tokens
+    assert planned.budget is not None
+    held = layers_held(plan, {"pp": pp_rank}, situation)
+    chosen = set[str]()
+
+    def kept() -> float:
+        total = sum(each.in_flight * each.kept(chosen) for each in held)
+        return tokens * (total + max((each.again for each in held if each.name in chosen), default=0.0))
+
+    def cost(each: LayerHeld) -> float:
+        return _flops(plan, each.name, situation) / max(each.bytes.kept - each.bytes.stream, 1e-9)
+
+    for each in sorted((each for each in held if each.name in planned.layers), key=cost):
+        if kept() <= planned.budget:
+            break
+        chosen.add(each.name)
+    if kept() > planned.budget:
+        raise ConfigError(
+            f"recompute='{human(planned.budget)}' cannot be kept with {tokens:,} tokens in a microbatch: recomputing "
+            f"all {len(held)} layers of this rank still keeps {human(round(kept()))}: use smaller microbatches, more "
+            "ranks, or a larger budget"
+        )
+    return frozenset(chosen)
+
+
+def layers_held(plan: Plan, ranks: dict[str, int], situation: Situation) -> list[LayerHeld]:
+    """Return every layer of the rank at ``ranks``, in order."""
+    plain = types_of(plan, situation.mixed)
+    found = []
+    for _, in_flight, layers in _stages(plan, ranks, situation):
+        for name in layers:
+            whole = _layer(plan, name, ranks, plain, situation)
+            if compressed(plan) is None:
+                found.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
+            else:  # what is computed again keeps it as it is, and reads a copy of the input
+                held = _layer(plan, name, ranks, replace(plain, kept=BYTES), situation)
+                found.append(LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept))
+    return found
+
+
+def _stages(plan: Plan, ranks: dict[str, int], situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """Yield number, microbatches in flight and layers of every stage of the rank at ``ranks``."""
+    places = [(0, plan.layers)]
+    if plan.stages is not None:
+        places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(ranks.get("pp", 0))]
+    for index, layers in places:
+        yield index, situation.held_by(index), tuple(layers)
+
+
+def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situation: Situation) -> LayerBytes:
+    measured = situation.measured
+    if measured is not None and types.kept is not None:
+        measured = measured.in_8_bits
+    seen = None if measured is None else measured.of_layer(plan, layer)
+    if seen is not None:
+        return seen
+    trained, first = situation.trained, layer == plan.layers[0]
+    if first:  # of a layer behind it the input needs a gradient
+        looked_up = (name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight")
+        first = not any(name in trained for name in looked_up)
+    routes, length = situation.routes, situation.length
+    found = layer_bytes(plan, layer, ranks, types, trained, routes=routes, first=first, length=length)
+    context = plan.feature(ContextPlan)
+    if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
+        return replace(found, kept=found.kept * plan.layout.cp, as_input=0.0)
+    return found
+
+
+def around_layers(plan: Plan) -> list[str]:
+    """Return the names of the parameters around the layers."""
+    inside = tuple(f"{layer}." for layer in plan.layers)
+    return [planned.name for planned in plan.owned() if not planned.name.startswith(inside)]
+
+
+def trained_names(plan: Plan) -> frozenset[str]:
+    """Return the parameters that train unless somebody says otherwise: adapters, or all that is not quantized."""
+    adapters = frozenset(adapter.name for adapter in plan.adapters)
+    quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    return adapters or frozenset(p.name for p in plan.owned()) - quantized
+
+
+def has_head(plan: Plan, rank: int) -> bool:
+    """Return whether a pipeline rank has the head."""
+    return plan.head is not None and plan.is_local(rank, plan.head)
+
+
+def is_matrix(plan: Plan, name: str) -> bool:
+    """Return whether a parameter has rows and columns."""
+    return len(plan.by_name[name].shape) > 1
+
+
+def _flops(plan: Plan, layer: str, situation: Situation) -> float:
+    """Return the operations of a forward pass of one token: two for each entry of a matrix that it meets."""
+    total = 0.0
+    for planned in plan.owned():
+        if planned.name.startswith(f"{layer}.") and len(planned.shape) > 1:
+            count = next((e.count for e in plan.mixtures if planned.name.startswith(f"{e.name}.")), None)
+            share = 1.0 if count is None else min(situation.routes or count, count) / count
+            total += 2 * share * prod(planned.shape)
+    return total

@@ -1,0 +1,243 @@
+"""What a step is asked to do: sizes of the axes and of the batch, what is computed twice, what each rank has."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ...plan import Plan
+from ...plan.float8 import gathered_in_8_bits
+from ...plan.offload import offloaded
+from ...plan.recompute import recomputed
+from .activation_bytes import Situation, has_head, is_matrix, layers_held, trained_names
+from .layer_bytes import types_of
+
+_UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
+_PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of one layout, as far as its time depends on it."""
+
+    sequence: int  # tokens of a sequence
+    batch: int  # sequences of one microbatch
+    microbatches: int  # of one batch rank in a step
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1  # ranks with distinct batches
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1  # ranks over which each of the experts that are spread is cut; 1 for whole ones
+    shards: int = 1  # data ranks that share the optimizer's state and weights; 1 where each has all of it
+    gathers: bool = False  # whether weights are gathered for every microbatch, in both passes (ZeRO-3)
+    virtual: int = 1  # stages of one pipeline rank
+    sequence_parallel: bool = False  # whether norms and residuals are cut over the tensor ranks
+    # Values that a layer's collectives send and receive for each of the stream's, over all of its passes: 8 for two
+    # gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
+    exchanged: float = 8
+    recompute: float = 0.0  # fraction of the layers that the backward pass computes again
+    attention_again: bool = False  # whether it computes attention between its projections again in all layers
+    causal: bool = True  # whether attention leaves out what comes later
+    trained: float = 1.0  # fraction of the weights that train; the others have no gradient of their own
+    value_bytes: float = 2  # of a value of the stream between the blocks
+    gradient_bytes: float = 4  # of a gradient as ranks exchange it
+    gathered_bytes: float = 2  # of a weight as data ranks gather it
+    unpacked: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
+    offloaded: float = 0.0  # bytes to the host and from it beside a step's passes: activations, or shards
+    handed: float = 0.0  # likewise when the passes have ended: gradients for an optimizer there, and its weights
+    steps_on_host: bool = False  # whether the optimizer steps in the host's memory
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch, on one context rank."""
+        return self.sequence * self.batch / self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are spread or cut."""
+        return self.ep * self.expert_tp if self.ep > 1 else self.tp
+
+    @property
+    def expert_batches(self) -> int:
+        """Distinct batches whose tokens meet in one group of experts."""
+        return max(1, self.expert_ranks // self.tp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Data ranks that share out an expert's weights."""
+        return max(1, self.shards // self.expert_batches)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Replicas of those."""
+        return max(1, self.dp * self.cp // self.expert_batches // self.expert_shards)
+
+    @property
+    def slices_tokens(self) -> bool:
+        """Whether tensor ranks each send a share of a batch to whole experts."""
+        return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.sequence * self.batch * self.microbatches * self.dp
+
+    def shard_of(self, weights: float, experts: float) -> float:
+        """Return one data rank's share of so many entries of weights and of experts."""
+        return weights / self.shards + experts / self.expert_shards
+
+    def shard_traffic(self) -> float:
+        """Return the bytes between device and host of each weight of a shard that lies there: gathers, and gradient."""
+        return self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
+
+    def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
+        """Return the job with what goes between device and host.
+
+        Args:
+            what: lies on the host: ``optimizer``, ``activations``, ``parameters``.
+            activations: bytes of them that go there and back in a step.
+            entries: of this rank's shard of the weights.
+        """
+        moved = activations * ("activations" in what) + self.shard_traffic() * entries * ("parameters" in what)
+        handed = (self.gradient_bytes + self.gathered_bytes) * self.trained * entries * ("optimizer" in what)
+        steps = "optimizer" in what or "parameters" in what
+        return replace(self, offloaded=moved, handed=handed, steps_on_host=steps)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a pipeline rank has. Entries are of parameters on one of its ranks, over its data ranks together."""
+
+    layers: int
+    embedding: bool
+    head: bool
+    layer_weights: float  # entries of the layers, without experts
+    expert_weights: float  # of experts, over the data ranks that share these out
+    table_weights: float  # of what is around the layers
+    forward: int = 0  # how many of its stages hand their output to another rank
+    backward: int = 0  # likewise gradients
+    trained: float = 1.0  # fraction of all these that trains
+    partial: float = 0.0  # bytes of gradients on this rank that are summed over its tensor ranks, once in a step
+
+    @property
+    def ends(self) -> int:
+        """How many of embedding and head."""
+        return self.embedding + self.head
+
+    @property
+    def weights(self) -> float:
+        """Entries of all but experts."""
+        return self.layer_weights + self.table_weights
+
+
+def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
+    """Return what a step of this plan is.
+
+    Args:
+        sequence: tokens of a sequence; ``batch`` of them are a microbatch.
+        microbatches: of one batch rank in a step.
+        mixed: whether it computes in 16 bits over the weights' own type.
+    """
+    layout, again = plan.layout, recomputed(plan)
+    shards = layout.dp_shard
+    fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
+    entries = _entries(plan)
+    trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
+    widest = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
+    sizes = {axis: layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "expert_tp")}
+    given: dict[str, Any] = {"sequence": sequence, "batch": batch, "microbatches": microbatches, **sizes}
+    return Job(
+        **given,
+        dp=layout.batch_world,
+        shards=shards,
+        gathers=shards > 1 and (layout.pp == 1 or bool(layout.weights_regather)),
+        virtual=int(layout.virtual_stages or 1),
+        sequence_parallel=bool(plan.sequence_regions),
+        exchanged=10 if layout.sequence_regather else 8,
+        recompute=0.5 if again.modules else fraction,
+        attention_again=again.attention,
+        trained=trains,
+        value_bytes=2 if mixed else types_of(plan, False).size,
+        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest,
+        gathered_bytes=_gathered_bytes(plan, mixed),
+        unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
+    )
+
+
+def _entries(plan: Plan) -> dict[str, int]:
+    """Return the entries of each matrix."""
+    return {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
+
+
+def _gathered_bytes(plan: Plan, mixed: bool) -> float:
+    """Return the bytes of a matrix's weight as data ranks gather it: as it is computed with, in 8 bits, or packed."""
+    packed, size = frozenset[str](), 0.0
+    if plan.quantized is not None:
+        packed, size = frozenset(plan.quantized.weights), _PACKED[plan.quantized.bits]
+    types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
+    types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
+    entries = _entries(plan)
+    found = sum(count * (size if name in packed else types[name]) for name, count in entries.items())
+    return found / max(1, sum(entries.values()))
+
+
+def with_host_of(plan: Plan, job: Job) -> Job:
+    """Return the job with what goes between device and host, of the pipeline rank where that is most."""
+    on_host, ranks = offloaded(plan), range(job.pp)
+    what = {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
+    activations = 0.0
+    if on_host.activations is not None:
+        what, activations = what | {"activations"}, max(_activations(plan, rank, job) for rank in ranks)
+    local = [[plan.by_name[name].local_shape({"pp": rank}) for name in plan.local_names(rank)] for rank in ranks]
+    return job.with_host(what, activations, max(sum(map(prod, shapes)) for shapes in local)) if what else job
+
+
+def _activations(plan: Plan, rank: int, job: Job) -> float:
+    """Return the bytes of what a pipeline rank's layers keep, to the host and back, in a step."""
+    names = frozenset(p.name for p in plan.owned())
+    held = layers_held(plan, {"pp": rank}, Situation(round(job.tokens), trained=names))
+    again = recomputed(plan).layers
+    kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
+    return 2 * kept * job.tokens * job.microbatches
+
+
+def places_of(plan: Plan, job: Job) -> list[Place]:
+    """Return what each pipeline rank has."""
+    return [_place(plan, job, rank) for rank in range(job.pp)]
+
+
+def _place(plan: Plan, job: Job, rank: int) -> Place:
+    home = () if plan.stages is None else plan.stages.ranks
+    own = [stage for stage, where in enumerate(home) if where == rank]
+    here = {name: prod(plan.by_name[name].model_shape({"pp": rank})) for name in plan.local_names(rank)}
+    spread, in_layers = (
+        sum(entries for name, entries in here.items() if name.startswith(parts))
+        for parts in (tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers))
+    )
+    stages = plan.stages and plan.stages.of_rank(rank)
+    trained, partial = _trained(plan, here)
+    return Place(
+        layers=len(plan.layers) if not stages else sum(len(stage.layers) for stage in stages),
+        embedding=plan.stages is None or 0 in own,
+        head=has_head(plan, rank),
+        layer_weights=in_layers - spread,
+        expert_weights=spread,
+        table_weights=sum(here.values()) - in_layers,
+        forward=sum(stage + 1 < len(home) and home[stage + 1] != rank for stage in own),
+        backward=sum(stage > 0 and home[stage - 1] != rank for stage in own),
+        trained=trained / max(1, sum(here.values())),
+        partial=partial / job.shards,
+    )
+
+
+def _trained(plan: Plan, here: dict[str, int]) -> tuple[int, int]:
+    """Return how many of the entries here train, and the bytes of gradients that are partial over tensor ranks."""
+    trained = [plan.by_name[name] for name in trained_names(plan) & here.keys()]
+    partial = sum(here[p.name] * p.dtype.itemsize for p in trained if "tp" in p.partial)
+    return sum(here[p.name] for p in trained), partial

@@ -1,0 +1,347 @@
+"""What the layers keep for their backward pass, from the shapes of a plan: bytes per token, no run.
+
+For LLaMA's layer it is counted (Korthikanti et al. 2022, section 4, recounted), in units of one value per token and
+hidden unit, with ``k`` key/value heads per head, ``f`` intermediate over hidden size, ``t`` tensor ranks; all trained,
+in one type::
+
+    between the blocks   each of two norms: its input, the normed input, its output                     6
+    attention            queries and result, keys and values                                            2 + 2k
+    MLP                  gate, its activation, up, their product                                        4f
+    cut over tp          6 + (2 + 2k + 4f) / t;  with the sequence cut too, all of it / t, and
+                         2 (1 - 1/t) for the gathered inputs of both blocks, unless they are gathered again
+
+A frozen norm does not keep its normed input, and a frozen projection without an adapter does not keep its input. A
+low-rank adapter keeps its ``r`` values, and a copy of its input where its factors have another type. In 16 bits a norm
+keeps its input in 32.
+
+Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
+return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
+adapter.
+
+Any other layer is counted (:mod:`.measured_layers`), or, where nobody did, estimated from above: twice the rows and
+columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to;
+four times every vector. Dropout in front of adapters is not in such an estimate.
+
+SDPA and flash attention keep no scores. Eager attention keeps one for each head and token of the sequence, in 32 bits
+and, where the layer computes in another type, in that as well; and keys and values once for each head of queries.
+
+Context ranks that share out heads keep key heads once more for each rank that reads them, and the result of attention
+twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from ..._host.peft import LORA_A
+from ...plan.compress import FEW
+from ...plan.context import ContextPlan
+from ...plan.parameter import ParameterPlan
+from ...plan.plan import Plan
+from ...plan.recompute import recomputed
+from ...plan.scores import heads_with_scores
+from .cp_buffers import replicas, shares_heads
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousands
+
+
+@dataclass(frozen=True)
+class Types:
+    """What a forward pass computes in, in bytes of a value."""
+
+    size: int  # within blocks
+    adapters: int  # of adapters' factors, as they are multiplied
+    autocasts: int = 0  # between blocks, where autocast alone computes in another type within; 0: the same
+    kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a value between blocks."""
+        return self.autocasts or self.size
+
+    def as_kept(self, size: float) -> float:
+        """Return the bytes of a value of ``size`` bytes, as a layer keeps it."""
+        return size if self.kept is None else self.kept
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer keeps of one token."""
+
+    kept: float  # bytes for the backward pass
+    stream: float  # bytes of its input alone, which is kept where activations are recomputed
+    counted: bool  # and not estimated from above
+    again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
+    as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
+    piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
+
+
+def types_of(plan: Plan, mixed: bool) -> Types:
+    """Return what the plan's model computes in, and its adapters."""
+    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=size_of, default=torch.float32)
+    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
+    if mixed and plan.layout.data_world > 1:
+        return Types(2, 2)
+    size = size_of(model)
+    own = max((size_of(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
+    if mixed and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
+        return Types(2, 2, autocasts=size)
+    return Types(size, own)
+
+
+def size_of(dtype: torch.dtype) -> int:
+    """Return the bytes of a value."""
+    return dtype.itemsize
+
+
+def sequence_ranks(plan: Plan) -> int:
+    """Return over how many tensor ranks the hidden states between blocks are cut."""
+    return plan.layout.tp if plan.sequence_regions else 1
+
+
+def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
+    """Return the parameters of a layer, without those of adapters."""
+    adapters = {adapter.name for adapter in plan.adapters}
+    return [planned for planned in plan.of_layers[layer] if planned.name not in adapters]
+
+
+def layer_bytes(
+    plan: Plan,
+    layer: str,
+    ranks: dict[str, int],
+    types: Types,
+    trained: Collection[str],
+    *,
+    routes: int | None = None,
+    first: bool = False,
+    length: int = 0,
+) -> LayerBytes:
+    """Return what ``layer`` keeps of one token of the batch of the rank at ``ranks``.
+
+    Args:
+        trained: names of the parameters that train.
+        routes: how many experts a token is sent to; all, where it is not known.
+        first: whether nothing in front of it trains, so that its input needs no gradient.
+        length: tokens of a sequence.
+    """
+    owned, hidden = own_parameters(plan, layer), stream_width(plan, layer)
+    sequence = sequence_ranks(plan)
+    stream = types.as_kept(types.stream) * hidden / sequence
+    roles = _llama_roles(owned, layer)
+    if roles is None:
+        scores = _score_bytes(types) * length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
+        return LayerBytes(_at_most(plan, layer, ranks, types, routes) + scores, stream, False)
+    layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence, length)
+    blocks, again = layer_of.blocks()
+    as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
+    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again, as_input, layer_of.piece())
+
+
+def is_known(plan: Plan, layer: str) -> bool:
+    """Return whether a formula says what ``layer`` keeps: LLaMA's."""
+    return _llama_roles(own_parameters(plan, layer), layer) is not None
+
+
+def stream_width(plan: Plan, layer: str) -> int:
+    """Return the width of the stream between layers: the length that most sides of a layer's matrices have."""
+    counts: dict[int, int] = {}
+    for planned in plan.of_layers[layer]:
+        if len(planned.shape) >= 2:
+            for size in set(planned.shape[-2:]):
+                counts[size] = counts.get(size, 0) + 1
+    return max(counts, key=lambda size: (counts[size], -size), default=0)
+
+
+@dataclass(frozen=True)
+class _Llama:
+    plan: Plan
+    roles: dict[str, ParameterPlan]
+    hidden: int
+    ranks: dict[str, int]
+    types: Types
+    trained: frozenset[str]
+    sequence: int
+    length: int
+
+    @cached_property
+    def scores(self) -> float:
+        """Scores of one token, where attention keeps them."""
+        part = self._out("q_proj") / self.roles["q_proj"].shape[0]
+        return self.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
+
+    @cached_property
+    def ranks_of_adapters(self) -> Counter[str]:
+        """Weight -> ranks of its low-rank adapters."""
+        found = Counter[str]()
+        for adapter in self.plan.adapters:
+            if adapter.kept_in == LORA_A:
+                found[adapter.base] += adapter.shape[0]
+        return found
+
+    def keeps_input(self, first: bool) -> bool:
+        """Return whether the first norm keeps the layer's input as it is, and no copy in 32 bits."""
+        return self.types.stream >= 4 and (not first or self.roles["input_layernorm"].name in self.trained)
+
+    def norms(self, first: bool) -> float:
+        """Return the bytes of inputs and normed inputs of both norms, per token of the whole sequence."""
+        total = 0.0
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+            planned, wide = self.roles[name], max(4, self.types.size)
+            trains = planned.name in self.trained
+            needed = trains or number > 0 or not first
+            normed = self._kept(self.hidden, self.types.stream) * trains
+            total += (self._kept(self.hidden, wide) + wide) * needed + normed
+        return total / self.sequence
+
+    def blocks(self) -> tuple[float, float]:
+        """Return what the blocks keep, their inputs included; and, of those that are recomputed by themselves, the most
+        that one keeps while it is.
+        """
+        total, again = 0.0, 0.0
+        blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
+        for output, kept, readers in blocks:
+            if self._is_alone(output):
+                given = self._kept(self.hidden, self.types.stream)
+                shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
+                total, again = total + given, max(again, kept - shared)
+            else:
+                total += kept
+        return total, again
+
+    def piece(self) -> float:
+        """Return what the operation reads of one token that reads most: the product in the MLP, or attention."""
+        size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
+        if not self._is_alone("down_proj"):
+            found.append(2 * self._kept(self._out("gate_proj"), size))
+        if not self.attention_again and not self._is_alone("o_proj"):
+            queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
+            found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
+            found.append(self._kept(self.scores, size) + self._kept(queries, size))
+        return max(found)
+
+    @property
+    def attention_again(self) -> bool:
+        """Whether attention between its projections is recomputed."""
+        return recomputed(self.plan).attention
+
+    def _is_alone(self, output: str) -> bool:
+        """Return whether the block of an output projection is recomputed by itself."""
+        return self.roles[output].name.removesuffix(f".{output}.weight") in recomputed(self.plan).modules
+
+    def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
+        """Return whether any of these projections trains, and the ranks of their adapters."""
+        names = [self.roles[name].name for name in readers]
+        adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
+        return any(name in self.trained for name in names), adapted
+
+    def _attention(self) -> float:
+        size = self.types.size
+        queries, keys = self._out("q_proj"), self._out("k_proj")
+        read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
+        total = self._kept(queries, size) + 2 * self._kept(read, size)
+        total += self._kept(self.scores, _score_bytes(self.types))
+        total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
+        for name in ("q_norm", "k_norm"):
+            if name in self.roles:
+                width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
+                total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
+        if self.scores or self.attention_again:  # nothing but what the output projection keeps
+            total += self._read(queries, ("o_proj",))
+        else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
+            total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
+        return total + self._read_stream(_ATTENTION[:3])
+
+    def _mlp(self) -> float:
+        inner = self._out("gate_proj")
+        total = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",))
+        return total + self._read_stream(_MLP[:2])
+
+    def _kept(self, values: float, size: float) -> float:
+        """Return the bytes of so many values of a token; few stay as they are."""
+        return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
+
+    def _heads(self, queries: int) -> float:
+        context = self.plan.feature(ContextPlan)
+        return queries / _HEAD_SIZE if context is None or not context.heads else context.heads
+
+    def _out(self, name: str) -> int:
+        return self.roles[name].model_shape(self.ranks)[0]
+
+    def _read_stream(self, readers: tuple[str, ...]) -> float:
+        """Return the bytes that projections keep of what a norm returns: this rank's share of it, where it is gathered
+        anew for them and their adapters; under autocast else a copy each.
+        """
+        if self.sequence > 1 and self.plan.layout.sequence_regather:
+            trains, adapted = self._adapted(readers)
+            size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
+            own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
+            return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
+        if not self.types.autocasts:
+            return self._read(self.hidden, readers)
+        return sum(self._read(self.hidden, (name,)) for name in readers)
+
+    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
+        """Return the bytes that projections keep of an input of ``width`` values.
+
+        Args:
+            kept: whether something else keeps it in any case.
+        """
+        (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
+        casts = wide != size or bool(self.types.autocasts)
+        own = self._kept(width, size) * (trains or bool(adapted and not casts))
+        copies = self._kept(width, wide) * len(adapted) * casts
+        return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
+
+
+def _score_bytes(types: Types) -> int:
+    """Return the bytes of a score of eager attention: softmax is in 32 bits."""
+    return 4 + (types.size if types.size != 4 else 0)
+
+
+def _ranks_of_heads(plan: Plan, layer: str) -> int:
+    """Return how many tensor ranks cut a layer's heads, as far as its blocks say: not where its MLP alone is one."""
+    blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
+    return plan.layout.tp if len(blocks) > 1 else 1
+
+
+def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
+    """Return the parameters of LLaMA's layer by name; ``None`` of any other layer."""
+    expected = {f"{layer}.self_attn.{name}.weight": name for name in (*_ATTENTION, "q_norm", "k_norm")}
+    expected |= {f"{layer}.mlp.{name}.weight": name for name in _MLP}
+    expected |= {f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
+    biases = {name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role}
+    found = {expected[p.name]: p for p in owned if p.name in expected}
+    known = all(p.name in expected or p.name in biases for p in owned)
+    return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
+
+
+def _at_most(plan: Plan, layer: str, ranks: dict[str, int], types: Types, routes: int | None) -> float:
+    count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
+    often = min(routes or count, count)
+    experts = tuple(f"{e.name}." for e in plan.mixtures)
+    tensor = plan.layout.tp if plan.layout.slices_tokens else 1
+    values, wide = 2.0 * stream_width(plan, layer) * types.stream / types.size, 0.0
+    for planned in own_parameters(plan, layer):
+        local, inside = planned.model_shape(ranks), planned.name.startswith(experts)
+        if len(local) >= 3 and inside:
+            values += often * 2 * sum(local[-2:]) / tensor
+        elif len(local) == 2:
+            values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
+        elif len(local) == 1 and planned.name.endswith("weight"):
+            wide += 4 * local[0]  # norms compute in 32 bits
+    of_adapters = types.adapters * _of_adapters(plan, layer, ranks, types)
+    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + of_adapters
+
+
+def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) -> int:
+    """Return the values that adapters keep: those between their factors, and copies of inputs in another type."""
+    low_rank = [a for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")]
+    kept = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
+    copied = low_rank if types.adapters != types.size else ()
+    return kept + sum(plan.by_name[adapter.base].model_shape(ranks)[-1] for adapter in copied)

@@ -1,0 +1,152 @@
+"""Machines and the constants of time on them: data files with sources, or what ``hfscale calibrate`` measured.
+
+``constants.json`` is written by ``scripts/bench/fit_planner.py`` from the runs of 1B and 3B models of the Ultra-Scale
+Playbook's sweep (Tazi et al. 2025; nanotron on H100). Fractions are of what a machine's data file says, so that they
+carry over to other machines; seconds are of the host, and ``hfscale calibrate`` measures them.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+CONSTANTS = Path(__file__).parent / "constants.json"
+_FOLDER = Path(__file__).parent / "machines"
+_BUDGET = 0.875  # of the memory: all public runs that were measured above it were 2.7 to 9.3 times slow
+_LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidth")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator, and how it reaches the others. Bandwidths are in bytes per second and in one direction."""
+
+    name: str  # as in hardware=
+    flops: float  # products and sums of dense 16-bit matrix products, per second
+    memory_bandwidth: float
+    memory: float  # bytes that a process can have
+    link_bandwidth: float  # to the others of its node
+    nic_bandwidth: float  # to other nodes, for each rank
+    ranks_per_node: int = 8
+    host_bandwidth: float = 32e9  # to the host's memory
+    products: float | None = None  # fraction of flops that large products reach, where runs told; else the constants'
+    title: str = ""  # for people
+    sources: tuple[str, ...] = ()  # where the numbers are from
+
+    @property
+    def budget(self) -> float:
+        """Bytes up to which a run is not slowed down by an allocator that is short of memory."""
+        return _BUDGET * self.memory
+
+    def verdict(self, needed: float, likely: float, budget: float | None = None) -> str:
+        """Return ``fits``, ``tight`` (the allocator will be short of memory, and slow) or ``does not fit``."""
+        if needed > self.memory:
+            return DOES_NOT_FIT
+        return TIGHT if likely > (self.budget if budget is None else budget) else FITS
+
+    def to_json(self) -> str:
+        """Return the text of a data file."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def machine_names() -> tuple[str, ...]:
+    """Return the names of the machines that have a data file."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def find_machine(hardware: str | Machine) -> Machine:
+    """Return the machine of a name, of a JSON file, or the machine itself.
+
+    Raises:
+        ConfigError: the name is unknown, or a file lacks what is needed.
+    """
+    if isinstance(hardware, Machine):
+        return hardware
+    if not isinstance(hardware, str):
+        raise ConfigError(f"hardware={hardware!r} is unknown: use one of {', '.join(machine_names())}")
+    name = hardware.lower().removesuffix(".json") if hardware.lower() in machine_names() else hardware
+    path = _FOLDER / f"{name}.json" if name in machine_names() else Path(hardware)
+    if not path.is_file():
+        near = get_close_matches(hardware.lower(), machine_names(), n=1, cutoff=0.0)
+        raise ConfigError(
+            f"hardware={hardware!r} is unknown: known are {', '.join(machine_names())} (nearest by name: {near[0]!r}), "
+            "or give a JSON file as `hfscale calibrate --out FILE` writes it"
+        )
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}") from None
+    return machine_of(found if isinstance(found, dict) else {}, str(path))
+
+
+def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
+    """Return the machine of a data file's content.
+
+    Raises:
+        ConfigError: something is missing or not a positive number.
+    """
+    wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
+    if wrong:
+        raise ConfigError(f"{source} describes no machine: {', '.join(wrong)} must be positive numbers")
+    known = {field.name for field in fields(Machine)}
+    given = {key: value for key, value in data.items() if key in known}
+    given |= {"sources": tuple(data.get("sources", ())), "name": str(data.get("name", Path(source).stem))}
+    return Machine(**given)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a software stack makes of a machine."""
+
+    products: float  # fraction of the peak that matrix products reach
+    attention: float  # likewise the attention kernel
+    memory: float  # fraction of the memory's bandwidth
+    elementwise: float  # bytes moved between the products, over those that the time model counts
+    loss_bytes: float  # bytes moved for every logit, forward and backward
+    link: float  # fraction of the link's bandwidth that a layer's collectives reach where nothing hides them
+    far_nic: float  # fraction of the network's that they reach where tensor ranks are on several nodes
+    far_latency: float  # seconds per tensor rank that a layer waits besides, there
+    data_link: float  # fraction of the link's bandwidth that collectives of gradients reach within a node
+    nic: float  # fraction of the network's bandwidth
+    spread: float  # by how much more a collective of gradients takes for every doubling of the nodes
+    hidden: float  # seconds of gradients' all-reduce that a second of backward pass hides
+    hidden_shards: float  # likewise where gradients are scattered and weights gathered again (ZeRO)
+    latency: float  # seconds per data rank of a step's all-reduces
+    latency_shards: float  # likewise of its scatters and gathers
+    layer_host: float  # seconds that the host needs to launch a layer's forward and backward pass
+    ends_host: float  # likewise embedding, and head and loss, on the stages that have them
+    hop: float  # seconds of handing over between two stages, forward and backward
+    step: float  # seconds of a step's own: reading a batch, clipping, logging
+    update_bytes: float  # bytes that the optimizer moves for every weight
+    sharpness: float  # of the maximum of host and device; larger is sharper
+
+
+@cache
+def fitted() -> Constants:
+    """Return the constants of the committed file."""
+    return read_constants(CONSTANTS)
+
+
+def constants_of(hardware: str | Machine) -> Constants:
+    """Return what a calibration measured, or what was fitted on public runs."""
+    path = Path(hardware) if isinstance(hardware, str) else None
+    if path is not None and path.is_file() and '"time"' in path.read_text():
+        return read_constants(path)
+    return fitted()
+
+
+def read_constants(path: Path) -> Constants:
+    """Read the constants of a file, under ``"time"`` in it.
+
+    Raises:
+        ConfigError: some are missing.
+    """
+    found, names = json.loads(path.read_text()).get("time", {}), [field.name for field in fields(Constants)]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}")
+    return Constants(**{name: float(found[name]) for name in names})

@@ -1,0 +1,267 @@
+"""What a rank holds while it trains, from a plan: integers in, bytes out; no weights, no run.
+
+::
+
+    weights     what the plan leaves of every parameter on the rank; of a quantized one, packed bytes and scales; under
+                a schedule without a flush older versions of what trains
+    adapters    likewise of adapters
+    gradients   of what trains
+    optimizer   its state: :mod:`.optimizer_bytes`
+    activations what layers and final norm keep for backward passes, of all microbatches alive: :mod:`.activation_bytes`
+    gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
+    exchanged   what context ranks hold of one another's keys and values: :mod:`.cp_buffers`
+    loss        one chunk of logits with its gradient, and the head's gradient on its way
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import ceil, prod
+from typing import Any
+
+from ...plan.cut import Cut, cut_shape
+from ...plan.float8 import float8_weights, gathered_in_8_bits
+from ...plan.offload import offloaded
+from ...plan.parameter import ParameterPlan
+from ...plan.plan import Plan
+from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
+from ...plan.table import aligned, human
+from ...schedules import ASYNCHRONOUS
+from .activation_bytes import Situation, activation_bytes, around_layers, has_head, is_matrix, trained_names
+from .cp_buffers import cp_buffer_bytes
+from .layer_bytes import size_of, stream_width, types_of
+from .optimizer_bytes import optimizer_bytes
+
+OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
+_FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
+_DATA = ("dp_shard", "edp_shard")
+_CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
+_OUTER_CODE = 4 * 256
+
+
+def likely_bytes(needed: float, activations: float) -> float:
+    """Return the bytes that a rank is likely to reserve: an allocator needs a tenth more for activations."""
+    return needed + (_FRAGMENTS - 1) * activations
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank by kind; ``print`` it for one line per kind."""
+
+    weights: int  # of the model's parameters; packed bytes and scales of quantized ones
+    adapters: int
+    gradients: int  # of the parameters that train
+    optimizer: int  # its state, once there has been a step
+    activations: int  # what is kept for the backward pass, of all microbatches that are in flight at once
+    gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
+    exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
+    loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
+    on_host: int = 0  # what lies on the host instead; no part of the total
+    notes: tuple[str, ...] = ()  # what of this is estimated, and how
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, on the device."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("on_host", "notes")}
+
+    @property
+    def total(self) -> int:
+        """All of it: an upper estimate of the peak, which not all kinds reach at the same time."""
+        return sum(self.kinds.values())
+
+    @property
+    def needed(self) -> float:
+        """Bytes without which a rank does not run: all kinds at once, and what libraries take."""
+        return self.total + OVERHEAD
+
+    @property
+    def likely(self) -> float:
+        """Bytes that a rank is likely to reserve."""
+        return likely_bytes(self.needed, self.activations)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*aligned([(k, human(size)) for k, size in (*self.kinds.items(), ("total", self.total))]), *self.notes]
+        )
+
+
+def estimate_memory(
+    plan: Plan,
+    ranks: Mapping[str, int] | None = None,
+    *,
+    optimizer: str = "adamw_torch_fused",
+    options: Mapping[str, Any] | None = None,
+    tokens: int = 2048,
+    mixed_precision: str = "no",
+    trained: Collection[str] | None = None,
+    chunk_rows: int | None = None,
+    **further: Any,
+) -> MemoryEstimate:
+    """Return what the rank at ``ranks`` holds.
+
+    Args:
+        ranks: its coordinates, axis -> rank; those left out are 0.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows; ``options``: those that change its state:
+            ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
+        trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
+        chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
+        further: fields of :class:`Situation`.
+    """
+    here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
+    held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
+    chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
+    training = [planned for planned in held if planned.name in chosen]
+    situation = Situation(ceil(tokens / plan.layout.cp), mixed=mixed, trained=chosen, **further)
+    kept, away, notes = activation_bytes(plan, here, situation)
+    state = optimizer_bytes(training, here, optimizer, options, plan.layers)
+    on_host = state * offloaded(plan).optimizer
+    if offloaded(plan).optimizer:
+        notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
+    trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, here)
+    found = MemoryEstimate(
+        weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
+        adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
+        gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed),
+        optimizer=state - on_host,
+        activations=kept,
+        gathered=_gathered(plan, here, held, situation),
+        exchanged=_exchanged(plan, here, situation, tokens),
+        loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
+        on_host=away + on_host,
+        notes=tuple(notes),
+    )
+    return _without_shards(found) if offloaded(plan).parameters else found
+
+
+def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
+    """Return how many older versions of what trains there are between steps, and how many gradients of it.
+
+    PipeDream stashes the weights of every microbatch under way. In 2BW that is one version on all stages but the last,
+    and gradients of a step wait for the end of the next one (Narayanan et al. 2019, 2021).
+    """
+    layout, schedule = plan.layout, plan.layout.pipeline_schedule
+    if layout.pp == 1 or schedule not in ASYNCHRONOUS:
+        return 0, 1
+    behind = layout.pp - 1 - ranks.get("pp", 0)
+    return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
+
+
+def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
+    """Return what is left on the device where shards lie on the host."""
+    away = found.weights + found.adapters + found.gradients + found.optimizer
+    note = f"on the host: shards, gradients and optimizer of {human(away)}"
+    none = dict.fromkeys(("weights", "adapters", "gradients", "optimizer"), 0)
+    return replace(found, **none, on_host=found.on_host + away, notes=(*found.notes, note))
+
+
+def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool) -> int:
+    """Return what PowerSGD has left out of this rank's gradients so far, in 32 bits at least, and its factors."""
+    if plan.layout.gradient_compression != "powersgd":
+        return 0
+    total, rank = 0, int(plan.layout.powersgd_rank or 1)
+    for planned in training:
+        spread = any(cut.axis == "ep" for cut in planned.cuts)
+        size = _padded(planned.shape, planned.cuts, ranks)
+        rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)
+        worth = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
+        if worth and plan.layout.size("edp_replicate" if spread else "dp_replicate") > 1:
+            wide = 4 if mixed else max(4, planned.dtype.itemsize)
+            total += wide * (rows * columns + rank * columns)
+    return total
+
+
+def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
+    """Return the bytes of one parameter on the rank at ``ranks``, as if it were whole over ``axes``.
+
+    Data ranks have shards of one size: the last ones are padded.
+    """
+    cuts = [cut for cut in planned.cuts if cut.axis not in axes]
+    if plan.quantized is not None and planned.name in plan.quantized.weights:
+        shards = prod(cut.size for cut in planned.cuts if cut.axis in axes)
+        return shards * _quantized_bytes(plan, planned, ranks)
+    return prod(_padded(planned.shape, cuts, ranks)) * planned.dtype.itemsize
+
+
+def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[int, ...]:
+    return cut_shape(shape, cuts, {axis: rank for axis, rank in ranks.items() if axis not in _DATA})
+
+
+def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
+    """Return the packed bytes and scales of this rank's share, which data ranks hold in rows of one size."""
+    assert plan.quantized is not None
+    transposed, double = planned.name in plan.quantized.transposed, plan.quantized.double
+    sharded = plan.layout.data_world > 1
+    local = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
+    matrices, values = prod(local[:-2]), prod(local[-2:])
+    if plan.quantized.bits == 8:
+        return values + 4 * local[-1 if transposed else -2]
+    blocks = ceil(values / BLOCK)
+    if sharded or len(local) == 3:  # bytes that hfscale packs
+        return matrices * (blocks * BLOCK // 2 + packed_scale_bytes(blocks, double))
+    # scales, their scales, their mean, a table
+    outer = blocks + 4 * ceil(blocks / OUTER_BLOCK) + 4 + _OUTER_CODE
+    return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
+
+
+def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], situation: Situation) -> int:
+    """Return the bytes of autocast's copies of matrices of 32 bits, one for all microbatches with the same weights."""
+    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, ranks.get("pp", 0)) else None
+    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
+    looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
+    packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
+    left = looked_up | packed | float8_weights(plan)  # what is in 8 bits for a product is made again
+    copied = [p for p in held if len(p.shape) > 1 and size_of(p.dtype) == 4 and p.name not in left]
+    return sum(2 * prod(p.local_shape(ranks)) * _copies(plan, p, situation) for p in copied)
+
+
+def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
+    """Return how many copies of a weight there are: one per version in flight, or one per microbatch."""
+    count = situation.held_by(planned.stage)
+    if len(planned.shape) > 2 and not planned.name.startswith(tuple(f"{each.name}." for each in plan.mixtures)):
+        return count  # stacked weights of a mixture that nobody described, which the host casts in every pass
+    most = {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1)
+    return min(count, most)
+
+
+def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], situation: Situation) -> int:
+    """Return the bytes of the whole weights around the layers and of the largest layer; of all layers where none is
+    given up.
+    """
+    layout, mixed = plan.layout, situation.mixed
+    if layout.data_world == 1:
+        return _copied(plan, ranks, held, situation) if mixed else 0
+    by_layer, eight = dict[str, int](), gathered_in_8_bits(plan)
+    for planned in held:
+        layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
+        size = weight_bytes(plan, planned, ranks, _DATA)
+        packed = plan.quantized is not None and planned.name in plan.quantized.weights
+        if mixed and not packed:
+            size = size * (1 if planned.name in eight else 2) // planned.dtype.itemsize
+        by_layer[layer] = by_layer.get(layer, 0) + size
+    root = by_layer.pop("", 0)
+    keeps = layout.dp_shard == 1 or (layout.pp > 1 and not layout.weights_regather)
+    layers = by_layer.values()
+    return root + (sum(layers) if keeps else max(layers, default=0))
+
+
+def _exchanged(plan: Plan, ranks: dict[str, int], situation: Situation, tokens: int) -> int:
+    """Return the buffers of a layer whose projections have LLaMA's names, or are as wide as the hidden states."""
+    if not plan.layers or plan.layout.cp == 1:
+        return 0
+    size = types_of(plan, situation.mixed).size
+    layer = next((name for name in plan.layers if plan.is_local(ranks.get("pp", 0), name)), plan.layers[0])
+    wide = stream_width(plan, layer)
+    found = {name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")}
+    q, k, v = (wide if each is None else each.model_shape(ranks)[0] for each in found.values())
+    return ceil(cp_buffer_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
+
+
+def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_rows: int) -> int:
+    if not has_head(plan, ranks.get("pp", 0)):
+        return 0
+    weight = plan.by_name[f"{plan.head}.weight"]
+    owner = weight.tied_to or weight.name
+    whole = weight.model_shape(ranks)
+    wide = max(4, size_of(weight.dtype))
+    gradient = wide * prod(whole) if owner in trained else 0
+    return 2 * wide * chunk_rows * whole[0] + gradient

@@ -1,0 +1,191 @@
+"""The numbers of a decoder that its time depends on, from a config of transformers or from the weights of a plan."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ...errors import ConfigError
+from ...families.expert_modules import EXPERT_FIELDS, experts_per_token
+from ...families.fields import counts
+from ...plan import Plan
+from .layer_bytes import stream_width
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with layers of one kind."""
+
+    layers: int
+    hidden: int  # width of the stream between the blocks
+    queries: int  # width of all query heads together
+    keys: int  # width of all key heads together; values have as much
+    ffn: int  # width inside of the MLP, of one expert where there are experts
+    vocabulary: int  # entries of the embedding and of the head
+    gated: bool = True  # whether the MLP has a gate beside its first projection
+    tied: bool = False  # whether head and embedding are one weight
+    experts: int = 0  # of a mixture; 0 for a plain MLP
+    routed: int = 0  # experts that a token is sent to
+    shared: int = 0  # width of an MLP beside the experts that every token passes
+
+    @property
+    def attention_weights(self) -> int:
+        """Entries of the projections of one layer's attention."""
+        return self.hidden * (2 * self.queries + 2 * self.keys)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width inside of the MLP that one token meets."""
+        return self.ffn * max(self.routed, 1) + self.shared if self.experts else self.ffn
+
+    @property
+    def active_weights(self) -> int:
+        """Entries of matrices that one token meets in one layer."""
+        return self._dense(self.mlp_width)
+
+    @property
+    def expert_weights(self) -> int:
+        """Entries of matrices of one layer's experts."""
+        return self._matrices * self.hidden * self.ffn * self.experts
+
+    @property
+    def layer_weights(self) -> int:
+        """Entries of matrices of one layer."""
+        return self._dense(self.shared if self.experts else self.ffn) + self.expert_weights
+
+    def held(self, tp: int) -> float:
+        """Return the entries of one layer on one of ``tp`` tensor ranks, without its experts."""
+        return (self.layer_weights - self.expert_weights) / tp
+
+    @property
+    def table_weights(self) -> int:
+        """Entries of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Entries of all matrices."""
+        return self.layers * self.layer_weights + (1 if self.tied else 2) * self.table_weights
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    def _dense(self, width: int) -> int:
+        """Return the entries of attention, of an MLP of this width, and of the router."""
+        return self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
+
+
+# Of a config, the first of these names that it has. Families differ in names, seldom in what they mean.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "experts": EXPERT_FIELDS,
+}
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Return the shape of the decoder that a config of transformers describes.
+
+    Raises:
+        ConfigError: the config names no layers or no width.
+    """
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    layers, hidden, heads = (_first(text, *_NAMES[key]) for key in ("layers", "hidden", "heads"))
+    if not (layers and hidden):
+        raise ConfigError(
+            f"a {type(config).__name__} names no layers or width that times could be estimated from: "
+            "use hfscale.memory_estimate, which needs none of them"
+        )
+    head = _first(text, "head_dim") or hidden // max(heads, 1)
+    experts = _first(text, *_NAMES["experts"])
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        queries=head * heads,
+        keys=head * (_first(text, "num_key_value_heads") or heads),
+        ffn=_first(text, *_NAMES["expert_ffn"] if experts else (), *_NAMES["ffn"]) or 4 * hidden,
+        vocabulary=_first(text, "vocab_size"),
+        gated=bool(getattr(text, "rms_norm_eps", None)),
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        experts=experts,
+        routed=experts_per_token(text) or 1 if experts else 0,
+        shared=_first(text, "shared_expert_intermediate_size") if experts else 0,
+    )
+
+
+def _first(config: Any, *names: str) -> int:
+    """Return the first of these numbers that a config has, of layers that differ the smallest; 0 where it has none."""
+    return min(counts(config, names), default=0)
+
+
+def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
+    """Return the shape of the decoder of a plan: its layers have, in the mean, as many weights as the plan's.
+
+    Args:
+        config: of the model, which says how wide heads are; without it they are as wide as the stream together.
+
+    Raises:
+        ConfigError: the plan has no layers.
+    """
+    if not plan.layers:
+        raise ConfigError(f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated")
+    found = shape_of(config) if config is not None else _guessed(plan)
+    found = replace(found, layers=len(plan.layers), gated=_gates(plan))
+    if plan.mixtures and not found.experts:  # under a name that no other config gives them
+        found = replace(found, experts=plan.mixtures[0].count, routed=found.routed or 1)
+    rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)  # entries that one more of width is
+    matrices = list(_matrices(plan, found.experts))
+    dense = sum(entries for _, entries, spread in matrices if not spread)
+    spread = sum(entries for _, entries, spread in matrices if spread)
+    if dense < len(plan.layers) * found.attention_weights:  # layers without attention
+        found = replace(found, queries=0, keys=0)
+    rest = dense - len(plan.layers) * (found.attention_weights + found.hidden * found.experts)
+    if spread:
+        return replace(found, ffn=max(1, round(spread / rows / found.experts)), shared=max(0, round(rest / rows)))
+    return replace(found, ffn=max(1, round(rest / rows)), experts=0, routed=0)
+
+
+def _gates(plan: Plan) -> bool:
+    """Return whether the MLP of the first layer has a gate: a matrix of its own, or fused with another."""
+    names = [name for name, _, _ in _matrices(plan)]
+    fused = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
+    return fused or any("gate" in name.removeprefix(plan.layers[0]) for name in names)
+
+
+def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
+    """Yield name, entries, and whether they are of experts, of the matrices of all layers.
+
+    Args:
+        experts: of a mixture; what stacks as many matrices is theirs.
+    """
+    adapters = {adapter.name for adapter in plan.adapters}
+    mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
+    layers = tuple(f"{layer}." for layer in plan.layers)
+    for planned in plan.owned():
+        if len(planned.shape) > 1 and planned.name.startswith(layers) and planned.name not in adapters:
+            stacked = len(planned.shape) > 2 and planned.shape[0] == experts
+            yield planned.name, prod(planned.shape), stacked or (bool(mixtures) and planned.name.startswith(mixtures))
+
+
+def _guessed(plan: Plan) -> ModelShape:
+    hidden = stream_width(plan, plan.layers[0])
+    head = plan.by_name.get(f"{plan.head}.weight")
+    by_end = {planned.name.rpartition(".weight")[0].rpartition(".")[2]: planned for planned in plan.owned()}
+    queries, keys = (by_end.get(name) for name in ("q_proj", "k_proj"))
+    width = queries.shape[0] if queries is not None else hidden
+    mixture = plan.mixtures[0].count if plan.mixtures else 0
+    return ModelShape(
+        layers=len(plan.layers),
+        hidden=hidden,
+        queries=width,
+        keys=keys.shape[0] if keys is not None else width,
+        ffn=4 * hidden,
+        vocabulary=head.shape[0] if head is not None else 0,
+        tied=head is not None and head.tied_to is not None,
+        experts=mixture,
+        routed=min(2, mixture),
+    )

@@ -1,0 +1,139 @@
+"""Bytes of the state that an optimizer keeps of this rank's shares, and the table of bitsandbytes' optimizers.
+
+Per entry of a share, once there has been a step::
+
+    torch AdamW     2 of the weight's own type, and 4 bytes for a count of steps per parameter
+    8 bits          one byte per moment, and 4 bytes of scale per moment and 256 entries (Dettmers et al. 2022)
+    Adafactor       4 bytes per row and per column of a matrix (Shazeer and Stern 2018)
+    Muon            1 of the weight's own type for matrices of the layers; AdamW's for the rest (Jordan et al. 2024)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...plan.flat_blocks import flat_blocks_align
+from ...plan.parameter import ParameterPlan
+
+BLOCK = 256
+"""Entries that share a scale in bitsandbytes' 8-bit states."""
+MIN_8BIT_SIZE = 4096
+"""bitsandbytes' default: states of tensors with fewer entries have 32 bits."""
+_MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
+# bitsandbytes' classes -> moments per entry, and tables of 8-bit values
+_CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
+_COUNT = 4  # bytes of a count of steps
+
+
+@dataclass(frozen=True)
+class BitsAndBytesOptimizer:
+    """What a name stands for."""
+
+    stock: str  # the class in bitsandbytes
+    bits: int  # of its state
+    paged: bool = False  # whether the state may be moved out of a GPU that is full
+
+
+BITSANDBYTES = {
+    "adam_8bit": BitsAndBytesOptimizer("Adam", 8),
+    "adamw_8bit": BitsAndBytesOptimizer("AdamW", 8),
+    "adamw_bnb_8bit": BitsAndBytesOptimizer("AdamW", 8),
+    "paged_adamw_8bit": BitsAndBytesOptimizer("AdamW", 8, paged=True),
+    "paged_adamw_32bit": BitsAndBytesOptimizer("AdamW", 32, paged=True),
+    "ademamix": BitsAndBytesOptimizer("AdEMAMix", 32),
+    "ademamix_8bit": BitsAndBytesOptimizer("AdEMAMix", 8),
+    "paged_ademamix_8bit": BitsAndBytesOptimizer("AdEMAMix", 8, paged=True),
+    "paged_ademamix_32bit": BitsAndBytesOptimizer("AdEMAMix", 32, paged=True),
+    "lion_8bit": BitsAndBytesOptimizer("Lion", 8),
+    "lion_32bit": BitsAndBytesOptimizer("Lion", 32),
+    "paged_lion_8bit": BitsAndBytesOptimizer("Lion", 8, paged=True),
+    "paged_lion_32bit": BitsAndBytesOptimizer("Lion", 32, paged=True),
+    "rmsprop_bnb": BitsAndBytesOptimizer("RMSprop", 32),
+    "rmsprop_bnb_8bit": BitsAndBytesOptimizer("RMSprop", 8),
+    "rmsprop_bnb_32bit": BitsAndBytesOptimizer("RMSprop", 32),
+}
+"""Optimizers of bitsandbytes by the names that HF Trainer has for them, and ``adam_8bit``."""
+
+_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+NAMES = (*_TORCH, "adafactor", "muon", *BITSANDBYTES)
+"""The optimizers whose state is known: those of :func:`hfscale.create_optimizer`."""
+
+
+def optimizer_bytes(
+    trained: Sequence[ParameterPlan],
+    ranks: dict[str, int],
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    layers: Sequence[str] = (),
+) -> int:
+    """Return the bytes of the optimizer's state on the rank at ``ranks``, after its first step.
+
+    Args:
+        trained: the parameters that train and that this rank holds.
+        options: what it was made with, where that changes its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
+        layers: names of the layers, whose matrices Muon takes.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    given = dict(options or {})
+    if given.get("stochastic_rounding"):  # steps copies in 32 bits
+        trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
+    if name in BITSANDBYTES:
+        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given)
+    if name == "adafactor":
+        return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
+    if name == "muon":
+        return sum(
+            _like(planned, ranks, 1, counts=False) if _is_hidden(planned, layers) else _like(planned, ranks, 2)
+            for planned in trained
+        )
+    if name not in _TORCH:
+        raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
+    if name == "sgd":
+        return sum(_like(planned, ranks, int(bool(given.get("momentum"))), counts=False) for planned in trained)
+    tensors = {"adagrad": 1, "rmsprop": 1 + bool(given.get("momentum")) + bool(given.get("centered"))}
+    return sum(_like(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad")))) for planned in trained)
+
+
+def _entries(planned: ParameterPlan, ranks: dict[str, int]) -> int:
+    return prod(planned.local_shape(ranks))
+
+
+def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
+    """Return the bytes of ``tensors`` of the share's size and type; an empty share has no state."""
+    entries = _entries(planned, ranks)
+    return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
+
+
+def _bitsandbytes_bytes(
+    trained: Sequence[ParameterPlan], ranks: dict[str, int], kind: BitsAndBytesOptimizer, options: dict[str, Any]
+) -> int:
+    moments, books = _MOMENTS[kind.stock]
+    least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
+    total = shared = 0
+    for planned in trained:
+        entries, whole = _entries(planned, ranks), prod(planned.shape)
+        if kind.bits == 32 or whole < least:
+            total += 4 * moments * entries
+        elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
+            total += moments * (entries + 4 * ceil(entries / BLOCK))
+            shared = shared or (books * _CODE_BOOK if entries else 0)
+        else:
+            total += moments * (whole + 4 * ceil(whole / BLOCK)) + books * _CODE_BOOK
+    return total + shared
+
+
+def _adafactor_bytes(planned: ParameterPlan, ranks: dict[str, int], options: dict[str, Any]) -> int:
+    local, size = planned.local_shape(ranks), max(4, planned.dtype.itemsize)
+    kept = prod(local[:-1]) + prod(local[:-2]) * local[-1] if len(local) >= 2 else prod(local)
+    kept += prod(local) * (options.get("beta1") is not None)
+    return size * (kept + bool(options.get("scale_parameter", False)))
+
+
+def _is_hidden(planned: ParameterPlan, layers: Sequence[str]) -> bool:
+    return len(planned.shape) == 2 and any(planned.name.startswith(f"{layer}.") for layer in layers)

@@ -1,0 +1,215 @@
+"""Seconds of a step by what they go to: the parts of a decoder, the pipeline's bubble, data ranks, the update.
+
+Of a layer, a microbatch's forward and backward pass::
+
+    products      2 for every token and weight forward, 4 backward, 2 more where a layer is recomputed
+    attention     2 s q forward for every token where it is causal, 2.5 times that backward (Dao 2023)
+    elementwise   norms and residuals 44 bytes for every value of the stream, 8 for every value of queries, keys, values
+                  and attention's result, 30 for every value inside of a gated MLP (14 of a plain one), in 16 bits
+    accumulation  12 bytes for every weight: the gradient is written, read, and added in 32 bits
+    exchange      what the blocks' collectives send within the layer, exposed
+
+Products of one shape are as fast as of another: that they are not could not be told from the runs.
+
+A pipeline with a flush takes ``sum(t_s) + (m - 1) max(t_s)`` with ``t_s`` a stage's forward and backward pass of one
+microbatch: with uneven stages as well, within 3.6% of playing 1F1B through. With ``v`` stages on a rank the first
+term is that of one of them: ``sum(t_r) / v`` (Narayanan et al. 2021).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from .job import Job, Place
+from .links import data_bus, sent, tensor_bus
+from .machine import Constants, Machine
+from .model_shape import ModelShape
+from .traffic import data_traffic, edge_traffic, layer_traffic
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one part of a model, for one microbatch."""
+
+    products: float = 0.0  # matrix products
+    attention: float = 0.0  # scores and weighted sums
+    elementwise: float = 0.0  # what reads and writes memory
+    loss: float = 0.0  # head and cross entropy, products included
+    accumulation: float = 0.0  # adding gradients up
+    exchange: float = 0.0  # tensor, expert and context ranks waiting for each other
+    host: float = 0.0  # launching all of it; not part of the sum
+
+    @property
+    def device(self) -> float:
+        """All that the device does."""
+        return self.products + self.attention + self.elementwise + self.loss + self.accumulation + self.exchange
+
+    def stage(self, constants: Constants) -> float:
+        """Return what it takes: as long as the device, or the host that launches."""
+        p = constants.sharpness
+        most = max(self.device, self.host)
+        return most * ((self.device / most) ** p + (self.host / most) ** p) ** (1 / p) if most else 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Seconds)))
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(*(getattr(self, f.name) * times for f in fields(Seconds)))
+
+
+def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
+    """Return the seconds of one layer."""
+    tokens, tp = job.tokens, job.tp
+    again = job.recompute
+    scores_again = 1 if job.attention_again else again
+    bandwidth = constants.memory * machine.memory_bandwidth
+    passes = 2 * (1 + again) + 2 + 2 * job.trained
+    work = 2 if job.causal else 4
+    attention = work * tokens * job.sequence * shape.queries / tp * (1 + scores_again + 2.5)
+    stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
+    inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
+    moved = tokens * (stream + inside / tp) * (1 + again / 3) * job.value_bytes / 2
+    own = shape.held(tp) + shape.expert_weights / job.expert_ranks
+    neighbours = {"tp": tp, "ep": job.ep * tp, "cp": job.cp * tp}
+    exchange = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0
+    for axis, size in layer_traffic(shape, job).items():
+        exchange += size / tensor_bus(neighbours[axis], machine, constants)
+    return Seconds(
+        products=passes * tokens * shape.active_weights / tp / _product_rate(machine, constants),
+        attention=attention / (constants.attention * machine.flops),
+        elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
+        accumulation=12 * job.trained * own / bandwidth,
+        exchange=exchange,
+        host=constants.layer_host * (1 + again / 3),
+    )
+
+
+def head_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
+    """Return the seconds of the head with its loss; the vocabulary is cut over tensor ranks."""
+    bandwidth = constants.memory * machine.memory_bandwidth
+    logits = job.tokens * shape.vocabulary / job.tp
+    products = (4 + 2 * job.trained) * logits * shape.hidden / _product_rate(machine, constants)
+    return Seconds(
+        loss=products + constants.loss_bytes * logits / bandwidth,
+        accumulation=12 * job.trained * shape.table_weights / job.tp / bandwidth,
+        host=constants.ends_host,
+    )
+
+
+def _product_rate(machine: Machine, constants: Constants) -> float:
+    return (machine.products or constants.products) * machine.flops
+
+
+Parts = tuple[Seconds, Seconds, Seconds]
+"""A layer, the head, and what tensor ranks exchange at embedding or head."""
+
+
+def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:
+    """Return the seconds of the parts that stages are made of."""
+    edge = edge_traffic(shape, job) / tensor_bus(job.tp, machine, constants) if job.tp > 1 else 0.0
+    given = shape, job, machine, constants
+    return layer_seconds(*given), head_seconds(*given), Seconds(exchange=edge)
+
+
+def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
+    """Return the seconds of a microbatch on each pipeline rank."""
+    layer, head, edge = parts
+    return [layer * place.layers + head * place.head + edge * place.ends for place in places]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, by term; their sum is :attr:`total`."""
+
+    products: float  # of the slowest stage, as all up to handover
+    attention: float
+    elementwise: float  # norms, activations, residuals
+    loss: float  # head and cross entropy, where that stage has them
+    accumulation: float
+    exchange: float  # its tensor, expert and context ranks' collectives
+    host: float  # what its device waits for the host that launches
+    handover: float  # between stages
+    bubble: float  # waiting for other stages
+    data: float  # gradients and weights between data ranks, as far as nothing hides them
+    update: float
+    offload: float  # what goes to the host and back, as far as nothing hides it
+    other: float  # of a step's own
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds by term."""
+        return dict(vars(self))
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.terms.values())
+
+
+def step_time(
+    stages: Sequence[Seconds],
+    weights: Sequence[float],
+    job: Job,
+    machine: Machine,
+    constants: Constants,
+    bubble: float | None = None,
+    experts: Sequence[float] | None = None,
+) -> StepTime:
+    """Return the seconds of one step.
+
+    Args:
+        stages: for each pipeline rank, a microbatch's forward and backward pass.
+        weights: for each, how many entries of weights it has, over data ranks all together.
+        bubble: seconds that the slowest stage waits for others, where a schedule was played through.
+        experts: for each, entries of experts besides, over the data ranks that share these out.
+    """
+    hop = constants.hop if job.pp > 1 else 0.0
+    taken = [stage.stage(constants) + hop for stage in stages]
+    slowest = max(range(len(taken)), key=taken.__getitem__)
+    one, many = stages[slowest], job.microbatches
+    if bubble is None:
+        bubble = (sum(taken) - taken[slowest]) / job.virtual
+    spread = experts or [0.0] * len(weights)
+    most = max(range(len(weights)), key=lambda rank: weights[rank] + spread[rank])
+    own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
+    moved = constants.update_bytes * job.trained * own
+    to_host = constants.memory * machine.host_bandwidth  # for want of a better number, the host's own memory's too
+    return StepTime(
+        **{term: many * seconds for term, seconds in vars(one).items() if term != "host"},
+        host=many * (taken[slowest] - hop - one.device),
+        handover=many * hop,
+        bubble=bubble,
+        data=_data_seconds(weights[most], spread[most], 2 / 3 * taken[slowest], job, machine, constants),
+        update=moved / (to_host if job.steps_on_host else constants.memory * machine.memory_bandwidth),
+        offload=max(0.0, job.offloaded / to_host - many * taken[slowest]) + job.handed / to_host,
+        other=constants.step,
+    )
+
+
+def _data_seconds(
+    weights: float, experts: float, backward: float, job: Job, machine: Machine, constants: Constants
+) -> float:
+    """Return the seconds that a step waits for its data ranks, after what the backward pass hides.
+
+    Args:
+        weights: entries on one rank, were they not sharded; ``experts``: of experts.
+        backward: seconds of the last microbatch's backward pass.
+    """
+    ranks = job.dp * job.cp
+    if ranks == 1:
+        return 0.0
+    buses = {
+        "dp_shard": data_bus(job.shards, job.tp, machine, constants),
+        "dp_replicate": data_bus(ranks // job.shards, job.tp * job.shards, machine, constants),
+    }
+    sharded = job.shards > 1
+    once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
+    moved = sum(size / buses[axis] for axis, size in data_traffic(weights, 0.0, experts, once).items())
+    latency = (constants.latency_shards if sharded else constants.latency) * (ranks - 1)
+    hidden = (constants.hidden_shards if sharded else constants.hidden) * backward
+    exposed = max(moved - hidden, 0.0) + latency
+    if not job.gathers:
+        return exposed
+    # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.
+    whole = sent(job.shards) * weights + sent(job.expert_shards) * experts
+    gathered = 2 * job.gathered_bytes * whole / buses["dp_shard"]
+    return exposed + job.microbatches * max(gathered - 1.5 * backward, 0.0)

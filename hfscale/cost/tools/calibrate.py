@@ -1,0 +1,221 @@
+"""Measure a machine for :func:`hfscale.estimate`: products, attention, a copy, a real layer, the loss, the optimizer.
+
+One stock LLaMA layer at the shapes of :class:`Sizes` is what constants are taken from: what its forward and backward
+pass takes beside its products and its attention is elementwise work; with a few tokens it is what the host takes to
+launch it. On a CPU device and host are one processor, so their times add up.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaModel
+
+from ..._host.torch_device import accelerators, device_module, is_accelerator
+from ..model.job import Job
+from ..model.machine import Constants, Machine, fitted
+from ..model.model_shape import ModelShape
+from ..model.step_time import layer_seconds
+
+_TINY = 4  # tokens with which a layer takes nothing but the host's time
+_SHARED = 64  # ranks of one machine without GPUs: none is far away
+_UNKNOWN_LINK, _UNKNOWN_LATENCY = 1e9, 1e-4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    hidden: int = 512  # width of the stream
+    ffn: int = 1376  # width inside of the MLP
+    heads: int = 8
+    sequence: int = 512  # tokens of a sequence
+    batch: int = 4  # sequences
+    vocabulary: int = 8192
+    seconds: float = 2.0  # about as long as one of the measurements takes
+
+    @property
+    def shape(self) -> ModelShape:
+        """The layer's, for the time model."""
+        return ModelShape(1, self.hidden, self.hidden, self.hidden, self.ffn, self.vocabulary)
+
+
+GPU_SIZES = Sizes(4096, 14336, 32, 4096, 1, 32000)
+
+
+def calibrate(
+    name: str,
+    device: torch.device,
+    links: tuple[float, float] | None = None,
+    sizes: Sizes | None = None,
+    reference: Machine | None = None,
+) -> dict[str, Any]:
+    """Measure a document that ``hardware=`` takes: a machine and its constants.
+
+    Args:
+        name: of the machine.
+        device: that is measured.
+        links: bytes per second of a large all-reduce between its ranks, and seconds of a small one.
+        sizes: of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU.
+        reference: a machine whose links are taken where none were measured.
+    """
+    chosen = sizes or (GPU_SIZES if is_accelerator(device) else Sizes())
+    dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
+    meter = _Meter(chosen, device, dtype)
+    link, latency = links or (reference.link_bandwidth if reference is not None else _UNKNOWN_LINK, _UNKNOWN_LATENCY)
+    machine = Machine(
+        name=name,
+        title=f"{name} (calibrated)",
+        flops=meter.products(),
+        memory_bandwidth=meter.copy(),
+        memory=_memory(device),
+        link_bandwidth=link,
+        nic_bandwidth=link if reference is None else reference.nic_bandwidth,
+        ranks_per_node=_SHARED if device.type == "cpu" else max(1, accelerators().device_count()),
+        host_bandwidth=meter.to_host(),
+        sources=(f"measured by hfscale calibrate on {device.type}, {time.strftime('%Y-%m-%d')}",),
+    )
+    constants = _constants(meter, machine, latency, device.type == "cpu")
+    document = {key: value for key, value in asdict(machine).items() if value is not None}
+    return {**document, "time": asdict(constants)}
+
+
+def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor: bool) -> Constants:
+    sizes, bandwidth = meter.sizes, machine.memory_bandwidth
+    host = meter.layer(_TINY, 1)
+    share = meter.attention() / machine.flops
+    given = replace(fitted(), products=1.0, memory=1.0, attention=share, elementwise=1.0, layer_host=host)
+    job = Job(sequence=sizes.sequence, batch=sizes.batch, microbatches=1, value_bytes=meter.dtype.itemsize)
+    known = layer_seconds(sizes.shape, job, machine, given)
+    whole = meter.layer(sizes.sequence, sizes.batch) - (host if one_processor else 0.0)
+    rest = max(0.1 * known.elementwise, whole - known.products - known.attention)
+    found = replace(
+        given,
+        elementwise=rest / known.elementwise,
+        loss_bytes=max(1.0, meter.loss(machine.flops) * bandwidth),
+        update_bytes=max(1.0, meter.update() * bandwidth),
+        ends_host=host,
+    )
+    if not one_processor:
+        return found
+    alone = {"sharpness": 1.0, "hidden": 0.0, "hidden_shards": 0.0, "step": 0.0, "far_latency": 0.0}
+    shared = {"link": 1.0, "far_nic": 1.0, "data_link": 1.0, "nic": 1.0}
+    return replace(found, **alone, **shared, hop=2 * latency, latency=latency, latency_shards=2 * latency)
+
+
+def _memory(device: torch.device) -> float:
+    if is_accelerator(device):
+        return float(device_module(device).get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+class _Meter:
+    """Times things on a device."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.sizes, self.device, self.dtype = sizes, device, dtype
+
+    def products(self) -> float:
+        """Return the operations per second of a layer's products, forward and backward."""
+        tokens, h, f = self.sizes.sequence * self.sizes.batch, self.sizes.hidden, self.sizes.ffn
+        seconds, operations = 0.0, 0
+        for rows, inner, columns in ((tokens, h, h), (tokens, h, f), (tokens, f, h), (h, tokens, f)):
+            left, right = self._random(rows, inner), self._random(inner, columns)
+            seconds += self._time(partial(torch.matmul, left, right), 4)
+            operations += 2 * rows * inner * columns
+        return operations / seconds
+
+    def attention(self) -> float:
+        """Return the operations per second of causal attention, forward and backward."""
+        s = self.sizes
+        shape = (s.batch, s.heads, s.sequence, s.hidden // s.heads)
+        q, k, v = (self._random(*shape).requires_grad_() for _ in range(3))
+        gradient = self._random(*shape)
+
+        def both() -> None:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+
+        return 7 * s.batch * s.sequence**2 * s.hidden / self._time(both)
+
+    def copy(self) -> float:
+        """Return the bytes per second that are read and written."""
+        source = self._random((1 << 26) if is_accelerator(self.device) else (1 << 23))
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self._time(lambda: target.copy_(source))
+
+    def to_host(self) -> float:
+        """Return the bytes per second to the host's memory."""
+        source = self._random(1 << 23)
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device))
+        return source.nbytes / self._time(lambda: target.copy_(source))
+
+    def layer(self, sequence: int, batch: int) -> float:
+        """Return the seconds of a stock LLaMA layer, forward and backward: of three, less one, by two."""
+        return max(1e-6, (self._layers(3, sequence, batch) - self._layers(1, sequence, batch)) / 2)
+
+    def loss(self, flops: float) -> float:
+        """Return the seconds of head and cross entropy beside the head's products, for each logit."""
+        s = self.sizes
+        tokens = s.sequence * s.batch
+        hidden, weight = self._random(tokens, s.hidden).requires_grad_(), self._random(s.vocabulary, s.hidden)
+        weight.requires_grad_()
+        labels = torch.randint(s.vocabulary, (tokens,), device=self.device)
+
+        def both() -> None:
+            functional.cross_entropy((hidden @ weight.t()).float(), labels).backward()
+
+        products = 6 * tokens * s.vocabulary * s.hidden / flops
+        return max(0.0, self._time(both) - products) / (tokens * s.vocabulary)
+
+    def update(self) -> float:
+        """Return the seconds of a step of fused AdamW for each weight."""
+        weight = self._random(1 << 22).float().requires_grad_()
+        weight.grad = torch.ones_like(weight)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        return self._time(lambda: optimizer.step()) / weight.numel()
+
+    def _layers(self, count: int, sequence: int, batch: int) -> float:
+        s = self.sizes
+        sizes: dict[str, Any] = {"hidden_size": s.hidden, "intermediate_size": s.ffn, "num_hidden_layers": count}
+        sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.heads, "vocab_size": 64}
+        config = LlamaConfig(**sizes, use_cache=False)
+        model: Any = LlamaModel(config)
+        model.to(device=self.device, dtype=self.dtype).train()
+        ids = torch.randint(64, (batch, sequence), device=self.device)
+        gradient = self._random(batch, sequence, s.hidden)
+
+        def both() -> None:
+            model(input_ids=ids).last_hidden_state.backward(gradient)
+
+        return self._time(both)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def _time(self, call: Callable[[], object], parts: int = 1) -> float:
+        """Return the median seconds of a call, over about as long as one measurement may take.
+
+        One thread's are those of its processor, which others on the machine do not lengthen.
+        """
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.thread_time if alone else time.perf_counter
+        call()
+        found: list[float] = []
+        end = time.perf_counter() + self.sizes.seconds / parts
+        while len(found) < 3 or (time.perf_counter() < end and len(found) < 200):
+            self._wait()
+            start = clock()
+            call()
+            self._wait()
+            found.append(clock() - start)
+        return statistics.median(found)
+
+    def _wait(self) -> None:
+        if is_accelerator(self.device):
+            device_module(self.device).synchronize(self.device)

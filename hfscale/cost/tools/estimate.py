@@ -1,0 +1,288 @@
+"""Seconds and bytes of a layout of a model: :func:`estimate`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...arguments import load_config
+from ...build import plan as make_plan
+from ...config import ParallelConfig
+from ...errors import ConfigError, check_count
+from ...parallel.pipeline import Costs, Timeline, order, simulate
+from ...plan import Plan
+from ...plan.table import aligned, human
+from ..model.job import Job, job_of, places_of, with_host_of
+from ..model.machine import Constants, Machine, constants_of, find_machine
+from ..model.memory import MemoryEstimate
+from ..model.model_shape import ModelShape, shape_of_plan
+from ..model.step_time import StepTime, part_seconds, stage_seconds, step_time
+from .measure_layers import measured_layers
+from .memory_report import check_asked, memory_of_ranks
+from .meta_model import RunSpec, run_spec
+
+_MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
+_NOTE = "seconds: estimated with constants of other code on GPUs; hfscale was not measured on them yet"
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One pipeline rank."""
+
+    rank: int
+    layers: int
+    seconds: float  # of a microbatch's forward and backward pass
+    memory: MemoryEstimate
+
+    @property
+    def needed(self) -> float:
+        """Bytes without which it does not run: all kinds at once, and what libraries take."""
+        return self.memory.needed
+
+    @property
+    def likely(self) -> float:
+        """Bytes that it is likely to reserve: an allocator needs a tenth more for activations."""
+        return self.memory.likely
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step takes and holds. ``print`` it for a table.
+
+    Attributes:
+        hardware: what it is for.
+        layout: the layout, in words.
+        stages: for each pipeline rank what it has, takes and holds.
+        time: seconds of the step, by term.
+        tokens: of the step, over all ranks.
+        ranks: how many there are.
+        flops: of the step, over all ranks, as usually counted: 6 for every token and weight, and attention.
+        notes: what is not in it.
+        schedule: the pipeline's, played through with each stage's seconds; ``None`` for one stage, or too many actions.
+    """
+
+    hardware: Machine
+    layout: str
+    stages: tuple[StageEstimate, ...]
+    time: StepTime
+    tokens: int
+    ranks: int
+    flops: float
+    notes: tuple[str, ...] = field(default=())
+    schedule: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.time.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Fraction of the peak that the model's own operations are (Chowdhery et al. 2022)."""
+        return self.flops / (self.seconds * self.ranks * self.hardware.flops)
+
+    @property
+    def fullest(self) -> StageEstimate:
+        """The rank that is likely to need most memory."""
+        return max(self.stages, key=lambda stage: stage.likely)
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the fullest rank without which it does not run."""
+        return self.fullest.needed
+
+    @property
+    def likely(self) -> float:
+        """Bytes that the fullest rank is likely to reserve."""
+        return self.fullest.likely
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, ``tight`` (the allocator will be short of memory, and slow) or ``does not fit``."""
+        return self.hardware.verdict(self.needed, self.likely)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return all of it as JSON: bytes and seconds."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain numbers and words."""
+        sizes = {"needed": self.needed, "likely": self.likely}
+        names = ("rank", "layers", "seconds", "needed", "likely")
+        return {
+            "hardware": self.hardware.name,
+            "layout": self.layout,
+            "ranks": self.ranks,
+            "tokens_per_step": self.tokens,
+            "verdict": self.verdict,
+            "memory": {**sizes, "budget": self.hardware.budget, "device": self.hardware.memory},
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "time": self.time.terms,
+            "stages": [
+                {**{name: getattr(stage, name) for name in names}, "memory": stage.memory.kinds}
+                for stage in self.stages
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        machine, kinds = self.hardware, list(self.stages[0].memory.kinds)
+        fit = (
+            f"{human(round(self.likely))} likely, {human(round(self.needed))} needed of {human(round(machine.memory))}"
+        )
+        memory = [["rank", "layers", *kinds, "needed", "likely"]]
+        for stage in self.stages:
+            sizes = [*stage.memory.kinds.values(), round(stage.needed), round(stage.likely)]
+            memory.append([str(stage.rank), str(stage.layers), *map(human, sizes)])
+        terms = sorted(self.time.terms.items(), key=lambda item: -item[1])
+        seconds = [[name, f"{s:.4f}", f"{100 * s / self.seconds:.1f}%"] for name, s in terms if s]
+        seconds = [["seconds", "", "share"], *seconds, ["total", f"{self.seconds:.4f}", "100.0%"]]
+        return "\n".join(
+            [
+                f"{self.layout} on {self.ranks} x {machine.title or machine.name}: {self.verdict} ({fit})",
+                f"{self.seconds:.3g} s for a step of {self.tokens:,} tokens: {self.tokens_per_second:,.0f} tokens/s, "
+                f"{self.tokens_per_second / self.ranks:,.0f} per rank, MFU {100 * self.mfu:.1f}%",
+                *("", *aligned(memory), "", *aligned(seconds), "", *self.notes),
+            ]
+        )
+
+
+def estimate(
+    source: str | PathLike[str] | PreTrainedConfig | Plan,
+    parallel: ParallelConfig | None = None,
+    hardware: str | Machine = "h100",
+    *,
+    sequence_length: int = 4096,
+    batch_size: int = 1,
+    num_microbatches: int | None = None,
+    optimizer: str = "adamw_torch_fused",
+    optim_args: Mapping[str, Any] | None = None,
+    mixed_precision: str = "no",
+    **plan_kwargs: Any,
+) -> Estimate:
+    """Estimate seconds and bytes of one training step, for every pipeline rank, by kind and by term. Nothing is run.
+
+    Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on public runs of
+    other code on H100s, or from what ``hfscale calibrate`` measured; hfscale itself was not run on GPUs yet.
+
+    Args:
+        source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
+        parallel: the layout; with a plan, the plan's.
+        hardware: a name (``h100``, ``h200``, ``b200``, ``a100-80``, ``a100-40``), a JSON file of ``hfscale calibrate``,
+            or a :class:`hfscale.cost.model.machine.Machine`.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences of one microbatch of one batch rank.
+        num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows.
+        optim_args: its options, where they change its state.
+        mixed_precision: ``"no"`` or ``"bf16"``.
+        plan_kwargs: of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``quantization_config``, ...
+
+    Raises:
+        ConfigError: the hardware or the optimizer is unknown, or a size is impossible.
+        PlanError: the layout does not fit the model.
+    """
+    check_count("sequence_length", sequence_length)
+    check_asked(batch_size, num_microbatches, str(mixed_precision), optim_args, tokens="batch_size")
+    machine, constants = find_machine(hardware), constants_of(hardware)
+    if isinstance(source, Plan):
+        if parallel is not None and parallel != source.layout:
+            raise ConfigError("estimate got a plan and another layout: give the config instead of the plan")
+        plan, spec = source, None
+    else:
+        config = source if isinstance(source, PreTrainedConfig) else load_config(str(source), dict(plan_kwargs))[0]
+        plan = make_plan(config, parallel, **plan_kwargs)
+        spec = run_spec(config, mixed_precision=mixed_precision, **plan_kwargs)
+    sizes = sequence_length, batch_size, num_microbatches
+    shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args)
+    return _of_plan(plan, shape, job, machine, constants, held)
+
+
+def costs(
+    plan: Plan,
+    spec: RunSpec | None,
+    sequence: int,
+    batch: int,
+    microbatches: int | None,
+    mixed_precision: str,
+    **of_optimizer: Any,
+) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
+    """Return the shape of a plan's model, its step, and what every pipeline rank holds.
+
+    Args:
+        spec: what the plan was made of, where that is known: layers without a formula are run from it.
+    """
+    count = microbatches or plan.layout.num_microbatches or plan.layout.pp
+    shape, mixed = shape_of_plan(plan, None if spec is None else spec.config), mixed_precision != "no"
+    job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed)
+    held = memory_of_ranks(
+        plan,
+        tokens=sequence * batch,
+        sequence_length=sequence,
+        num_microbatches=count,
+        mixed_precision=mixed_precision,
+        routes=shape.routed or None,
+        measured=None if spec is None else measured_layers(plan, spec, sequence, batch),
+        **of_optimizer,
+    )
+    return shape, job, held
+
+
+def _of_plan(
+    plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants, held: Sequence[MemoryEstimate]
+) -> Estimate:
+    """Return the estimate of a plan whose memory is known."""
+    places = places_of(plan, job)
+    stages = stage_seconds(places, part_seconds(shape, job, machine, constants))
+    job = with_host_of(plan, job)
+    hop = constants.hop if job.pp > 1 else 0.0
+    taken = [stage.stage(constants) + hop for stage in stages]
+    played = _played(plan, taken, job)
+    bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
+    weights, experts = [place.weights for place in places], [place.expert_weights for place in places]
+    return Estimate(
+        hardware=machine,
+        layout=plan.layout.describe(),
+        stages=tuple(StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(job.pp)),
+        time=step_time(stages, weights, job, machine, constants, bubble, experts),
+        tokens=job.step_tokens,
+        ranks=job.ranks,
+        flops=_step_flops(shape, job),
+        notes=(*held[0].notes, _NOTE),
+        schedule=played,
+    )
+
+
+def _step_flops(shape: ModelShape, job: Job) -> float:
+    """Return the operations of a step as they are usually counted: 6 for every weight that trains and token, 4 for
+    others, 12 s q for attention, half of it where it is causal; nothing twice.
+    """
+    weights = shape.layers * shape.active_weights + shape.table_weights
+    attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
+    return float(job.step_tokens * ((4 + 2 * job.trained) * weights + attention))
+
+
+def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
+    """Play the plan's schedule with each rank's own seconds, where there is one that can be played through."""
+    if plan.stages is None or job.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
+        return None
+    again = 1 + job.recompute
+    costs = Costs(
+        forward=1 / (2 + again),
+        backward=(1 + again) / (2 + again),
+        backward_input=again / (2 + again),
+        backward_weight=1 / (2 + again),
+        stages=tuple(taken[rank] / job.virtual for rank in plan.stages.ranks),
+    )
+    actions = order(str(plan.layout.pipeline_schedule), job.pp, job.microbatches, job.virtual)
+    return simulate(actions, costs, str(plan.layout.pipeline_schedule))

@@ -1,0 +1,131 @@
+"""The accounting of the sources, for one model: where 16 bytes per parameter, ZeRO's shares and activations come from.
+
+Formulas as they are in the papers, of their models and types; what hfscale holds of this class is the last line of a
+table, where the two can be compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...plan.table import aligned, human
+from .model_summary import ModelSummary
+
+ADAM = (
+    ("weights in 16 bits", 2),
+    ("gradients in 16 bits", 2),
+    ("weights in 32 bits", 4),
+    ("first moments", 4),
+    ("second moments", 4),
+)
+"""Bytes of each parameter under mixed precision with Adam (Rajbhandari et al. 2020, section 3.1)."""
+
+_STATES = sum(size for _, size in ADAM[2:])
+NF4_BITS, SCALE_BITS, DOUBLE_BITS = 4.0, 32 / 64, 8 / 64 + 32 / (64 * 256)
+"""Bits of a weight, and of its share of scales without and with double quantization (Dettmers et al. 2023)."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table."""
+
+    title: str  # with its source
+    rows: tuple[tuple[str, float, str], ...]  # name, bytes, how they come about
+
+    def __str__(self) -> str:
+        rows = [(f"  {name}", human(round(size)), how) for name, size, how in self.rows]
+        return "\n".join([self.title, *aligned(rows, left=(0, 2))])
+
+
+def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
+    """Return the bytes of a rank by stage of ZeRO (Rajbhandari et al. 2020, figure 1), with mixed-precision Adam."""
+    weights, gradients, states = 2 * parameters, 2 * parameters, _STATES * parameters
+    return {
+        "replicas": weights + gradients + states,
+        "ZeRO-1": weights + gradients + states / ranks,
+        "ZeRO-2": weights + (gradients + states) / ranks,
+        "ZeRO-3": (weights + gradients + states) / ranks,
+    }
+
+
+def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> dict[str, float]:
+    """Return the bytes of one layer of GPT in 16 bits with dropout (Korthikanti et al. 2022, table 2)."""
+    unit, scores = sequence * batch * hidden, 5 * heads * sequence / hidden
+    return {
+        "no parallelism": unit * (34 + scores),
+        "tensor": unit * (10 + 24 / tp + scores / tp),
+        "tensor and sequence": unit * (34 / tp + scores / tp),
+        "tensor, selective": unit * (10 + 24 / tp),
+        "tensor and sequence, selective": unit * 34 / tp,
+        "full recomputation": unit * 2,
+    }
+
+
+def lora_parameters(summary: ModelSummary, rank: int) -> int:
+    """Return the entries of factors on all linear layers (Hu et al. 2021): ``r`` for a row and a column of a matrix."""
+    shape = summary.shape
+    attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
+    mlp = (3 if shape.gated else 2) * (shape.hidden + shape.mlp_width)
+    return shape.layers * rank * (attention + mlp)
+
+
+def explain(
+    summary: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
+) -> list[Table]:
+    """Return the tables of a model.
+
+    Args:
+        ranks: data ranks that ZeRO shares over; ``tp``: tensor ranks.
+        sequence: tokens of a sequence; ``batch`` of them are a microbatch.
+        rank: of LoRA.
+    """
+    count, layers, states = summary.shape.weights, summary.shape.layers, summary.states
+    adam: list[tuple[str, float, str]]
+    adam = [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]
+    adam.append(("together", sum(size for _, size in ADAM) * count, "16 bytes for each parameter"))
+    adam.append(("hfscale, as asked", states * count, f"{states:.1f} bytes: weights, gradients, optimizer"))
+    zero = _rows(zero_stages(count, ranks), [how.format(ranks=ranks) for how in _ZERO])
+    kept = {
+        name: layers * size
+        for name, size in activations(summary.shape.hidden, summary.heads, sequence, batch, tp).items()
+    }
+    own = layers * summary.kept.cut * sequence * batch
+    of_class = f"{summary.family} in hfscale", own, "one rank, as this class keeps it; scores are not kept"
+    of_gpt = f"Activations of {layers} layers of GPT, s = {sequence:,}, b = {batch}, t = {tp} (Korthikanti et al. 2022)"
+    return [
+        Table("Mixed precision with Adam (Micikevicius et al. 2018; Rajbhandari et al. 2020)", tuple(adam)),
+        Table(f"States of a rank, shared over {ranks} data ranks (Rajbhandari et al. 2020)", zero),
+        Table(of_gpt, (*_rows(kept, _ACTIVATIONS), of_class)),
+        _adapters(summary, rank),
+    ]
+
+
+_ZERO = (
+    "2 + 2 + 12",
+    "2 + 2 + 12/{ranks}",
+    "2 + (2 + 12)/{ranks}",
+    "(2 + 2 + 12)/{ranks}, and a layer gathered at a time: dp_shard_size",
+)
+_ACTIVATIONS = (
+    "s b h (34 + 5 a s/h)",
+    "s b h (10 + 24/t + 5 a s/(h t))",
+    "s b h/t (34 + 5 a s/h)",
+    "s b h (10 + 24/t): scores computed again",
+    "34 s b h/t",
+    "2 s b h: the inputs of layers",
+)
+
+
+def _rows(sizes: dict[str, float], how: Sequence[str]) -> tuple[tuple[str, float, str], ...]:
+    return tuple((name, size, text) for (name, size), text in zip(sizes.items(), how, strict=True))
+
+
+def _adapters(summary: ModelSummary, rank: int) -> Table:
+    base, factors = summary.shape.weights, lora_parameters(summary, rank)
+    rows = (
+        ("full, in 16 bits", 16 * base, "16 bytes for each parameter"),
+        ("LoRA: base", 2 * base, "16 bits, frozen: no gradients, no optimizer"),
+        ("LoRA: factors", 16 * factors, f"{factors:,} parameters of rank {rank} on all linear layers, 16 bytes each"),
+        ("QLoRA: base", base * (NF4_BITS + SCALE_BITS) / 8, "4 bits, and 32 for each 64 weights"),
+        ("QLoRA: base, twice", base * (NF4_BITS + DOUBLE_BITS) / 8, "scales in 8 bits: 0.127 bits a weight, not 0.5"),
+    )
+    return Table("Fine-tuning (Hu et al. 2021; Dettmers et al. 2023)", rows)

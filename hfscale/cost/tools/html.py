@@ -1,0 +1,183 @@
+"""An estimate or a search as one HTML page with pictures: no scripts, nothing loaded from elsewhere.
+
+Pictures are SVG in the page; what a mark stands for is in its ``<title>``, which browsers show under the pointer.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from math import floor, log10
+
+from ...parallel.pipeline import Timeline
+from ...plan.table import human
+from .estimate import Estimate
+from .fast_cost import CandidateCost
+from .search import Search
+
+_WIDTH, _LABEL, _ROW = 960, 70, 22
+_COLORS = (
+    "#4a6fa5", "#e08e45", "#6aa84f", "#b04a5a", "#8064a2", "#50a5b1", "#9c8b5e", "#7f7f7f", "#d4a5c9", "#1f3d63",
+    "#c9b037", "#2e6b4f", "#c46bb0",
+)  # fmt: skip
+_KINDS = {"forward": "#4a6fa5", "backward": "#e08e45", "backward_input": "#e08e45", "backward_weight": "#6aa84f"}
+_MOST_SPANS = 4000
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
+    "pre{background:#f6f6f6;padding:1em;white-space:pre-wrap;font-size:12px}h1{font-size:1.4em}h2{font-size:1.1em}"
+    "svg{display:block;max-width:100%;height:auto}.key span{display:inline-block;margin-right:1em}"
+    ".key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}"
+)
+
+
+def page_of(found: Estimate | Search, title: str) -> str:
+    """The page of an estimate or of a search."""
+    sections = _of_search(found) if isinstance(found, Search) else _of_estimate(found)
+    body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    text = f"<pre>{escape(str(found))}</pre>"
+    return (
+        f'<!DOCTYPE html><html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1>{body}{text}</body></html>\n'
+    )
+
+
+def _of_estimate(found: Estimate) -> Iterable[tuple[str, str]]:
+    yield "Memory of each pipeline rank, by kind", _memory(found)
+    terms = {name: seconds for name, seconds in found.time.terms.items() if seconds > 0}
+    yield "Seconds of a step, by term", _bars([("step", terms)], found.seconds, _seconds) + _key(terms)
+    if found.schedule is not None and sum(1 for _ in found.schedule.spans()) <= _MOST_SPANS:
+        yield f"Schedule: {found.schedule.name}", _schedule(found.schedule) + _key(_kinds_of(found.schedule), _KINDS)
+
+
+def _of_search(found: Search) -> Iterable[tuple[str, str]]:
+    yield "Seconds and memory: the frontier, and the fastest of each kind", _scatter(found)
+
+
+def _memory(found: Estimate) -> str:
+    kinds = [kind for kind in found.stages[0].memory.kinds if any(stage.memory.kinds[kind] for stage in found.stages)]
+    rows = [(f"rank {s.rank}", {kind: float(s.memory.kinds[kind]) for kind in kinds}) for s in found.stages]
+    most = max(found.needed, found.hardware.memory)
+    marks = ((found.hardware.budget, "budget"), (found.hardware.memory, "device"))
+    return _bars(rows, most, _size, marks) + _key(kinds)
+
+
+def _bars(
+    rows: Sequence[tuple[str, dict[str, float]]],
+    most: float,
+    say: Callable[[float], str],
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Stacked bars, one for each row."""
+    scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + (20 if marks else 2)
+    parts = []
+    for number, (name, values) in enumerate(rows):
+        y, x = number * _ROW, float(_LABEL)
+        parts.append(f'<text x="0" y="{y + 15}" font-size="12">{escape(name)}</text>')
+        for place, (kind, value) in enumerate(values.items()):
+            width = value * scale
+            color = _COLORS[place % len(_COLORS)]
+            parts.append(_rect(x, y + 2, width, _ROW - 4, color, f"{name}: {kind} {say(value)}"))
+            x += width
+    for value, name in marks:
+        x = _LABEL + value * scale
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 14}" stroke="#222" stroke-dasharray="4 3"/>'
+        )
+        text = f"{name} {say(value)}"
+        parts.append(f'<text x="{x:.1f}" y="{height - 2}" font-size="11" text-anchor="end">{escape(text)}</text>')
+    return _svg(height, parts)
+
+
+def _kinds_of(timeline: Timeline) -> list[str]:
+    played = {span.action.kind for _, span in timeline.spans()}
+    return [kind for kind in _KINDS if kind in played]
+
+
+def _schedule(timeline: Timeline) -> str:
+    scale = (_WIDTH - _LABEL - 10) / timeline.makespan
+    parts = []
+    for rank in range(timeline.num_ranks):
+        parts.append(f'<text x="0" y="{rank * _ROW + 15}" font-size="12">rank {rank}</text>')
+    for rank, span in timeline.spans():
+        x, width = _LABEL + (span.start - timeline.start) * scale, (span.end - span.start) * scale
+        action = span.action
+        says = (
+            f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: {_seconds(span.end - span.start)}"
+        )
+        color = _KINDS.get(action.kind, "#7f7f7f")
+        parts.append(_rect(x, rank * _ROW + 2, max(width - 0.5, 0.5), _ROW - 4, color, says))
+    return _svg(timeline.num_ranks * _ROW + 4, parts)
+
+
+def _scatter(found: Search) -> str:
+    """Seconds over memory, both by their logarithms: layouts differ by factors."""
+    shown: list[tuple[CandidateCost, str]] = [(each, _COLORS[0]) for each in found.frontier]
+    shown += [(each, _COLORS[1]) for each in found.best if each not in found.frontier]
+    right, bottom, gib = _WIDTH - 30, 320, 2**30
+    across = _Scale([each.likely / gib for each, _ in shown] + [found.budget / gib], _LABEL, right)
+    up = _Scale([each.seconds for each, _ in shown], bottom, 20)
+    parts = []
+    for value in across.ticks():
+        x = across.at(value)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" font-size="12" text-anchor="middle">{value:g} GiB</text>')
+    for value in up.ticks():
+        y = up.at(value)
+        parts.append(f'<line x1="{_LABEL}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LABEL - 8}" y="{y + 4:.1f}" font-size="12" text-anchor="end">{value:g} s</text>')
+    x = across.at(found.budget / gib)
+    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{bottom}" stroke="#222" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{x:.1f}" y="14" font-size="12" text-anchor="end">budget {_size(found.budget)}</text>')
+    for each, color in shown:
+        says = f"{each.candidate.describe()}: {_seconds(each.seconds)}, {_size(each.likely)}"
+        place = f'cx="{across.at(each.likely / gib):.1f}" cy="{up.at(each.seconds):.1f}"'
+        parts.append(f'<circle {place} r="5" fill="{color}"><title>{escape(says)}</title></circle>')
+    parts.append(f'<text x="{right}" y="{bottom + 32}" font-size="12" text-anchor="end">likely memory of a rank</text>')
+    return _svg(bottom + 38, parts) + _key(["frontier", "fastest of another kind"])
+
+
+class _Scale:
+    """By the logarithm, with a margin on both sides."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self._low, self._high = log10(min(values) / 1.1), log10(max(values) * 1.1)
+        self._start, self._end = start, end
+
+    def at(self, value: float) -> float:
+        """Where it is."""
+        share = (log10(value) - self._low) / (self._high - self._low)
+        return self._start + share * (self._end - self._start)
+
+    def ticks(self) -> list[float]:
+        """Round numbers within: ones, twos and fives, or, where these are few, more of them."""
+        decades = range(floor(self._low), floor(self._high) + 1)
+        few, many = (1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
+        found = self._within(decades, few)
+        return found if len(found) > 2 else self._within(decades, many)
+
+    def _within(self, decades: range, steps: Sequence[float]) -> list[float]:
+        values = [step * 10.0**decade for decade in decades for step in steps]
+        return [value for value in values if self._low <= log10(value) <= self._high]
+
+
+def _key(names: Iterable[str], colors: dict[str, str] | None = None) -> str:
+    shown = []
+    for place, name in enumerate(names):
+        color = (colors or {}).get(name, _COLORS[place % len(_COLORS)])
+        shown.append(f'<span><i style="background:{color}"></i>{escape(name)}</span>')
+    return f'<p class="key">{"".join(shown)}</p>'
+
+
+def _rect(x: float, y: float, width: float, height: float, color: str, says: str) -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{color}"><title>{escape(says)}</title></rect>'
+
+
+def _svg(height: float, parts: Iterable[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+
+
+def _size(value: float) -> str:
+    return human(round(value))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s"

@@ -1,0 +1,241 @@
+"""Count what a model's own layers keep for their backward passes, in their real sizes, on a rank of a layout.
+
+The first layers of the model's own class are built by the code that trains, on the meta device and as one rank of the
+layout (:mod:`.meta_model`), and take a step on one sequence, in which saved-tensor hooks see what each layer keeps. Of
+a whole run it is as many times that as there are layers, sequences and microbatches alive. Small are the sizes alone
+that a layer's bytes do not depend on: how many layers, stages and data ranks there are.
+"""
+
+import gc
+import json
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._host.torch import storage_key, tree_leaves
+from ..._host.transformers.attention import implementation_of
+from ..._host.transformers.hidden_states import hidden_states_of
+from ...config import ParallelConfig
+from ...errors import ConfigError
+from ...families.clone import first_layers
+from ...memory.compressed import Stored
+from ...memory.kept_activations import KeptActivations
+from ...memory.saved import SavedCounter
+from ...memory_config import MemoryConfig
+from ...plan import Plan
+from ...plan.compress import BYTES, compressed
+from ...plan.recompute import recomputed
+from ...runtime import runtime_of
+from ..model.job import job_of
+from ..model.layer_bytes import LayerBytes, is_known
+from ..model.measured_layers import Kind, MeasuredLayers, kind_of
+from ..model.model_shape import shape_of_plan
+from .meta_model import RunSpec, meta_model, take_step
+
+_MOST_LAYERS = 16  # that are looked at for another kind
+_BEFORE, _BEHIND, _SHARED, _LOGITS = "before", "behind", "shared", "logits"
+_SEEN: dict[tuple[str, ...], MeasuredLayers | None] = {}
+_log = logging.getLogger(__name__)
+
+
+def measured_layers(
+    plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
+) -> MeasuredLayers | None:
+    """Count what the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot run so.
+
+    Args:
+        plan: of the model, in any layout.
+        spec: its config, and how it is trained.
+        sequence: tokens of a sequence.
+        batch: sequences of a microbatch; several keep as many times what two do, and one may keep less.
+        layout: that is meant; by default the plan's.
+    """
+    if all(is_known(plan, layer) for layer in plan.layers):
+        return None
+    few = replace(spec, config=first_layers(spec.config, _layers_to_run(plan)), memory=None)
+    small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
+    sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
+    parts: dict[str, Any] = {}
+    if again.attention or again.modules:
+        assert spec.memory is not None
+        parts = {"recompute": spec.memory.recompute}
+
+    def seen(**memory: Any) -> MeasuredLayers | None:
+        return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
+
+    found = whole = seen()
+    if parts and whole is not None:
+        found = seen(**parts)
+        found = None if found is None else _with_again(found, whole)
+    if found is None or least is None:
+        return found
+    in_8_bits = seen(**parts, compress_activations=str(least))
+    return None if in_8_bits is None else replace(found, in_8_bits=in_8_bits)
+
+
+def _layers_to_run(plan: Plan) -> int:
+    """Return how many layers show every kind of layer behind another one."""
+    first: dict[Kind, int] = {}
+    for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
+        first.setdefault(kind_of(plan, layer), index)
+    return max(first.values(), default=0) + 1
+
+
+def _small(layout: ParallelConfig) -> ParallelConfig:
+    """Return the layout with as few stages and data ranks as leave a layer what it keeps."""
+    data = max(layout.expert_batches, min(2, layout.batch_world))
+    few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
+    few |= {"pipeline_schedule": "1f1b", "virtual_stages": 1, "stage_layers": None, "num_microbatches": None}
+    return replace(layout, **few, gradient_compression="no", powersgd_rank=None)
+
+
+def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
+    """Count once for each that differs."""
+    config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
+    config += implementation_of(spec.config)
+    key = (config, repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
+    if key not in _SEEN:
+        try:
+            _SEEN[key] = _count(spec, layout, sizes)
+        except Exception as error:  # whatever a class of anybody's says on a device without numbers
+            _log.info("layers of %s cannot be counted: %s", spec.config.model_type, error)
+            _SEEN[key] = None
+    return _SEEN[key]
+
+
+def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
+    if layout.total_size > 1 and dist.is_initialized():
+        raise ConfigError("ranks that are not there cannot be asked beside those of a run")
+    with meta_model(spec, layout) as (model, copies):
+        plan = runtime_of(model).plan
+        job = job_of(plan, **sizes, mixed=spec.mixed_precision != "no")
+        counter = _LayerCounter(model, plan.layers, plan.head, copies)
+        counter.follow(runtime_of(model).part(KeptActivations))
+        take_step(model, job, shape_of_plan(plan, spec.config), counter, spec.mixed_precision)
+        layers = {
+            layer: LayerBytes(
+                kept=counter.kept[layer] / job.tokens,
+                stream=counter.streams[layer] / job.tokens,
+                counted=True,
+                as_input=counter.inputs[layer] / job.tokens,
+                piece=counter.pieces[layer] / job.tokens,
+            )
+            for layer in plan.layers
+        }
+        found = MeasuredLayers(
+            first=layers[plan.layers[0]],
+            layers={kind_of(plan, layer): layers[layer] for layer in plan.layers},
+            shared=counter.kept[_SHARED] / job.tokens,
+            before=counter.kept[_BEFORE] / job.tokens,
+            behind=counter.most[_BEHIND] / job.tokens,
+        )
+        del model, counter
+    gc.collect()
+    return found
+
+
+def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
+    """Return what is kept where parts of layers are recomputed, and what such a part keeps while it is."""
+
+    def of(part: LayerBytes, all_of_it: LayerBytes) -> LayerBytes:
+        return replace(part, again=max(0.0, all_of_it.kept - part.kept))
+
+    layers = {kind: of(part, whole.layers[kind]) for kind, part in parts.layers.items()}
+    return replace(parts, first=of(parts.first, whole.first), layers=layers)
+
+
+class _LayerCounter(SavedCounter):
+    """Bytes by the layer that saved them first, when the backward pass begins.
+
+    Attributes:
+        kept: layer, or what is no layer -> bytes.
+        most: likewise, the most at once.
+        streams: layer -> bytes of its input, as it is kept where the layer is computed again.
+        inputs: layer -> bytes of its input among those that it saved, as it was given.
+        pieces: layer -> the most bytes of those that its backward pass reads at once.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int] = ()) -> None:
+        self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
+        self.inputs, self.pieces, self._read = Counter[str](), Counter[str](), Counter[str]()
+        self._inputs, self._reading, self._rounds = dict[str, int](), dict[int, tuple[str, int]](), False
+        self._names = {id(model.get_submodule(name)): name for name in layers}
+        self._place, self._done = _BEFORE, False
+        self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
+        weight = None if head is None else next(model.get_submodule(head).parameters(recurse=False), None)
+        self._vocabulary = None if weight is None else weight.shape[0]
+        super().__init__(model, layers, head, self._count_kind, copies)
+
+    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note that a layer begins."""
+        self._place = self._names[id(layer)]
+        stream = hidden_states_of(args, kwargs)
+        self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
+        given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not stream)
+        self._given |= {storage_key(each): each for each in given}
+        before = self.kept[self._place]
+        super().enter(layer, args, kwargs)
+        self.inputs[self._place] = self.kept[self._place] - before
+        self._inputs[self._place] = storage_key(stream)
+
+    def leave(self, *args: Any) -> None:
+        """Note that a layer is done."""
+        super().leave(*args)
+        self._place = _BEHIND
+
+    def kind_of(self, tensor: Tensor) -> str:
+        """Return the layer, or what is no layer."""
+        if storage_key(tensor) in self._given:
+            return _SHARED
+        if self._place == _BEHIND and (self.is_of_head(tensor) or self._vocabulary in tensor.shape[-1:]):
+            return _LOGITS
+        return self._place
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Note that the backward pass has begun."""
+        if not self._done:  # norms that widen their input keep a copy of it instead
+            self._done = True
+            self.inputs = Counter({name: self.inputs[name] for name, key in self._inputs.items() if self.saved_as(key)})
+        found = super().unpack(saved)
+        key = storage_key(found)
+        kind = self.saved_as(key)
+        if kind is not None and key not in self._reading:  # there until the last that saved it has read it
+            self._reading[key] = kind, found.untyped_storage().nbytes()
+            self._reads(*self._reading[key])
+        return found
+
+    def freed(self, key: int) -> None:
+        """Note that nobody reads it any more."""
+        kind, size = self._reading.pop(key, ("", 0))
+        self._reads(kind, -size)
+
+    def follow(self, part: KeptActivations | None) -> None:
+        """Count what that keeps in 8 bits, out of sight of other hooks."""
+        if part is None or not part.rounds:
+            return
+        store, known, self._rounds = part.store, set[int](), True
+
+        def counting(values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
+            found, key = store(values, tensor, stays_exact), storage_key(tensor)
+            if found is not None:
+                self._count_kind(self._place, found.size)
+            elif key not in known:
+                known.add(key)
+                self._count_kind(self._place, tensor.untyped_storage().nbytes())
+            return found
+
+        part.store = counting  # type: ignore[method-assign]
+
+    def _reads(self, kind: str, size: int) -> None:
+        self._read[kind] += size
+        self.pieces[kind] = max(self.pieces[kind], self._read[kind])
+
+    def _count_kind(self, kind: str, size: int) -> None:
+        self.most[kind] = max(self.most[kind], self.kept[kind] + size)
+        if not self._done or kind == _BEHIND:
+            self.kept[kind] += size

@@ -1,0 +1,177 @@
+"""Memory of one rank: as the plan predicts it, and as it is.
+
+The prediction is :mod:`hfscale.cost.model.memory`'s, with what only a model or a schedule knows filled in. What is held
+is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward pass keeps
+for the backward pass is :mod:`hfscale.memory.saved`'s.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._host.torch import storage_key
+from ..._host.transformers.computing import recomputes
+from ...errors import ConfigError, check_count, check_switch
+from ...families.expert_modules import experts_per_token
+from ...memory.recompute import Recomputation
+from ...ops.head_cross_entropy import rows_per_chunk
+from ...options import Options
+from ...parallel.data import DataParallel
+from ...parallel.pipeline.in_flight import in_flight_together
+from ...plan import Plan
+from ...plan.offload import offloaded, refuse_aside
+from ...quantization.quantized_modules import beside_quantized
+from ...runtime import find_runtime, local_tensor, runtime_of
+from ..model.memory import MemoryEstimate, estimate_memory
+
+
+def memory_estimate(
+    model_or_plan: nn.Module | Plan,
+    optimizer: str = "adamw_torch_fused",
+    *,
+    tokens: int = 2048,
+    sequence_length: int | None = None,
+    num_microbatches: int | None = None,
+    gradient_checkpointing: bool | None = None,
+    mixed_precision: str | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+) -> MemoryEstimate:
+    """Estimate the bytes that one rank holds in training, by kind. Nothing is run, and ranks do not communicate.
+
+    Weights, adapters, gradients and optimizer state are exact. Activations are counted for LLaMA's kind of layer, and
+    estimated from above for any other; the notes say which. Not in it: what kernels and collectives use meanwhile.
+
+    Args:
+        model_or_plan: a model that hfscale parallelized, of which this rank's part is meant; or a plan, of which the
+            rank is meant that holds most.
+        optimizer: a name that :func:`hfscale.create_optimizer` knows.
+        tokens: tokens of one microbatch of one batch rank, over all of its sequences.
+        sequence_length: tokens of one of these sequences, on which scores of eager attention depend; by default there
+            is one sequence, of all tokens.
+        num_microbatches: that go through pipeline stages in a step; by default the layout's, or one per stage.
+        gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
+            by transformers' switch or by ``memory=``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``; by default the model's.
+        optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
+
+    Raises:
+        ConfigError: something is unknown or impossible, or what is given is neither a model of hfscale's nor a plan.
+    """
+    check_asked(tokens, num_microbatches, mixed_precision, optim_args, sequence_length=sequence_length)
+    if gradient_checkpointing is not None:
+        check_switch("gradient_checkpointing", gradient_checkpointing)
+    if not isinstance(model_or_plan, nn.Module | Plan):
+        raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
+    runtime = None if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan)
+    plan = model_or_plan if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan).plan
+    if offloaded(plan).optimizer:
+        refuse_aside(optimizer)
+    given: dict[str, Any] = {"optimizer": optimizer, "options": optim_args, "tokens": tokens}
+    given |= {"num_microbatches": num_microbatches, "sequence_length": sequence_length}
+    if runtime is None:
+        given |= {"all_recomputed": bool(gradient_checkpointing), "mixed_precision": mixed_precision or "no"}
+        return max(memory_of_ranks(plan, **given), key=lambda held: held.total)
+    model, part = runtime.model, runtime.part(Recomputation)
+    return _memory_of_rank(
+        plan,
+        runtime.mesh.ranks,
+        runtime.mesh.device.type,
+        all_recomputed=recomputes(model) if gradient_checkpointing is None else gradient_checkpointing,
+        chosen=None if part is None else part.chosen,
+        mixed_precision=mixed_precision or runtime.options.mixed_precision,
+        trained={planned.name for planned, p in runtime.parameters() if p.requires_grad},
+        routes=experts_per_token(model.config),
+        **given,
+    )
+
+
+def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
+    """Return what :func:`memory_estimate` says of each pipeline rank of a plan.
+
+    Args:
+        given: to :func:`hfscale.cost.model.memory.estimate_memory`; ``tokens`` and ``num_microbatches`` of a step.
+    """
+    return [_memory_of_rank(plan, {"pp": rank}, "cpu", **given) for rank in range(plan.layout.pp)]
+
+
+def _memory_of_rank(
+    plan: Plan, ranks: Mapping[str, int], device: str, *, tokens: int, num_microbatches: int | None, **given: Any
+) -> MemoryEstimate:
+    """Estimate a rank with the loss's chunks as they are on a device, and the schedule's microbatches in flight."""
+    rows = 0
+    if plan.head is not None:
+        weight = plan.by_name[f"{plan.head}.weight"]
+        cut = weight.cut_over("tp")
+        width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
+        rows = rows_per_chunk(tokens, width, torch.device(device))
+    in_flight = in_flight_together(plan, num_microbatches)
+    return estimate_memory(plan, ranks, tokens=tokens, in_flight=in_flight, chunk_rows=rows, **given)
+
+
+def check_asked(
+    count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens", **counts: Any
+) -> None:
+    """Refuse what nothing can be estimated for.
+
+    Args:
+        tokens: name of ``count``.
+        counts: further numbers, by name; ``None`` stands for a default.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    check_count(tokens, count)
+    for name, value in {"num_microbatches": microbatches, **counts}.items():
+        if value is not None:
+            check_count(name, value)
+    if mixed_precision is not None:
+        Options(mixed_precision)  # refuses what is unknown
+    if not isinstance(optim_args, Mapping | None):
+        raise ConfigError(f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate."""
+
+    weights: int  # packed bytes and all that is needed to read them, of quantized ones; older versions, under way
+    adapters: int
+    gradients: int  # those too that wait for a later step, and what their compression has left out so far
+    optimizer: int
+
+
+def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
+    """Count what this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
+    runtime = find_runtime(model)
+    older, waiting, left_out = list[Any](), list[Any](), list[Any]()
+    pairs: list[tuple[bool, Any]]
+    if runtime is None:
+        pairs = [(".lora_" in name, parameter) for name, parameter in model.named_parameters()]
+    else:
+        own = {adapter.name for adapter in runtime.plan.adapters}
+        pairs = [(planned.name in own, parameter) for planned, parameter in runtime.parameters()]
+        older, waiting = list(runtime.executor.older_weights()), list(runtime.executor.waiting_gradients())
+        compressing = runtime.part(DataParallel)
+        left_out = [] if compressing is None else list(compressing.left_out())
+    states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    weights = [parameter for adapter, parameter in pairs if not adapter]
+    return Held(
+        weights=storage_bytes([*weights, *beside_quantized(model), *older]),
+        adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
+        gradients=storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out, *waiting]),
+        optimizer=storage_bytes(states),
+    )
+
+
+def storage_bytes(values: Iterable[Any]) -> int:
+    """Return the bytes of the memory of all tensors among ``values``, each piece once."""
+    found: dict[int, int] = {}
+    with torch.no_grad():
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = local_tensor(value).untyped_storage()
+                found[storage_key(storage)] = storage.nbytes()
+    return sum(found.values())

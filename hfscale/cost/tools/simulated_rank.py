@@ -1,0 +1,207 @@
+"""A rank of a run that nobody started: the real code on the meta device, among ranks that are not there.
+
+A step runs as it does on GPUs, without numbers: it takes the branches that are not the CPU's, collectives are noted and
+not sent, and where the host would wait for the device, or for another host, it is given an answer that was made up.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ... import process_groups
+from ..._host.replaced import attribute_replaced
+from ..._host.torch import TorchDispatchMode, schema_of, tree_leaves
+from ..._host.torch_attention import flash_on_cpu
+from ..._host.torch_autocast import autocast_on_meta
+from ..._host.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
+from ...mesh import Mesh
+from ...parallel.pipeline import Pipeline
+from ...parallel.tensor import RandomStreams
+from ...runtime import Runtime
+from ..model.links import ring_share
+
+HOST, OTHERS = "host", "others"
+_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_EXPERT_AXES = ("edp_replicate", "edp_shard", "ep")
+# Operators whose result has a size, or a number, that the host must know.
+_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
+_MOVING = {"_to_copy", "copy_", "set_"}
+_INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
+Answer = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Traffic:
+    """What one rank handed to collectives, by axis; ``"host"`` are those between the hosts, ``"stages"`` those that
+    hand the stream from stage to stage, ``"ties"`` those of gradients of a tensor that several stages hold.
+    """
+
+    calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
+    given: Counter[str] = field(default_factory=Counter)  # bytes that were handed to them
+    sent: dict[str, float] = field(default_factory=dict)  # bytes that this rank sends, if each runs as a ring
+
+
+@contextmanager
+def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[dict[int, Any]]:
+    """Let this process be rank ``rank`` of ``world``, within, on a device that has no numbers.
+
+    Args:
+        like: the kind of device whose autocast it has.
+
+    Yields:
+        the memory of autocast's copies of weights, by its key.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
+        stack.enter_context(meta_as_accelerator())
+        copies = stack.enter_context(autocast_on_meta(like))
+        if world > 1:
+            stack.enter_context(fake_process_group(world, rank))
+        yield copies
+
+
+def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
+    """Let a model's rank take for agreed what it would agree on with the others before its first step.
+
+    Args:
+        dtype: of the stream between stages.
+    """
+    streams = runtime.part(RandomStreams)
+    if streams is not None:
+        streams.agreed = True
+    if isinstance(runtime.executor, Pipeline):
+        hidden: int = runtime.model.config.get_text_config(decoder=True).hidden_size
+        runtime.executor.expect((hidden,), dtype)
+
+
+class SimulatedRank(TorchDispatchMode):
+    """A mode in which what a model's rank does is noted in :attr:`traffic`, and answered.
+
+    Args:
+        runtime: of the model.
+        answer: what the host finds where it looks at a tensor on the device.
+    """
+
+    def __init__(self, runtime: Runtime, answer: Answer) -> None:
+        super().__init__()
+        self.traffic, self._answer = Traffic(), answer
+        self._axes = _names_of_groups(runtime.mesh)
+
+    def looked(self, name: str) -> None:
+        """React to the host's waiting for the device."""
+
+    def takes(self, func: Any, tensors: list[Tensor]) -> None:
+        """React to a collective that is handed these tensors, some of which are on the device."""
+
+    def mixes(self, func: Any) -> None:
+        """React to an operator that is given tensors on the device and on the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = schema_of(func).name.partition("::")[2]
+        if func.namespace == "c10d":
+            return self._collective(func, name.strip("_"), args, kwargs)
+        if name in _MOVING:
+            return self._moved(func, name, args, kwargs)
+        tensors = _tensors((args, kwargs))
+        if all(tensor.device != META for tensor in tensors):
+            return func(*args, **kwargs)
+        if any(tensor.ndim and tensor.device != META for tensor in tensors):
+            self.mixes(func)
+        return self._computed(func, name, args, kwargs)
+
+    def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run an operator on the device."""
+        if name == "_grouped_mm":
+            return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+        if name not in _WAITING:
+            if name == "index" and any(index.dtype == torch.bool for index in _tensors(args[1])):
+                self.looked(name)
+            return func(*args, **kwargs)
+        self.looked(name)
+        found = func(*(self._answer(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        return found.to(META) if isinstance(found, Tensor) else found
+
+    def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Copy: from the device it is waited for; to it as well, unless somebody has said otherwise."""
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if source.device == target:
+            return func(*args, **kwargs)
+        if source.device == META:
+            self.looked(name)
+            made = self._answer(source)
+            return func(args[0], made, **kwargs) if name == "copy_" else func(made, **kwargs)
+        if waits and source.numel():
+            self.looked(name)
+        return func(*args, **kwargs)
+
+    def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        source = args[1] if name.startswith(_INPUT_SECOND) else args[0]
+        given, tensors = _tensors(source), _tensors((args, kwargs))
+        group, axis = group_of(args), HOST
+        size = 1 if group is None else int(group.size())
+        if any(tensor.device == META for tensor in tensors):
+            axis = OTHERS if group is None else self._axes.get(group.group_name, OTHERS)
+            self.takes(func, tensors)
+        handed = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        self.traffic.calls.setdefault(axis, Counter())[name] += 1
+        self.traffic.given[axis] += handed
+        share = ring_share(name.removesuffix("_base").rstrip("_"), size)
+        self.traffic.sent[axis] = self.traffic.sent.get(axis, 0.0) + handed * share
+        if axis != HOST:
+            return finished(func, args)
+        found = func(*args, **kwargs)
+        if name == "allreduce":  # sums, to which all ranks add what this one does
+            for tensor in given:
+                tensor.mul_(size)
+        return found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
+    """Return the shape of grouped products; the meta device has those of GPUs' kernels alone: 16 bits, aligned rows.
+
+    Args:
+        left: ``[groups, m, k]``, or ``[m, k]`` whose rows or columns the groups share; ``right``: likewise.
+        ends: of each group.
+    """
+    groups = list(left.shape[:1]) if left.ndim == right.ndim == 3 else []
+    if left.ndim == right.ndim == 2 and ends is not None:
+        groups = [len(ends)]
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+
+
+def _names_of_groups(own: Mesh) -> dict[str, str]:
+    """Return the axis of each group of this rank, by its name."""
+    axes = [*_AXES, *(_EXPERT_AXES if own.expert_mesh is not None else ()), "cp"]
+    found = {str(group.group_name): axis for axis in reversed(axes) if (group := own.group(axis)) is not None}
+    found |= {str(group.group_name): "ties" for group in own.ties.values()}
+    return found | {str(group.group_name): "stages" for group in own.streams.values()}
+
+
+class FusedAttention(TorchFunctionMode):
+    """A mode in which attention keeps no scores, as kernels of GPUs do not; what torch chooses on meta keeps them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention or args[0].device != META:
+            return func(*args, **kwargs)
+        q, k, v = args[:3]
+        mask = kwargs.get("attn_mask")
+        # Of heads that are broadcast, and of biases that train, there is no such kernel.
+        if (q.shape[1] != k.shape[1] and not kwargs.get("enable_gqa")) or (mask is not None and mask.requires_grad):
+            return func(*args, **kwargs)
+        scale = kwargs.get("scale") or q.shape[-1] ** -0.5
+        return flash_on_cpu(q, k, v, bool(kwargs.get("is_causal")), mask, scale)[0]

@@ -1,0 +1,47 @@
+"""How many microbatches pipeline stages hold at once: those whose forward pass has run, and not yet all of the
+backward pass.
+"""
+
+from functools import cache
+
+from ...plan import Plan
+from ...schedules import ASYNCHRONOUS
+from .orders import order
+from .timeline import Order, fullest_live, peak_live
+
+
+def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
+    """Per stage, the most microbatches that it holds at once; none where one rank holds all layers.
+
+    Args:
+        num_microbatches: of a step; by default the layout's, or as many as it has stages.
+    """
+    return () if plan.stages is None else peak_live(_order(plan, num_microbatches))
+
+
+def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
+    """Return, per stage, the microbatches in flight when the stages of its rank together keep most.
+
+    A stage alone may keep more at another time.
+    """
+    if plan.stages is None:
+        return ()
+    return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])
+
+
+@cache
+def in_flight_of_ranks(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    """Per rank, the most microbatches that its stages, all of one size, hold together; more than ``2 pp_size`` in a
+    step change nothing.
+    """
+    played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
+    live = fullest_live(played, [1] * (pp_size * virtual_stages))
+    return tuple(sum(live[stage] for stage in {action.stage for action in actions}) for actions in played)
+
+
+def _order(plan: Plan, num_microbatches: int | None) -> Order:
+    layout = plan.layout
+    count = num_microbatches or layout.num_microbatches or layout.pp
+    schedule = str(layout.pipeline_schedule)
+    steps = layout.pp if schedule in ASYNCHRONOUS else 1  # those of earlier steps are still under way
+    return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

@@ -1,0 +1,189 @@
+"""Prove what plans need to know of the classes of the sweeps, and write it to hfscale/families/facts.json.
+
+    python scripts/prove_facts.py [--only llama gemma] [--check] [--sample 100] [--seed 1]
+
+Every family of causal language models is planned with its default config, variants of it and tiny clones, and so are
+the other classes of scripts/family_clones.py, in each kind of layout, with nothing known beforehand: whatever is asked
+is proved, once for each digest of a config. With ``--only``, classes of other families stay as they are.
+
+With ``--check`` the table stays as it is, and what it does not say is an error. Everything is proved for each config
+then: two of one digest that differ are an error, too, since the digest (hfscale/families/digest.py) leaves out what
+tells them apart.
+"""
+
+import argparse
+import copy
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from family_clones import OTHERS
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+import hfscale
+from hfscale.families.clone import tiny_clone
+from hfscale.families.digest import digest
+from hfscale.families.facts import TABLE, Facts, proved_anew
+from hfscale.guards.packed_rows import check_packed_rows
+from hfscale.testing.families import config_of
+
+STAGE_LAYERS = 4
+_LONG = 10**9  # tokens: no config names a length that is longer
+LAYOUTS = (
+    {"tp_size": 2},
+    {"tp_size": 2, "sequence_parallel": True},
+    {"cp_size": 2},
+    {"pp_size": 2},
+    {"dp_shard_size": 2},
+)
+
+
+def variants(config: Any) -> Iterator[tuple[str, Any]]:
+    """Configs of other members of a family, as far as it has the fields."""
+    yield "default", config
+    text = config.get_text_config()
+    heads, keys = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    changes: dict[str, Any] = {"pad_token_id": 1000, "use_cache": False}
+    if isinstance(heads, int) and isinstance(keys, int) and heads > 1:
+        changes["num_key_value_heads"] = heads // 2 if keys == heads else heads
+    if isinstance(getattr(config, "tie_word_embeddings", None), bool):
+        changes["tie_word_embeddings"] = not config.tie_word_embeddings
+    for name, value in changes.items():
+        with suppress(Exception):  # a config that checks its fields against one another
+            changed = copy.deepcopy(config)
+            setattr(changed.get_text_config() if name != "tie_word_embeddings" else changed, name, value)
+            yield f"{name}={value}", type(config).from_dict(changed.to_dict())
+
+
+def cases(only: list[str]) -> Iterator[tuple[str, Any, Any]]:
+    """``(config in words, config, auto class)``."""
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if only and family not in only:
+            continue
+        with suppress(Exception):
+            for words, config in variants(AutoConfig.for_model(family)):
+                yield words, config, AutoModelForCausalLM
+        for layers in (2, STAGE_LAYERS):
+            with suppress(Exception):  # a family without a clone of so many layers
+                yield f"tiny, {layers} layers", config_of(family, layers), AutoModelForCausalLM
+        if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            with suppress(Exception):
+                for pad, labels in ((None, 2), (0, 2), (0, 1), (0, 3)):
+                    config = AutoConfig.for_model(family, pad_token_id=pad, num_labels=labels)
+                    yield f"pad_token_id={pad}, {labels} labels", config, AutoModelForSequenceClassification
+    for family, auto_class, _, changes in OTHERS:
+        if not only or family in only:
+            config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes})
+            yield "tiny", config, auto_class
+            yield "default", AutoConfig.for_model(family), auto_class
+
+
+def prove(chosen: list[tuple[str, Any, Any]], doubted: bool) -> tuple[Facts, dict[str, str]]:
+    """All that is asked about some cases, and what config each digest is of."""
+    configs: dict[str, str] = {}
+    with proved_anew(doubted=doubted) as facts:
+        for words, config, auto_class in tqdm(chosen, desc="facts"):
+            try:
+                with torch.device("meta"):
+                    model = auto_class.from_config(copy.deepcopy(config))
+            except Exception:  # whatever stock code says of a config it cannot build
+                continue
+            for layout in LAYOUTS:
+                with suppress(hfscale.HFScaleError):
+                    hfscale.plan(config, hfscale.ParallelConfig(**layout), auto_class=auto_class)
+            if auto_class is AutoModelForCausalLM:
+                with suppress(hfscale.HFScaleError):
+                    check_packed_rows(model, tokens=_LONG)
+            for each in (model, None):
+                configs.setdefault(digest(type(model), model.config, each), words)
+    return facts, configs
+
+
+def written(proved: dict[str, Any], configs: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """Class -> groups of configs that have the same answers."""
+    table: dict[str, list[dict[str, Any]]] = {}
+    for name in sorted(proved):
+        groups: dict[str, dict[str, Any]] = {}
+        for key, answers in proved[name].items():
+            ordered = dict(sorted(answers.items()))
+            group = groups.setdefault(json.dumps(ordered), {"configs": {}, "answers": ordered})
+            group["configs"][key] = configs.get(key, "a model inside")
+        table[name] = list(groups.values())
+    return table
+
+
+def as_text(tables: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """JSON with a line for each answer."""
+    lines = []
+    for version, table in tables.items():
+        classes = []
+        for name, groups in table.items():
+            each = []
+            for group in groups:
+                answers = [f"   {json.dumps(question)}: {json.dumps(a)}" for question, a in group["answers"].items()]
+                listed = ",\n".join(answers)
+                each.append(f'  {{"configs": {json.dumps(group["configs"])}, "answers": {{\n{listed}}}}}')
+            classes.append(f" {json.dumps(name)}: [\n" + ",\n".join(each) + "]")
+        lines.append(f"{json.dumps(version)}: {{\n" + ",\n".join(classes) + "}")
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def plain(answer: Any) -> Any:
+    """An answer without the roundings of its proof, which machines differ in."""
+    if isinstance(answer, dict) and "proof" in answer:
+        return {name: value for name, value in answer.items() if name not in ("proof", "source")}
+    return answer
+
+
+def differences(facts: Facts) -> list[str]:
+    """What was proved and the table does not say."""
+    known, found = Facts().written, list(facts.contradictions)
+    for name, digests in facts.proved.items():
+        for key, answers in digests.items():
+            table = known.get(name, {}).get(key, {})
+            for question, answer in answers.items():
+                if question not in table:
+                    found.append(f"{name} {key}: {question}: not in the table")
+                elif plain(table[question]) != plain(answer):
+                    found.append(f"{name} {key}: {question}: proved {answer}, and the table has {table[question]}")
+    return found
+
+
+def main(given: list[str] | None = None) -> int:
+    """Write or check the table; the exit status is 1 where it is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--sample", type=int, help="how many configs to check")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args(given)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    chosen = list(cases(arguments.only))
+    if arguments.sample:
+        chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
+    facts, configs = prove(chosen, arguments.check)
+    wrong = differences(facts) if arguments.check else facts.contradictions
+    print("\n".join(wrong))
+    if not arguments.check:
+        tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+        before = tables.get(transformers.__version__, {}) if arguments.only else {}
+        tables[transformers.__version__] = dict(sorted({**before, **written(facts.proved, configs)}.items()))
+        TABLE.write_text(as_text(tables))
+    print(f"{sum(len(each) for each in facts.proved.values())} configs of {len(facts.proved)} classes")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""Seconds and bytes of a layout, from a plan alone."""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import Llama4TextConfig, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
+
+import hfscale
+from hfscale import ConfigError, MemoryConfig, ParallelConfig
+from hfscale.cli import main
+from hfscale.cost.model.machine import find_machine, machine_names
+from hfscale.cost.model.model_shape import shape_of_plan
+
+from ..models import tiny
+
+LLAMA = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=8,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+
+
+def of(layout: dict[str, Any] | None = None, **changes: Any) -> Any:
+    parallel = ParallelConfig(**(layout or {}))
+    return hfscale.estimate(LLAMA, parallel, **{"dtype": torch.bfloat16, **changes})
+
+
+def test_a_llama_over_three_axes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layout = {"tp_size": 2, "pp_size": 4, "dp_shard_size": 8, "sequence_parallel": True}
+    found = of(layout, num_microbatches=16)
+    plan = hfscale.plan(LLAMA, ParallelConfig(**layout), dtype=torch.bfloat16)
+    assert found.fullest.memory == hfscale.memory_estimate(plan, tokens=4096, num_microbatches=16)
+    assert (found.ranks, found.tokens, found.verdict) == (64, 64 * 4096 * 2, "fits")
+    assert [stage.layers for stage in found.stages] == [2, 2, 3, 1]
+    assert sum(found.time.terms.values()) == pytest.approx(found.seconds)
+    assert 0.2 < found.mfu < 0.5
+    data = json.loads(found.to_json())
+    assert data["seconds"] == found.seconds
+    assert len(data["stages"]) == 4
+    table = str(found)
+    assert all(f"\n{term}" in table for term in ("products", "bubble", "data", "total"))
+    LLAMA.save_pretrained(tmp_path)
+    argv = f"{tmp_path} --tp 2 --pp 4 --dp-shard 8 --sequence-parallel --microbatches 16 --dtype bfloat16 --json"
+    assert main(["estimate", *argv.split()]) == 0
+    assert json.loads(capsys.readouterr().out) == data
+
+
+def test_levers_do_what_they_do() -> None:
+    plain = of({"dp_shard_size": 8})
+    again = of({"dp_shard_size": 8}, memory=MemoryConfig(recompute="full"))
+    assert again.time.products == pytest.approx(plain.time.products * 4 / 3)
+    assert again.likely < plain.likely
+    adapters = of(peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert adapters.time.products == pytest.approx(plain.time.products * 2 / 3, rel=0.02)
+    assert adapters.fullest.memory.optimizer < 2**30 < plain.fullest.memory.optimizer * 8
+    away = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_optimizer=True))
+    assert (away.fullest.memory.optimizer, plain.time.offload) == (0, 0.0)
+    link = 0.8 * find_machine("h100").host_bandwidth  # the constants' share of a bandwidth
+    entries = plain.fullest.memory.weights / 2
+    assert away.time.offload == pytest.approx((2 + 2) * entries / link, rel=0.01)  # gradients there, weights back
+    assert away.time.update == pytest.approx(36 * entries / link, rel=0.02)
+    kept = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_activations=True))  # what the passes do not hide
+    moved = 2 * plain.fullest.memory.activations / link
+    assert kept.time.offload == pytest.approx(moved - plain.stages[0].seconds, rel=0.1)
+    assert kept.time.update == plain.time.update
+    shards = of({"dp_shard_size": 8}, memory=MemoryConfig(offload_parameters=True))
+    assert shards.needed < away.needed < plain.needed
+    assert shards.time.offload == 0  # hidden: three times a shard of 0.5 GiB
+    assert shards.time.update == pytest.approx(away.time.update)
+    sizes = {size: of(batch_size=size) for size in (6, 8, 10)}
+    assert {size: found.verdict for size, found in sizes.items()} == {6: "fits", 8: "tight", 10: "does not fit"}
+    assert of(batch_size=10, hardware="h200").verdict == "fits"
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2)])
+def test_the_bubble_is_the_schedules_own(schedule: str, virtual: int) -> None:
+    """What the other stages take of a microbatch, or half of it where each rank has two."""
+    parallel = ParallelConfig(pp_size=4, pipeline_schedule=schedule, virtual_stages=virtual)
+    found = hfscale.estimate(tiny("llama", num_hidden_layers=16), parallel, num_microbatches=16)
+    seconds = sorted(stage.seconds for stage in found.stages)
+    assert found.time.bubble == pytest.approx(sum(seconds[:-1]) / virtual, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny("llama"),
+        tiny("gpt2"),
+        tiny("qwen3"),
+        MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=99, state_size=8),
+        Llama4TextConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            intermediate_size_mlp=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=99,
+            pad_token_id=0,
+        ),
+        MixtralConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_local_experts=4,
+            vocab_size=99,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_shapes_have_the_models_weights(config: PreTrainedConfig) -> None:
+    plan = hfscale.plan(config)
+    entries = sum(prod(p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name.startswith(plan.layers))
+    for shape in (shape_of_plan(plan, config), shape_of_plan(plan)):
+        assert shape.layers * shape.layer_weights == pytest.approx(entries, rel=0.01)
+    assert shape_of_plan(plan, config).tied == config.tie_word_embeddings
+
+
+def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'h10' is unknown.*nearest by name: 'h100'"):
+        of(hardware="h10")
+    with pytest.raises(ConfigError, match="sequence_length=0 is impossible"):
+        of(sequence_length=0)
+    with pytest.raises(ConfigError, match="give the config instead of the plan"):
+        hfscale.estimate(hfscale.plan(tiny("llama")), ParallelConfig(tp_size=2))
+    wrong = tmp_path / "machine.json"
+    wrong.write_text('{"name": "mine", "flops": -1}')
+    with pytest.raises(ConfigError, match=r"describes no machine: flops, memory_bandwidth.* must be positive"):
+        of(hardware=str(wrong))
+    mine = replace(find_machine("h100"), name="mine", flops=2 * find_machine("h100").flops)
+    wrong.write_text(mine.to_json())
+    assert of(hardware=str(wrong)).time.products == pytest.approx(of().time.products / 2)
+    assert all(find_machine(name).sources for name in machine_names())

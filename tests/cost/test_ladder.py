@@ -1,0 +1,45 @@
+"""Levers added in turn: what is counted of a clone is what is estimated of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hfscale.cli import main
+from hfscale.cost.tools.ladder import LADDER, Rung, Step, climb
+
+from ..models import tiny
+
+
+def check(steps: list[Step]) -> None:
+    for step in steps:
+        assert step.ratio == pytest.approx(1.0, abs=0.03), step.name
+    totals = [sum(step.counted.values()) for step in steps]
+    assert totals == sorted(totals, reverse=True)
+    assert all(step.model is not None and step.model.total > 0 for step in steps)
+
+
+def rungs(*names: str) -> list[Rung]:
+    return [rung for rung in LADDER if rung.name in names]
+
+
+def test_on_one_rank() -> None:
+    check(climb(tiny("llama"), 256, rungs("float32", "8-bit optimizer", "offload", "QLoRA")))
+
+
+@pytest.mark.slow
+def test_every_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(climb(tiny("llama"), 256))
+    tiny("llama").save_pretrained(tmp_path)
+    assert main(["memory-ladder", str(tmp_path), "--json"]) == 0
+    assert [step["lever"] for step in json.loads(capsys.readouterr().out)] == [rung.name for rung in LADDER]
+    picture = tmp_path / "ladder.png"
+    assert main(["memory-ladder", str(tmp_path), "--out", str(picture)]) == 0
+    assert "8-bit optimizer" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    assert main(["memory-ladder", str(tmp_path), "--out", "ladder.gif"]) == 2
+    assert "use .png or .svg" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""The search over layouts: its arithmetic against plans, what it finds, and what it says where nothing fits."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
+
+import hfscale
+from hfscale import ConfigError, MemoryConfig, ParallelConfig
+from hfscale.cli import main
+from hfscale.cli.amounts import bytes_of, tokens_of
+from hfscale.cost.model.machine import find_machine, fitted
+from hfscale.cost.tools.candidates import Candidate, candidates
+from hfscale.cost.tools.fast_cost import FastCost
+from hfscale.cost.tools.meta_model import run_spec
+from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
+from hfscale.cost.tools.recipe import learning_rates
+from hfscale.cost.tools.search import search
+from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
+from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks
+from hfscale.recipes.read import read_recipe
+
+from ..sweeps import pairs
+
+H100 = find_machine("h100")
+SMALL = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+
+
+MIXTURE = MixtralConfig(
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+
+
+@cache
+def facts(mixed_precision: str = "bf16") -> ModelSummary:
+    dtype = torch.float32 if mixed_precision == "bf16" else torch.bfloat16
+    asked = run_spec(SMALL, mixed_precision=mixed_precision, dtype=dtype)
+    return summarize(hfscale.plan(SMALL, dtype=dtype), asked)
+
+
+@cache
+def large() -> ModelSummary:
+    """A model of 70 billion parameters, with the bytes per weight and value of the small one."""
+    shape = replace(facts().shape, layers=80, hidden=8192, queries=8192, keys=1024, ffn=28672, vocabulary=128256)
+    kept = Kept(facts().kept.cut * 4, facts().kept.whole * 4)
+    return replace(facts(), shape=shape, heads=64, kept=kept, stream=facts().stream * 4)
+
+
+CASES = [
+    Candidate(1, 1, 1, 1, 8, 2, 1, 4, "1f1b", 1, False),
+    Candidate(4, 1, 1, 1, 2, 2, 2, 8, "1f1b", 1, True),
+    Candidate(2, 4, 1, 1, 2, 1, 2, 16, "1f1b", 1, False),
+    Candidate(2, 2, 1, 1, 1, 4, 1, 16, "interleaved1f1b", 2, True),
+    Candidate(2, 2, 1, 1, 4, 1, 4, 4, "zbv", 2, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.describe())
+@pytest.mark.parametrize("mixed", ["bf16", "no"])
+def test_arithmetic_agrees_with_the_plan(case: Candidate, mixed: str) -> None:
+    found = FastCost(facts(mixed), H100, fitted(), 4096).estimate(case)
+    planned = hfscale.estimate(
+        SMALL,
+        ParallelConfig(**case.parallel_arguments()),
+        batch_size=case.batch,
+        num_microbatches=case.microbatches,
+        dtype=torch.float32 if mixed == "bf16" else torch.bfloat16,
+        mixed_precision=mixed,
+        memory=MemoryConfig(recompute="full" if case.recompute else "none"),
+    )
+    assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
+    assert found.needed == pytest.approx(planned.needed, rel=0.12)
+
+
+OTHERS = [
+    Candidate(1, 1, 1, 1, 4, 1, 1, 4, "1f1b", 1, False),
+    Candidate(4, 1, 1, 1, 2, 1, 1, 4, "1f1b", 1, False),
+    Candidate(2, 2, 1, 1, 2, 1, 1, 4, "1f1b", 1, False),
+]
+SPREAD = Candidate(2, 1, 1, 4, 4, 1, 1, 4, "1f1b", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("of", "mixed"), pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")])
+)
+def test_activations_of_other_layers_agree_with_the_plan(of: str, mixed: str) -> None:
+    """Counted on one and on two tensor ranks, and of four as of those; experts whole, cut and spread."""
+    config = MIXTURE if of == "mixtral" else GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=1024)
+    given: dict[str, Any] = {"dtype": torch.float32 if mixed == "bf16" else torch.bfloat16}
+    asked = run_spec(config, mixed_precision=mixed, **given)
+    quick = FastCost(summarize(hfscale.plan(config, **given), asked, sequence=1024), H100, fitted(), 1024)
+    for case in (*OTHERS, *([SPREAD] if of == "mixtral" else [])):
+        planned = hfscale.estimate(
+            config,
+            ParallelConfig(**case.parallel_arguments()),
+            sequence_length=1024,
+            num_microbatches=case.microbatches,
+            mixed_precision=mixed,
+            **given,
+        )
+        wanted = max(stage.memory.activations for stage in planned.stages)
+        assert quick.estimate(case).activations == pytest.approx(wanted, rel=0.05), case.describe()
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)])
+def test_microbatches_alive_are_those_of_the_schedules(schedule: str, virtual: int) -> None:
+    for microbatches in (8, 16):
+        played = order(schedule, 4, microbatches, virtual)
+        live, home = fullest_live(played, [1] * (4 * virtual)), stage_ranks(played)
+        assert all(now <= most for now, most in zip(live, peak_live(played), strict=True))
+        together = [sum(count for stage, count in enumerate(live) if home[stage] == rank) for rank in range(4)]
+        assert list(in_flight_of_ranks(schedule, 4, microbatches, virtual)) == together
+
+
+def test_candidates_use_every_gpu_and_every_sequence() -> None:
+    found = list(candidates(facts(), H100, 16, 64, 4096))
+    assert len(found) == len(set(found)) > 300
+    for each in found:
+        assert each.tp * each.pp * each.cp * each.dp == 16
+        assert each.batch * each.microbatches * each.dp == 64
+        ParallelConfig(**each.parallel_arguments())
+    assert {each.cp for each in candidates(facts(), H100, 16, 64, 131072)} >= {1, 2, 4, 8, 16}
+
+
+def test_what_it_finds() -> None:
+    found = search(large(), 32, tokens_per_step=2**20)
+    assert found.winner.seconds == min(each.seconds for each in found.frontier)
+    assert all(each.likely <= found.budget for each in (*found.best, *found.frontier))
+    kinds = [each.candidate.kind for each in found.best]
+    assert len(kinds) == len(set(kinds)) > 2
+    for faster, lighter in zip(found.frontier, found.frontier[1:], strict=False):
+        assert faster.seconds <= lighter.seconds
+        assert faster.likely > lighter.likely
+    assert "mostly weights, gradients and optimizer: does not fit" in found.rejected["replicas"]
+    assert not set(found.rejected) & set(kinds)
+    less = search(large(), 32, tokens_per_step=2**20, max_memory=40 * 2**30)
+    assert less.winner.seconds >= found.winner.seconds
+    assert less.winner.likely <= 40 * 2**30
+    assert found.winner.candidate.describe() in str(found)
+    assert json.loads(found.to_json())["best"][0]["seconds"] == found.winner.seconds
+
+
+def test_answers_where_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match=r"nothing fits.*Nearest that works: (\d+) GPUs \(.*try LoRA") as error:
+        search(large(), 1, tokens_per_step=2**20)
+    count = int(str(error.value).partition("Nearest that works: ")[2].split()[0])
+    assert not search(large(), count, tokens_per_step=2**20).uses_host
+    half = search(large(), count // 2, tokens_per_step=2**20)
+    assert half.uses_host
+    assert "nothing fits without the host's memory" in str(half)
+    assert all(each.candidate.offload and each.likely <= half.budget for each in half.best)
+    with pytest.raises(ConfigError, match=r"a budget of 100.0 GiB is impossible on NVIDIA H100 SXM 80 GB.*79.6 GiB"):
+        search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
+    with pytest.raises(ConfigError, match="less than one sequence of 4,096"):
+        search(facts(), 4, tokens_per_step=1000)
+    with pytest.raises(ConfigError, match="no layout of 11 GPUs has whole sequences"):
+        search(facts(), 11, tokens_per_step=8 * 4096)
+    with pytest.raises(ConfigError, match="hardware='v100' is unknown"):
+        search(facts(), 4, "v100", tokens_per_step=2**20)
+
+
+@pytest.mark.parametrize("what", [("optimizer", "activations"), ("parameters",)], ids=" ".join)
+def test_offload_agrees_with_the_plan(what: tuple[str, ...]) -> None:
+    case = Candidate(2, 1, 1, 1, 4, 1, 1, 4, "1f1b", 1, False, what)
+    found = FastCost(facts("no"), H100, fitted(), 4096).estimate(case)
+    planned = hfscale.estimate(
+        SMALL,
+        ParallelConfig(**case.parallel_arguments()),
+        num_microbatches=4,
+        dtype=torch.bfloat16,
+        memory=MemoryConfig(**{f"offload_{each}": True for each in what}),
+    )
+    assert planned.time.update > 0.01  # at the host's pace
+    assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
+    assert found.needed == pytest.approx(planned.needed, rel=0.12)
+
+
+def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SMALL.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    argv = ["search", str(tmp_path / "model"), "--gpus", "8", "--tokens-per-step", "256K"]
+    assert main([*argv, "--lora", "--rank", "4", "--out", str(recipe), "--json"]) == 0
+    best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
+    read = read_recipe(recipe)
+    assert ParallelConfig(**read.parallel).total_size == 8
+    assert (read.training.batch_size, read.data.sequence_length) == (64, 4096)
+    assert (read.adapter["r"], read.training.dtype, read.training.mixed_precision) == (4, "bfloat16", "no")
+    assert best["microbatches"] * best["batch"] * best["shard"] * best["replicate"] == 64
+    assert main([*argv, "--learning-rate", "1e-4", "--its-tokens-per-step", "64K"]) == 0
+    said = capsys.readouterr().out
+    assert "0.0002  square root" in said
+    assert "0.0004  linear" in said
+    assert main([*argv, "--quantize", "nf4"]) == 2
+    assert "give --lora as well" in capsys.readouterr().err
+    assert main([*argv, "--max-memory", "much"]) == 2
+    assert "--max-memory much is no size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "wanted"),
+    [
+        (SMALL, "--gpus 8 --hardware a100-40 --tokens-per-step 256K", set()),
+        (SMALL, "--gpus 1 --tokens-per-step 64K --max-memory 8GiB", {"memory"}),
+        (SMALL, "--gpus 4 --hardware h200 --tokens-per-step 256K --lora q_proj,v_proj --quantize nf4", {"adapter"}),
+        (SMALL, "--gpus 8 --tokens-per-step 128K --sequence-length 131072 --max-memory 30GiB", {"cp_size"}),
+        (MIXTURE, "--gpus 8 --hardware b200 --tokens-per-step 256K", set()),
+    ],
+    ids=["a100", "offload", "qlora", "long", "mixture"],
+)
+def test_its_recipes_are_recipes(config: Any, argv: str, wanted: set[str], tmp_path: Path) -> None:
+    """What is written is read again, and a plan takes its layout and its levers."""
+    config.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["search", str(tmp_path / "model"), *argv.split(), "--out", str(recipe), "--json"]) == 0
+    read = read_recipe(recipe)
+    layout, memory = ParallelConfig(**read.parallel), MemoryConfig(**read.memory)
+    assert layout.total_size == int(argv.split()[1])
+    assert wanted <= {name for name in ("memory", "adapter") if getattr(read, name, None)} | set(read.parallel)
+    assert hfscale.plan(config, layout, memory=memory, dtype=read.training.dtype).layout == layout
+
+
+def test_amounts_and_rules() -> None:
+    assert [tokens_of(text, "--x") for text in ("7", "4M", "1.5k")] == [7, 2**22, 1536]
+    assert [bytes_of(text, "--x") for text in ("7", "60GiB", "60G", "1.5 GB")] == [
+        7,
+        60 * 2**30,
+        60 * 10**9,
+        15 * 10**8,
+    ]
+    for wrong, of in (("4MB", tokens_of), ("0", tokens_of), ("1.5", tokens_of), ("much", bytes_of), ("0GiB", bytes_of)):
+        with pytest.raises(ConfigError, match=f"--x {wrong} is no "):
+            of(wrong, "--x")
+    root, linear = learning_rates(1e-3, 100, 400)
+    assert (root.learning_rate, linear.learning_rate) == (pytest.approx(2e-3), pytest.approx(4e-3))
+    with pytest.raises(ConfigError, match="use positive numbers"):
+        learning_rates(1e-3, 0, 400)
