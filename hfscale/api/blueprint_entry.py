@@ -1,4 +1,4 @@
-"""A blueprint as Python, as it would stand in ``hfscale/models``."""
+"""Write a blueprint as Python, as an entry of the table in ``hfscale/models``."""
 
 from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
@@ -11,7 +11,7 @@ _WIDTH = 100
 
 
 def as_python(family: str, blueprint: Blueprint) -> str:
-    """The entry of a family: fields that have their default left out."""
+    """Return a family's table entry as Python, without fields that have their defaults."""
     blocks = "".join(f"            {path!r}: {_block(block)},\n" for path, block in blueprint.blocks.items())
     unfit = "        unfit=...,  # a function: see the table\n" if _differs(blueprint, "unfit") else ""
     head = f'    "{family}": Blueprint(\n        layers={_value(blueprint.layers)},\n        blocks={{\n'
@@ -19,7 +19,7 @@ def as_python(family: str, blueprint: Blueprint) -> str:
 
 
 def describe_blueprint(model: Any, inferred: bool = False) -> str:
-    """Where the blueprint of a model comes from, what proves it if it was ``inferred``, and its entry.
+    """Describe a model's blueprint: its source, its proof if it was ``inferred``, and its table entry.
 
     Raises:
         PlanError: there is none, and none could be inferred.
@@ -35,7 +35,7 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
 
 
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
-    """The same for programs: ``family``, ``source``, ``blueprint`` by field, and the proof of one that was inferred.
+    """Return a model's blueprint as data: ``family``, ``source``, ``blueprint`` by field, ``proof`` if inferred.
 
     Fields that are functions are left out.
 

@@ -1,4 +1,4 @@
-"""What the modules around a list of layers, or around a model of text, hold besides it."""
+"""The modules and parameters beside a list of layers, or beside a text model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ GIVEN = f"its layers are given what another layer computed, besides the stream{A
 
 
 def items_around(model: nn.Module, path: str) -> Iterator[str]:
-    """Names of the parameters and modules of every module around the one at ``path``, from the outside inwards."""
+    """List the parameters and submodules of every module that contains ``path``, from the outside inwards."""
     owner = ""
     for inner in path.split("."):
         module = model.get_submodule(owner)
@@ -28,7 +28,7 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
-    """How many numbers each parameter has that an item holds, or is, by its identity."""
+    """Map the ``id`` of each parameter in an item (a module, or a parameter itself) to its number of entries."""
     owner, _, child = item.rpartition(".")
     found = getattr(model.get_submodule(owner), child)
     held = found.parameters() if isinstance(found, nn.Module) else [found]

@@ -1,4 +1,4 @@
-"""Plan the blocks: which module is which role of the blueprint, and what follows for its parameters."""
+"""Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters by them."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _GROUPS = "num_key_value_groups"
 
 
 def plan_tensor(draft: Draft) -> None:
-    """The blocks that tensor ranks share out among each other, by the draft's blueprint."""
+    """Plan the tensor-parallel blocks, by the draft's blueprint."""
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1")
     if draft.tp > 1 and draft.blueprint:
@@ -27,7 +27,7 @@ def plan_tensor(draft: Draft) -> None:
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """The blocks of every layer; the rules of their parameters go into ``draft``."""
+    """Return the blocks of every layer; add the rules of their parameters to ``draft``."""
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # paths in the blueprint that some layer has
     unfit = blueprint.unfit(draft.block_config)
@@ -63,13 +63,13 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
 
 
 def _applies(draft: Draft, name: str, role: Block) -> bool:
-    """Whether a layer's module is the block meant: one that has none of its parts is another kind of layer."""
+    """Return whether a layer's module is the block meant by ``role``: it has at least one of its projections."""
     wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
     return not role.optional or any(f"{name}.{child}" in draft.modules for child in wanted)
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
-    """The first projection of a block that is known to make keys or values."""
+    """Return the first projection of a block that makes keys or values, by its role; ``None`` if there is none."""
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
         count = parts if isinstance(parts, int) else len(parts(draft.block_config))
@@ -79,7 +79,7 @@ def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
 
 
 def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
-    """How many consecutive ranks hold each of the block's key/value heads."""
+    """Return how many consecutive ranks hold each of the block's key/value heads."""
     path = _key_value_path(draft, block, role)
     if path is None:
         return 1
@@ -95,7 +95,7 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
 
 
 def _group_attributes(draft: Draft, block: str) -> list[str]:
-    """Where, inside a block, stock classes keep how many queries read one key/value head."""
+    """List the attributes inside a block that hold the number of query heads per key/value head."""
     modules = draft.modules[block].named_modules()
     return [f"{name}.{_GROUPS}".lstrip(".") for name, module in modules if _GROUPS in vars(module)]
 
@@ -126,7 +126,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """Attributes that the block's forward reads as local sizes, with what they are divided by."""
+    """List the attributes that the block's forward reads as local sizes, with their divisors."""
     draft, name, role = block.draft, block.name, block.role
     sizes = ((path, _divisor(block, path)) for path in role.local_attributes if _has_attribute(draft, name, path, role))
     groups = ((path, block.replicas) for path in _group_attributes(draft, name) if block.replicas > 1)
@@ -134,7 +134,7 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Into how many parts a count is cut: those of key/value heads that several ranks hold, into fewer."""
+    """Return the divisor of a local size: ``tp_size``, or less for counts of replicated key/value heads."""
     tp = block.draft.tp
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
@@ -145,7 +145,7 @@ def _has_attribute(draft: Draft, block: str, path: str, role: Block) -> bool:
 
 
 def _probability(draft: Draft, path: str) -> float:
-    """A config field (``attn_config.attn_pdrop``: of a config in it) that may be missing or ``None``."""
+    """Return a probability of the config (``attn_config.attn_pdrop``: of a nested config); 0 if missing or ``None``."""
     value = draft.block_config
     for name in path.split("."):
         value = field(value, name)
@@ -153,10 +153,10 @@ def _probability(draft: Draft, path: str) -> float:
 
 
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
-    """What the tensor axis cuts of block ``name``.
+    """Yield the blocks that the tensor axis shards in block ``name``.
 
-    The block itself; or, if tensor ranks hold whole experts in it, its shared experts, each as a block of its own:
-    what enters and leaves the mixture is whole then, and its router is an ordinary whole module.
+    That is the block itself; or, if tensor ranks hold full experts in it, its shared experts, each as a block: inputs,
+    outputs and router of the mixture are replicated then.
     """
     inside = [
         found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
@@ -171,7 +171,7 @@ def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tupl
 
 
 def _inner(role: Block, child: str) -> Block:
-    """The part of a block's role that is about its module ``child``."""
+    """Return the part of a block's role that concerns its module ``child``."""
 
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(path.removeprefix(f"{child}.") for path in paths if path.startswith(f"{child}."))
