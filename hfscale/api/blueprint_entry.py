@@ -1,4 +1,4 @@
-"""Write a blueprint as Python, as an entry in ``hfscale/models``."""
+"""Write a blueprint as Python, as an entry of the table in ``hfscale/models``."""
 
 from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
@@ -11,7 +11,7 @@ _WIDTH = 100
 
 
 def as_python(family: str, blueprint: Blueprint) -> str:
-    """Return a family's blueprint as Python code, without fields that have their default."""
+    """Return a family's table entry as Python, without fields that have their defaults."""
     blocks = "".join(f"            {path!r}: {_block(block)},\n" for path, block in blueprint.blocks.items())
     unfit = "        unfit=...,  # a function: see the table\n" if _differs(blueprint, "unfit") else ""
     head = f'    "{family}": Blueprint(\n        layers={_value(blueprint.layers)},\n        blocks={{\n'
@@ -19,7 +19,7 @@ def as_python(family: str, blueprint: Blueprint) -> str:
 
 
 def describe_blueprint(model: Any, inferred: bool = False) -> str:
-    """Return, as text, the source of a model's blueprint, its proof if it was ``inferred``, and its entry.
+    """Describe a model's blueprint: its source, its proof if it was ``inferred``, and its table entry.
 
     Raises:
         PlanError: there is none, and none could be inferred.
@@ -35,7 +35,7 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
 
 
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
-    """Return a model's ``family``, ``source``, ``blueprint`` by field, and ``proof`` if it was inferred, as a dict.
+    """Return a model's blueprint as data: ``family``, ``source``, ``blueprint`` by field, ``proof`` if inferred.
 
     Fields that are functions are left out.
 

@@ -1,4 +1,4 @@
-"""Assemble the plan of every parameter from the decisions of all parts."""
+"""Assemble the plan of every parameter from the rules in the draft."""
 
 from ..models.names import wild_name
 from ..parallel.experts.plan import expert_cuts
@@ -9,7 +9,7 @@ from ..plan.reductions import data_cut, reductions_of
 
 
 def assemble_parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
-    """Return the plan of every parameter under every name it has, in the model's order."""
+    """Plan every parameter, under every name it has, in the model's order."""
     owners: dict[int, str] = {}
     rules = _rules_of_tensors(draft)
     result = []
@@ -32,7 +32,7 @@ def assemble_parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
 
 
 def _cuts(draft: Draft, name: str, shape: tuple[int, ...], tensor: list[Cut]) -> list[Cut]:
-    """Return all cuts of a parameter, in order, given its tensor cut."""
+    """Return all cuts of a parameter, in order, given those over the tensor axis."""
     if name in draft.spread:
         return expert_cuts(draft.layout, shape, tensor)
     return [*tensor, *(data_cut(draft.layout) if shape else ())]
@@ -44,7 +44,7 @@ def _tied_stages(draft: Draft, name: str) -> tuple[int, ...]:
 
 
 def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:
-    """Return the rules by tensor; report a problem if two modules that use one tensor disagree."""
+    """Map each tensor's ``id`` to its rule; note a problem if modules that share it have different rules."""
     by_place = {draft.place(name): rule for name, rule in draft.rules.items()}  # one module may have two names
     chosen: dict[int, tuple[str, tuple[Cut | None, tuple[str, ...]] | None]] = {}
     for name, parameter in draft.named():

@@ -15,6 +15,7 @@ import hfscale
 from hfscale import CheckpointError
 from hfscale.distributed.files import replace
 
+from ..sweeps import cases
 from ..tiny_models import tiny
 from .kills import contents, killed_at_each_event
 
@@ -86,7 +87,7 @@ def check_kills(root: Path, model: Any, readers: Sequence[Callable[[Path], set[f
     return kills
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", cases(SIZES, daily=["8 to 1"]))
 def test_a_killed_save(tmp_path: Path, sizes: str) -> None:
     """Whether transformers reads it then, or hfscale."""
     first, second = SIZES[sizes]

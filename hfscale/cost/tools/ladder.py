@@ -51,7 +51,7 @@ class Rung:
     sizes: Mapping[str, Any] = field(default_factory=dict)  # of the layout
 
     def options(self) -> dict[str, Any]:
-        """Return the optimizer's: what trains in 16 bits is rounded by chance, or small updates would be lost."""
+        """Return the optimizer's options: stochastic rounding in bf16, where small updates would be lost."""
         return {"stochastic_rounding": self.dtype == torch.bfloat16 and not self.lora}
 
     def choices(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Step:
 
 
 def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
-    """Run ``rungs`` in turn on a clone large enough that what is beside the layers does not hide them.
+    """Measure a step of each rung on a small clone, with layers large enough to outweigh the modules around them.
 
     Args:
         tokens: of a microbatch of one batch rank, for the estimates of the model itself.
@@ -124,9 +124,9 @@ def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = 
 
 
 def _measured(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """Take a step of the clone on this rank: counted, estimated, counted on the host, the allocator's peak."""
+    """Run a step of the clone; return bytes counted, estimated, counted on the host, and the allocator's peak."""
     held, estimated, kept, peak = _stepped(directory, rung)
-    if rung.recompute != "none":  # what a layer keeps while it is computed again is out of sight of saved-tensor hooks
+    if rung.recompute != "none":  # saved-tensor hooks do not see what a layer keeps while it is recomputed
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))
         kept = replace(kept, around=kept.around + whole.layers // _LAYERS)
     on_host = held["optimizer"] if rung.on_host else 0

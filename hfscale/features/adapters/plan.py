@@ -1,4 +1,4 @@
-"""Plan adapters: how the parameters that PEFT puts around a module are cut, from how the module's own are.
+"""Plan adapters: derive how PEFT's parameters are sharded from how the parameters of the adapted module are.
 
 Low-rank adapters (LoRA, Hu et al. 2021) of a projection ``y = W x``, ``W [out, in]``, over ``t`` tensor ranks::
 
@@ -25,15 +25,15 @@ from ...plan.reductions import data_cut, reductions_of
 
 
 def is_known(kept_in: str) -> bool:
-    """Return whether parameters that a PEFT wrapper keeps under this name can be planned."""
+    """Return whether the parameters that a PEFT wrapper keeps under this name can be planned."""
     return kept_in in ADAPTER_DIMS or kept_in in (IA3_SCALES, COPY)
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
-    """Return the plan of the model with ``adapters``: their parameters come last.
+    """Return the plan of the model with ``adapters``, whose parameters come last.
 
     Raises:
-        PlanError: an adapter has parameters that are not known here.
+        PlanError: an adapter has parameters that hfscale does not know.
     """
     unknown = sorted({adapter.kept_in for adapter in adapters if not is_known(adapter.kept_in)})
     if unknown:
@@ -80,7 +80,7 @@ def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
 
 
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
-    """Return the adapter's dim that runs along the cut dim of the adapted parameter, if any."""
+    """Return the adapter's dim that corresponds to the dim of ``cut`` in the adapted parameter, if any."""
     of_matrix = cut.dim - (ndim - 2)
     along_input = of_matrix == (0 if adapter.transposed else 1)
     if adapter.kept_in == IA3_SCALES:
@@ -90,9 +90,9 @@ def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
 
 
 def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return, by kind of parameter, how many entries have adapters, and how many there are.
+    """Count parameters with adapters, and all parameters, by kind.
 
-    Kinds are ``experts``, ``embedding``, ``head``, ``layers`` (what else the layers hold in matrices) and ``other``.
+    Kinds are ``experts``, ``embedding``, ``head``, ``layers`` (other matrices of layers) and ``other``.
     """
     adapted = {adapter.base for adapter in plan.adapters}
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
@@ -119,5 +119,5 @@ def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def describe_targets(adapters: Sequence[AdapterParameter]) -> list[str]:
-    """Return the adapted parameters, layers joined: ``model.layers.*.self_attn.q_proj.weight``."""
+    """List the adapted parameters, layers joined: ``model.layers.*.self_attn.q_proj.weight``."""
     return list(dict.fromkeys(wild_name(adapter.base) for adapter in adapters))

@@ -1,4 +1,4 @@
-"""Plan which projections are multiplied in 8 bits.
+"""Plan which linear projections compute in fp8.
 
 The choice follows from the full model, so that it is the same in every layout; a layout that would round one of them
 differently from one process is refused.
@@ -20,7 +20,7 @@ _ASKED = "leave_out"
 
 
 def plan_float8(draft: Draft) -> None:
-    """Plan the linear projections within the layers whose sizes fit."""
+    """Choose the linear projections of the layers that compute in fp8: those whose sizes fit."""
     asked = draft.options.products
     if asked is None:
         return
@@ -60,7 +60,7 @@ def _with_owners(name: str) -> list[str]:
 
 
 def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
-    """Return why a projection is not multiplied in 8 bits; empty if it is."""
+    """Return why a projection does not compute in fp8; empty if it does."""
     if any(_ends(name, end) for end in leave_out):
         return _ASKED
     for mixture in draft.mixtures:
@@ -75,7 +75,7 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
 
 
 def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
-    """Report projections whose gradient is a sum over ranks: each term would be rounded, and not the sum."""
+    """Refuse projections whose weight gradient is a sum over ranks: each term would be rounded, not the sum."""
     parts = dict[str, str]()
     context = draft.feature(ContextPlan)
     whole = tuple(f"{name}." for name in context.whole) if context is not None else ()

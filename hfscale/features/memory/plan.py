@@ -1,4 +1,4 @@
-"""Plan what the backward pass computes again, by names, and what lies on the host."""
+"""Plan activation recomputation, by module names, and offload to the host."""
 
 import difflib
 import sys

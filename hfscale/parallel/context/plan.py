@@ -1,4 +1,4 @@
-"""Plan context parallelism: whether sequences can be cut, and how attention reads the other ranks' tokens."""
+"""Plan context parallelism: whether sequences can be sharded, and how attention reads the other ranks' tokens."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -61,19 +61,19 @@ def plan_context(draft: Draft) -> None:
 
 
 def _read_inside(draft: Draft, text: str) -> list[str]:
-    """Return the inputs of the module ``text`` besides embeddings that cannot be cut."""
+    """List the inputs of the text model ``text``, besides embeddings, that cannot be sharded."""
     return [name for name in other_inputs(draft.modules[text]) if name not in CUT_INSIDE] if text else []
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What reads other tokens in the models of one class and config.
+    """How the modules of one model class and config read other tokens.
 
     Attributes:
-        mixing: why sequences cannot be cut; empty where they can.
+        mixing: why sequences cannot be sharded; empty if they can.
         pads: whether rows may have padding.
-        kinds: names of classes of modules that mix tokens, and can be given whole sequences.
-        seen: names of classes of modules in layers that were looked at.
+        kinds: names of classes of modules that mix tokens, and can be run on full sequences.
+        seen: names of classes of modules in layers that were tried.
     """
 
     mixing: str
@@ -83,7 +83,7 @@ class _Reading:
 
 
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
-    """Find the modules that read other tokens, on a tiny clone with every kind of module in ``layers``."""
+    """Find the modules that mix tokens, on a clone with every kind of module in the model's ``layers``."""
     unseen = list[str]()
     for count in (layers_of_every_kind(draft.config), _MANY):  # some kinds come every few layers only
         found = _Reading(**ask("mixing", draft.model, str(count), text, text=text, layers=count))
@@ -98,13 +98,13 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
-    """Return whether a module that the tiny clone lacks is known to treat each token by itself."""
+    """Return whether a module that is not in the clone is known to compute token by token."""
     mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
 
 def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
-    """Return, by name, the direct children of every member of every ``ModuleList`` in ``text``."""
+    """Map names to the direct children of all members of module lists in ``text``: of layers, and of lists in them."""
     listed = [
         (f"{name}.{index}", member)
         for name, module in model.get_submodule(text).named_modules(prefix=text)
@@ -115,7 +115,7 @@ def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
 
 
 def _heads(draft: Draft) -> tuple[int, int]:
-    """Return the heads of queries, and of keys and values, per tensor rank; zeros where the config does not say."""
+    """Return the numbers of query and key/value heads on one tensor rank; zeros if the config has no such fields."""
     config = text_config(draft.config)
     heads = first_count(config, HEAD_FIELDS) or 0
     keys = first_count(config, _KEY_HEADS) or heads
@@ -123,7 +123,7 @@ def _heads(draft: Draft) -> tuple[int, int]:
 
 
 def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
-    """Return the number of ranks that attention heads are split over; report a problem where they cannot be."""
+    """Return how many ranks exchange heads (1 for methods without); note a problem if the heads do not divide."""
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):
         return 1

@@ -5,7 +5,7 @@ from ...plan.drafting.draft import Draft
 
 
 def plan_data(draft: Draft) -> None:
-    """Note what cannot be shared out to data ranks."""
+    """Plan the data axes; note as problems what cannot be sharded over them."""
     if draft.layout.data_world == 1:
         return
     for name, parameter in draft.named():
@@ -18,7 +18,7 @@ def plan_data(draft: Draft) -> None:
 
 
 def _refuse_layers_left_out(draft: Draft) -> None:
-    """Report layer dropout as a problem: a rank that skips a layer would miss the all-gather of its weights."""
+    """Refuse LayerDrop: a rank that skips a layer would miss an all-gather of FSDP2, in which the others wait."""
     for name in draft.layer_drops():
         draft.problem(
             f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} leaves out layers at random, others on "

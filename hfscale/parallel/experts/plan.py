@@ -1,4 +1,4 @@
-"""Plan expert parallelism: which modules hold experts, and what is left of the blocks around them.
+"""Plan expert parallelism: which modules hold experts, and how their parameters are sharded.
 
 transformers keeps the experts of one mixture as a module of 3-D parameters ``[experts, ...]`` that is called as
 ``experts(hidden_states, top_k_index, top_k_weights)``. Spread over ranks, a module holds whole experts, and tokens
@@ -18,7 +18,7 @@ from ...plan.reductions import data_cut
 
 
 def plan_experts(draft: Draft) -> None:
-    """Find the mixtures, and spread their experts over the expert axis."""
+    """Find the mixtures of experts, and shard their experts over the expert axis."""
     draft.mixtures = tuple(_mixtures(draft))
     if draft.layout.ep > 1:
         draft.experts = draft.mixtures
@@ -59,9 +59,9 @@ def _spread(draft: Draft) -> None:
 
 
 def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
-    """Return all cuts of an expert parameter, given its tensor cut: by expert over ep first, data shards last.
+    """Return all cuts of a parameter of experts, given those over the tensor axis: expert axis first, data axis last.
 
-    Shards are whole experts too, or rows of every expert where these are too few to share out evenly.
+    The data axis shards by experts too, or by rows of every expert where there are too few experts for even shards.
     """
     cuts = [Cut("ep", 0, layout.ep), *cuts]
     shards, by_rows = layout.size("edp_shard"), False

@@ -1,4 +1,4 @@
-"""Plan sequence parallelism: where the stream is cut, and which parameters see their rank's tokens only."""
+"""Plan sequence parallelism: where hidden states are sharded, and which parameters see only their rank's tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from ...plan.modules import BlockPlan, SequencePlan
 
 
 def plan_sequence(draft: Draft) -> None:
-    """Cut one stream per layer list, under sequence parallelism; the rules of its parameters go into ``draft``."""
+    """Plan a region of sequence parallelism per layer list; add the rules of its parameters to ``draft``."""
     if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
         return
     unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
@@ -50,7 +50,7 @@ def plan_sequence(draft: Draft) -> None:
 
 
 def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
-    """Plan what of ``owner`` is cut along the sequence; return ``None`` and report problems where that fails."""
+    """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
     lists = {layer.rpartition(".")[0] for layer in draft.layers}
     children = direct_children(draft.modules, owner)
     around = [name for name in children if name not in lists and _has_parameters(draft, name)]
@@ -83,7 +83,7 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
 
 
 def _only_looks_up(draft: Draft, embedding: str | None) -> bool:
-    """Return whether the embedding computes nothing after the lookup, so that ranks can sum later."""
+    """Return whether the embedding only looks up, so that its sum over ranks may be left to the first layer."""
     return embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
 
 
@@ -92,17 +92,17 @@ def _has_parameters(draft: Draft, name: str) -> bool:
 
 
 def _edges(blocks: list[BlockPlan]) -> set[str]:
-    """Return the modules with an edge on them, and row projections."""
+    """List the modules inside block edges, or with an edge on them."""
     return {name for block in blocks for name in (*block.enter, *block.leave, *block.row)}
 
 
 def _mixtures(draft: Draft) -> set[str]:
-    """Return the mixtures that treat each token by itself: router, experts, and shared experts with edges."""
+    """List MoE blocks, which compute token by token: a router, experts, and shared experts with edges."""
     return {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
 
 
 def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:
-    """Yield the modules under ``path`` outside of all edges that may mix tokens."""
+    """List the modules under ``path`` that are outside all block edges and may mix tokens."""
     for name in direct_children(draft.modules, path):
         module = draft.modules[path].get_submodule(name.rpartition(".")[2])  # layers may share it: it has one name
         if name in edges or name in mixtures or is_tokenwise(module):
@@ -114,7 +114,7 @@ def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> I
 
 
 def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
-    """Yield the modules under ``roots`` with parameters without a rule, and set their rule: gradients are partial."""
+    """List the modules under ``roots`` with parameters without a rule, and give these the rule of partial gradients."""
     for root in roots:
         for name, module in draft.modules[root].named_modules(prefix=root):
             own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]

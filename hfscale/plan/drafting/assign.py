@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages: which layers and which other modules each of them holds."""
+"""Split a model into pipeline stages: which layers and which other modules each stage holds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def assign_stages(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
 ) -> StagePlan:
-    """Cut a stock Hugging Face model, whole and unpatched, into ``pp_size * virtual_stages`` stages.
+    """Split a stock, unsharded Hugging Face model into ``pp_size * virtual_stages`` stages.
 
     The layers are shared out as ``layout.stage_layers`` says, or such that the most expensive stage costs least. What
     the model does before its first layer is on the first stage, what it does after the last one is on the last stage.
@@ -57,7 +57,7 @@ def assign_stages(
 
 
 def plan_pipeline(draft: Draft) -> None:
-    """Cut the draft's layers into the stages that its layout asks for."""
+    """Split the draft's layers into the stages of its layout."""
     if draft.layout.pp == 1:
         check_stage_layers(draft, draft.layers)
         return
@@ -78,7 +78,7 @@ def plan_stages(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
 ) -> StagePlan | None:
-    """Plan the stages of a draft whose layers are known; return ``None`` and report problems where that fails."""
+    """Split known ``layers`` into stages; where that fails, note problems in the draft and return ``None``."""
     layout = draft.layout
     virtual = int(layout.virtual_stages or 1)
     count = layout.pp * virtual
@@ -113,7 +113,7 @@ def plan_stages(
 
 
 def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
-    """Note a problem where ``stage_layers`` does not add up to the layers that there are; True where it does."""
+    """Return whether ``stage_layers`` adds up to the number of layers; note a problem if not."""
     asked = draft.layout.stage_layers
     if asked is None or sum(asked) == len(layers):
         return True
@@ -125,7 +125,7 @@ def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
 
 
 def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
-    """Return the names of the layer lists, one or an encoder's and a decoder's; ``None`` where they cannot be cut."""
+    """Return the names of the layer lists (one, or an encoder's and a decoder's); ``None`` if they cannot be split."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
         stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
@@ -143,7 +143,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """Return what layers of several stages would exchange besides hidden states, and a remedy; else ``None``."""
+    """Find what layers need from other stages besides hidden states; return it with the advice, or ``None``."""
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)

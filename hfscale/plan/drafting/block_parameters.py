@@ -1,4 +1,4 @@
-"""Derive from a block's role how each of its parameters is cut, or why it cannot be."""
+"""Derive from a block's role how each of its parameters is sharded, or why it cannot be."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class PlacedBlock:
     """Describe one block of a model.
 
     Attributes:
-        draft: what is known of the model's plan.
+        draft: the model's plan so far.
         name: the block's module.
-        role: what the blueprint says of its parts.
+        role: its entry in the blueprint.
         replicas: how many consecutive ranks hold each of its key/value heads.
     """
 
@@ -37,15 +37,15 @@ class PlacedBlock:
     replicas: int
 
     def path(self, child: str) -> str:
-        """Return the full name of a part."""
+        """Return the full name of ``child``, a path inside the block."""
         return join_path(self.name, child)
 
     def modules(self, children: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the full names of those parts that are modules of this block."""
+        """Return the full names of those ``children`` that are modules of this block."""
         return tuple(path for child in children if (path := self.path(child)) in self.draft.modules)
 
     def parameter(self, path: str) -> Tensor | None:
-        """Return a parameter inside the block; ``None`` if there is none."""
+        """Return a parameter inside the block, or ``None``."""
         owner, _, attribute = self.path(path).rpartition(".")
         modules = self.draft.modules
         found: Tensor | None = own_parameters(modules[owner]).get(attribute) if owner in modules else None
@@ -119,7 +119,7 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
 
 
 def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
-    """Return the lengths of the matrices fused in a projection along its cut dim of ``length``; empty for one."""
+    """Return the lengths of the matrices fused in a projection along its sharded dim of ``length``; empty for one."""
     draft, fused = block.draft, block.role.parts.get(child, 1)
     if not isinstance(fused, int):
         return fused(draft.block_config)
@@ -133,7 +133,7 @@ def _parts(block: PlacedBlock, child: str, length: int) -> tuple[int, ...]:
 
 
 def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
-    """Cut a parameter that is no projection's: one matrix per expert, say."""
+    """Shard a parameter that belongs to no projection: one matrix per expert, for example."""
     draft, path, parameter = block.draft, block.path(child), block.parameter(child)
     if parameter is None:
         return
@@ -151,7 +151,7 @@ def _divisors(count: int) -> str:
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
-    """Yield modules inside a block whose parameters have no rule yet, and give them the rule of shared ones."""
+    """Give the rule of shared modules to modules inside the block whose parameters have no rule yet."""
     draft, outside = block.draft, tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
@@ -162,7 +162,7 @@ def _share_rest(block: PlacedBlock) -> Iterator[str]:
 
 
 def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
-    """Refuse to share what may well read or write the output of its block."""
+    """Refuse to replicate modules that may read or write the block's output."""
     weight = own_parameters(module).get("weight")
     hidden = first_count(text_config(draft.config), ("hidden_size",))
     if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:
@@ -182,7 +182,7 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:
-    """Report the parameters of a block that its blueprint gives no role."""
+    """Refuse parameters without a role in a block that is a module of its own."""
     draft, role = block.draft, block.role
     if role.enter != ("",):
         return

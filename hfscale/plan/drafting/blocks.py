@@ -1,4 +1,4 @@
-"""Plan the blocks: match modules to the roles of the blueprint, and derive how their parameters are cut."""
+"""Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters by them."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _GROUPS = "num_key_value_groups"
 
 
 def plan_tensor(draft: Draft) -> None:
-    """Plan the tensor-parallel blocks by the draft's blueprint."""
+    """Plan the tensor-parallel blocks, by the draft's blueprint."""
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1")
     if draft.tp > 1 and draft.blueprint:
@@ -27,7 +27,7 @@ def plan_tensor(draft: Draft) -> None:
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """Plan the blocks of every layer; add the rules of their parameters to ``draft``."""
+    """Return the blocks of every layer; add the rules of their parameters to ``draft``."""
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # paths in the blueprint that some layer has
     unfit = blueprint.unfit(draft.block_config)
@@ -63,13 +63,13 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
 
 
 def _applies(draft: Draft, name: str, role: Block) -> bool:
-    """Return whether a layer's module is this block; an optional block needs at least one of its parts."""
+    """Return whether a layer's module is the block meant by ``role``: it has at least one of its projections."""
     wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
     return not role.optional or any(f"{name}.{child}" in draft.modules for child in wanted)
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
-    """Return the first projection of a block that makes keys or values; ``None`` if none is known."""
+    """Return the first projection of a block that makes keys or values, by its role; ``None`` if there is none."""
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
         count = parts if isinstance(parts, int) else len(parts(draft.block_config))
@@ -95,7 +95,7 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
 
 
 def _group_attributes(draft: Draft, block: str) -> list[str]:
-    """Return the attributes inside a block that hold how many queries read one key/value head."""
+    """List the attributes inside a block that hold the number of query heads per key/value head."""
     modules = draft.modules[block].named_modules()
     return [f"{name}.{_GROUPS}".lstrip(".") for name, module in modules if _GROUPS in vars(module)]
 
@@ -126,7 +126,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """Return the attributes that the block's forward reads as local sizes, with their divisors."""
+    """List the attributes that the block's forward reads as local sizes, with their divisors."""
     draft, name, role = block.draft, block.name, block.role
     sizes = ((path, _divisor(block, path)) for path in role.local_attributes if _has_attribute(draft, name, path, role))
     groups = ((path, block.replicas) for path in _group_attributes(draft, name) if block.replicas > 1)
@@ -134,7 +134,7 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Return into how many parts a count is cut: fewer than the ranks for key/value heads that several ranks hold."""
+    """Return the divisor of a local size: ``tp_size``, or less for counts of replicated key/value heads."""
     tp = block.draft.tp
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
@@ -145,7 +145,7 @@ def _has_attribute(draft: Draft, block: str, path: str, role: Block) -> bool:
 
 
 def _probability(draft: Draft, path: str) -> float:
-    """Return a config field (``attn_config.attn_pdrop``: of a nested config); 0 if it is missing or ``None``."""
+    """Return a probability of the config (``attn_config.attn_pdrop``: of a nested config); 0 if missing or ``None``."""
     value = draft.block_config
     for name in path.split("."):
         value = field(value, name)
@@ -153,10 +153,10 @@ def _probability(draft: Draft, path: str) -> float:
 
 
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
-    """Yield the parts of block ``name`` that the tensor axis cuts.
+    """Yield the blocks that the tensor axis shards in block ``name``.
 
-    The block itself; or, if tensor ranks hold whole experts in it, its shared experts, each as a block of its own:
-    what enters and leaves the mixture is whole then, and its router is an ordinary whole module.
+    That is the block itself; or, if tensor ranks hold full experts in it, its shared experts, each as a block: inputs,
+    outputs and router of the mixture are replicated then.
     """
     inside = [
         found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)

@@ -1,4 +1,4 @@
-"""Find the modules and parameters around a list of layers, or around a text model."""
+"""The modules and parameters beside a list of layers, or beside a text model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ GIVEN = f"its layers are given what another layer computed, besides the stream{A
 
 
 def items_around(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the names of parameters and modules in every module around the one at ``path``, from the outside in."""
+    """List the parameters and submodules of every module that contains ``path``, from the outside inwards."""
     owner = ""
     for inner in path.split("."):
         module = model.get_submodule(owner)
@@ -28,7 +28,7 @@ def items_around(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
-    """Return the number of entries of each parameter in the module, or parameter, ``item``, by its ``id``."""
+    """Map the ``id`` of each parameter in an item (a module, or a parameter itself) to its number of entries."""
     owner, _, child = item.rpartition(".")
     found = getattr(model.get_submodule(owner), child)
     held = found.parameters() if isinstance(found, nn.Module) else [found]

@@ -1,4 +1,4 @@
-"""Estimate the training costs of a model's parts from shapes on the meta device: no weights, no run."""
+"""The FLOPs and parameters of a model's parts, from shapes on the meta device: no weights, no run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold the costs of a part of a model.
+    """The cost of a part of a model.
 
     Attributes:
         flops: FLOPs of its forward pass per token; a multiply and an add are two.
-        parameters: how many numbers it holds.
+        parameters: the number of its parameters.
     """
 
     flops: int = 0
@@ -39,7 +39,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
     def work(self, batch_tokens: int = BATCH_TOKENS) -> int:
-        """Return the FLOPs of one training step, with the optimizer's time converted to FLOPs.
+        """Return the FLOPs of one training step, with the optimizer's time counted as the FLOPs that fit into it.
 
         Forward and backward pass of ``batch_tokens`` tokens, and the update of the parameters, which is bound by
         memory. A whole number, so that equal layers cost exactly the same.
@@ -48,8 +48,8 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """Hold the costs of the modules before the first layer, of each layer, after the last layer, and on every stage."""
+class Costs:
+    """The costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
 
     before: Cost
     layers: tuple[Cost, ...]
@@ -58,10 +58,10 @@ class LayerCosts:
     shared: Cost = Cost()
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
-        """Return the number of layers of each of ``stages``; see :func:`hfscale.plan.stages.balance`.
+        """Return how many layers each of ``stages`` gets; see :func:`hfscale.plan.stages.balance`.
 
         Args:
-            first: how many the first stage has at least.
+            first: the least number of layers of the first stage.
         """
         works = [layer.work(self.batch_tokens) for layer in self.layers]
         before, after = self.before.work(self.batch_tokens), self.after.work(self.batch_tokens)
@@ -69,7 +69,7 @@ class LayerCosts:
         return found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
-        """Return the costs of each stage, given its number of layers."""
+        """Return the cost of each stage, given its number of layers."""
         result, start = [], 0
         for stage, count in enumerate(counts):
             cost = sum(self.layers[start : start + count], self.shared)
@@ -90,8 +90,8 @@ def layer_costs(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
     beside: Mapping[str, Sequence[str]] | None = None,
-) -> LayerCosts:
-    """Return the costs of a model's layers and of the modules around them.
+) -> Costs:
+    """Return the costs of a model's layers, and of the modules around them.
 
     Args:
         model: a stock model; the meta device is enough.
@@ -118,12 +118,12 @@ def layer_costs(
 
 
 def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cost:
-    """Return the costs of one module, with all its submodules.
+    """Return the cost of one module, with its submodules.
 
-    Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, and
-    of experts only the share that a token is sent to. Lookups: none. Attention besides: ``2 s (d_qk + d_v)`` per head,
-    for scores and for values, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise
-    operations and the recurrences of state-space layers are left out: they are small beside the projections.
+    Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, for
+    experts times the fraction of them that a token is sent to. Lookups: none. Attention scores and values: ``2 s (d_qk
+    + d_v)`` per head, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise operations
+    and the recurrences of state-space layers are left out: they are small beside the projections.
     """
     text = text_config(config)
     parameters = {id(p): p.numel() for p in module.parameters()}
@@ -151,7 +151,7 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module computes attention itself, by its class name."""
+    """Return whether a module computes attention itself, by its class name, which contains "Attention"."""
     return "Attention" in type(module).__name__ and not any(
         "Attention" in type(inner).__name__ for inner in module.modules() if inner is not module
     )

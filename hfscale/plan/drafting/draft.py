@@ -1,4 +1,4 @@
-"""Hold the state of a plan while it is made."""
+"""The plan while it is being made: one object, which each planning part completes."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,18 +24,18 @@ Ranks = Mapping[int, int] | Sequence[int]
 
 
 class Draft:
-    """Hold a model, a layout, what is decided about its parameters, and the problems found.
+    """A model, a layout, the decisions about its parameters so far, and the problems found.
 
     Attributes:
-        ranks: the pipeline rank of each stage, where the schedule says so.
+        ranks: the pipeline rank of each stage, if the schedule is a file that assigns them.
         options: the user's choices beside the layout.
         modules: every module of the model by name.
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
-        spread: parameters of experts that are spread over the expert axis.
-        roleless: parameters inside blocks whose blueprint says nothing of them.
+        spread: parameters of experts that are sharded over the expert axis.
+        roleless: parameters inside blocks for which the blueprint has no role.
 
-    The other attributes are those of :class:`hfscale.plan.Plan`, and empty until a part fills them in.
+    The other attributes are those of :class:`hfscale.plan.Plan`, empty until a part fills them in.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Draft:
         self.stages: StagePlan | None = None
 
     def feature(self, kind: type[FeatureT]) -> FeatureT | None:
-        """Return the planned feature of the class ``kind``; ``None`` if there is none."""
+        """Return the plan of one feature (``ContextPlan``, for example), if its part has made one."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def problem(self, problem: str) -> None:
@@ -115,18 +115,18 @@ class Draft:
         self.rules[name] = (cut, ())
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter under every name it has."""
+        """Iterate over every parameter under every name it has."""
         yield from self.model.named_parameters(remove_duplicate=False)
 
     def layer_drops(self) -> list[str]:
-        """Return the config fields by which training skips layers at random (LayerDrop, Fan et al. 2019)."""
+        """List the config fields that make training skip layers at random (LayerDrop, Fan et al. 2019)."""
         return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
 
     def is_tied(self, parameter: Tensor) -> bool:
-        """Return whether the model has a tensor under more than one name."""
+        """Return whether a tensor is in the model under more than one name."""
         return sum(p is parameter for _, p in self.named()) > 1
 
     def place(self, name: str) -> tuple[int, str]:
-        """Return module ``id`` and attribute that hold a parameter."""
+        """Return the module that holds a parameter, and its attribute there."""
         owner, _, attribute = name.rpartition(".")
         return id(self.model.get_submodule(owner)), attribute

@@ -1,4 +1,4 @@
-"""Which tensor sizes the attention heads allow, and how many ranks hold one key/value head.
+"""Check ``tp_size`` against the attention heads, and count how many ranks hold each key/value head.
 
 The queries of a rank read the key/value heads of that rank. Where there are fewer of those than ranks (multi-query
 attention, Shazeer 2019; grouped-query attention, Ainslie et al. 2023), consecutive ranks hold the same one::
@@ -22,7 +22,7 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def check_heads(draft: Draft, groups: int) -> None:
-    """Refuse tensor sizes that would cut a head, where the heads come in ``groups`` that are each cut.
+    """Refuse a ``tp_size`` that would split a head, where each of ``groups`` groups of heads is sharded by itself.
 
     For layouts in which key/value heads cannot be held by several ranks (they lie among the queries, say).
     """
@@ -35,8 +35,7 @@ def check_heads(draft: Draft, groups: int) -> None:
 
 
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
-    """Return how many consecutive ranks hold each key/value head of the module ``attention``; report sizes that would
-    cut a head.
+    """Return how many consecutive ranks hold each key/value head of ``attention``; refuse sizes that split a head.
 
     ``tp_size`` must divide the heads, and divide or be a multiple of the key/value heads.
     """

@@ -1,4 +1,4 @@
-"""Find the layers of a model: the units of FSDP2 and of pipeline stages, which contain the blocks."""
+"""Find the layers of a model: the units of FSDP2, of pipeline stages and of blocks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .draft import Draft
 
 
 def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
-    """Return the names of the layers, in order, by the blueprint, else by the classes that FSDP never splits."""
+    """List the layers' names, in order: by the blueprint, else modules of transformers' ``_no_split_modules``."""
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
         return _unsplit_modules(draft)
@@ -26,7 +26,7 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
 
 
 def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
-    """Return the layer lists of the blueprint that the model has; having none is a problem if blocks are to be cut."""
+    """Return the names of the blueprint's layer lists in the model; note a problem if tensor ranks need one."""
     found = [name for path in blueprint.layer_lists if (name := _resolve(draft, path)) is not None]
     if not found and draft.tp > 1:
         wanted = " or ".join(repr(_base_prefix(draft) + path) for path in blueprint.layer_lists)
@@ -38,7 +38,7 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
 
 
 def _unsplit_modules(draft: Draft) -> list[str]:
-    """Find layers, without a blueprint, by the layer classes that transformers names for FSDP."""
+    """Find layers without a blueprint, by transformers' ``_no_split_modules``: they only group parameters then."""
     classes = layer_classes(draft.model)
     layers: list[str] = []
     for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
@@ -49,12 +49,12 @@ def _unsplit_modules(draft: Draft) -> list[str]:
 
 
 def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
-    """Return whether the model has all layer lists of its blueprint; a class may have some (a decoder, one tower)."""
+    """Return whether the model has all layer lists of its blueprint; a class may have fewer (a decoder, one tower)."""
     return all(_resolve(draft, path) is not None for path in blueprint.layer_lists)
 
 
 def _resolve(draft: Draft, path: str) -> str | None:
-    """Return the full name of a layer list given relative to the base model; ``None`` if this class lacks it."""
+    """Return the full name of a layer list given relative to the base model, if this class has it."""
     for name in (_base_prefix(draft) + path, path):
         if name in draft.modules:
             return name
@@ -69,7 +69,7 @@ def _base_prefix(draft: Draft) -> str:
 
 
 def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
-    """Return the layers that share a tensor with the rest of the model, with the tensor's name in each."""
+    """List the layers that share a tensor with the rest of the model, each with that tensor's name in the layer."""
     homes: dict[int, dict[tuple[int, str], str]] = {}
     for name, parameter in draft.named():
         homes.setdefault(id(parameter), {})[draft.place(name)] = name

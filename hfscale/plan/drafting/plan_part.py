@@ -1,4 +1,4 @@
-"""What the planning half of a feature of a layout looks like."""
+"""The protocol of a planning part: the planning half of a feature of a layout."""
 
 from typing import Protocol
 

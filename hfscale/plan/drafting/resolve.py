@@ -1,4 +1,4 @@
-"""Find the blueprint of a model: in hfscale's table, from transformers' plan, or inferred and proved, in that order."""
+"""Find a model's blueprint: in hfscale's table, from transformers' TP plan, or by inference, in that order."""
 
 from contextlib import suppress
 from typing import Any
@@ -18,13 +18,13 @@ from .text_model import blueprint_of_text, find_text_model
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """Return the blueprint of a Hugging Face model (on any device, the meta device included).
+    """Find the blueprint of a Hugging Face model (on any device, the meta device included).
 
     Args:
-        may_infer: whether to infer one that nobody wrote, which takes a second or two.
+        may_infer: whether to infer a blueprint if none is written, which takes a second or two.
 
     Raises:
-        PlanError: hfscale's table and the model itself have none, and none could be inferred.
+        PlanError: neither hfscale's table nor the model itself has one, and none could be inferred.
     """
     config = model.config
     if config.model_type in FAMILIES:
@@ -69,7 +69,7 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """Return transformers' plan, completed with norms that it omits (of queries and keys); else an inferred one."""
+    """Complete transformers' TP plan with modules it omits (norms of queries and keys); else infer a blueprint."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
     layers = find_layers(draft, translated)

@@ -1,4 +1,4 @@
-"""The model of text inside a model of more than text: its blueprint, said of the whole.
+"""Find the text model inside a multimodal model, and translate its blueprint to the multimodal model's names.
 
 A vision-language model (LLaVA, Liu et al. 2023) is a tower, a projector, and an ordinary decoder, a model of its own
 whose config is a part of the whole one's. The decoder has a blueprint as if it stood alone; towers and projectors stay
@@ -43,10 +43,9 @@ def find_text_model(model: Any) -> str | None:
 
 
 def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
-    """Return the blueprint that ``find`` has of the text model called ``name``, with paths in ``model``.
+    """Return ``find``'s blueprint of the text model called ``name``, with paths relative to ``model``.
 
-    Where there is none and none may be inferred, one that names its layers and no blocks: stages and data ranks need
-    no more.
+    If there is none and none may be inferred, return one with layers but no blocks, enough for stages and data ranks.
 
     Raises:
         PlanError: there is none, and none could be inferred.
@@ -64,16 +63,16 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
 
 
 def _layer_list(inner: Any, path: str) -> str | None:
-    """Return the full name of a layer list that a blueprint names relative to the base model."""
+    """Return the full name of a list that a blueprint names relative to the base model; ``None`` if ambiguous."""
     names = [name for name, module in inner.named_modules() if any(module.children())]
     ends = [name for name in names if name == path or name.endswith(f".{path}")]
     return ends[0] if len(ends) == 1 else None
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
-    """Add the encoder states to a block's inputs, so that the tower's gradient is summed over tensor ranks.
+    """Add cross-attention inputs (made by a tower) to a block's entries, so that their gradient is summed over ranks.
 
-    The model of text alone is never run with it, so no proof would have seen that.
+    The text model alone is never run with them, so a proof would not notice a missing one.
     """
     if block.enter != ("",):
         return block

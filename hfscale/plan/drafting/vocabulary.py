@@ -1,4 +1,4 @@
-"""Plan the vocabulary: the projection onto it, its loss, and the input embedding."""
+"""Plan the vocabulary: the head (projection onto it), its loss, and the input embedding."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def plan_vocabulary(draft: Draft) -> None:
-    """Plan the head and its loss, and cut head and embedding along the vocabulary over tensor ranks."""
+    """Plan the head and its loss; over tensor ranks, shard head and input embedding along the vocabulary."""
     draft.head, draft.loss, draft.no_step = _find_head(draft)
     embedding = input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
@@ -27,13 +27,13 @@ def plan_vocabulary(draft: Draft) -> None:
 
 
 def _has_outsiders(config: Any, embedding: nn.Embedding) -> bool:
-    """Return whether placeholder tokens of pictures or sounds have ids outside of the embedding."""
+    """Return whether some placeholder token ids (of images or sounds) are outside the embedding's range."""
     numbers = {name: value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name)}
     return any(isinstance(value, int) and value >= embedding.num_embeddings for value in numbers.values())
 
 
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
-    """Name of the projection onto the vocabulary and the loss on it; or why hfscale does not run that loss."""
+    """Return the head's name and its loss, or why hfscale does not run that loss."""
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
     head = draft.model.get_output_embeddings() if hasattr(draft.model, "get_output_embeddings") else None
@@ -51,7 +51,7 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
 
 
 def _cut_vocabulary(draft: Draft, head: str | None, name: str | None, embedding: Any) -> str | None:
-    """Cut the head and the input embedding along the vocabulary; returns the embedding's name."""
+    """Shard the head and the input embedding along the vocabulary; return the embedding's name."""
     if head is not None:
         module = draft.modules[head]
         draft.cut(f"{head}.weight", 0, module.weight.shape[0])

@@ -32,7 +32,7 @@ class SharedBatch(Part):
             self._first = compare_first(runtime.model, sharing)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """Remove the first-batch check: ``train_step`` compares its batches itself."""
+        """Remove the hook on plain loops: a step compares its batches itself."""
         if self._first is not None:
             self._first.remove()
 
