@@ -1,8 +1,8 @@
-"""Name what an answer about a model class depends on, so that a table of answers is asked for the same models only.
+"""Compute a digest of everything that an answer about a model class depends on, as its key in tables.
 
-Answers are found on tiny clones, or hold for every size: the digest is made of the clone's config, in which sizes are
-constants, without fields that no forward pass reads, and with numbers that only scale told apart by their sign; of the
-kinds of layers that the whole config lists; and of the classes of the model's modules.
+Answers are found on tiny clones, or hold for every size. The digest is made of the clone's config, in which sizes are
+constants, without fields that no forward pass reads, and with only the sign of numbers that scale; of the kinds of
+layers in the full config; and of the classes of the model's modules.
 """
 
 import hashlib

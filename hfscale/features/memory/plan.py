@@ -1,4 +1,4 @@
-"""Plan what the backward pass computes again, by names, and what lies on the host."""
+"""Plan, by names, the modules to recompute in the backward pass and the tensors to offload."""
 
 import difflib
 import sys

@@ -1,4 +1,4 @@
-"""Tokens for heads: a rank gets some heads of the whole sequence, for all heads of its tokens (Jacobs et al. 2023).
+"""Exchange tokens for heads: a rank gets some heads of all tokens for all heads of its tokens (Jacobs et al. 2023).
 
 ::
 
@@ -49,7 +49,7 @@ class HeadExchange:
 
 
 class _Exchange(torch.autograd.Function):
-    """One way forward, and the other backward."""
+    """Exchange in one direction in forward, in the other in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:

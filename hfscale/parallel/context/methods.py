@@ -1,4 +1,4 @@
-"""One call of attention over context ranks, by the method that the plan or its shapes choose."""
+"""Run one attention call over context ranks, by the method that the plan or its shapes choose."""
 
 from torch import Tensor, nn
 
@@ -15,11 +15,11 @@ from .seam import AttentionCall
 
 
 class ContextAttention:
-    """What answers the attention of a model whose sequences are cut.
+    """Compute the attention of a model whose sequences are cut.
 
     Args:
         method: one of :data:`hfscale.names.CP_METHODS`.
-        together: of ``heads_ring``, how many ranks share out heads.
+        together: under ``heads_ring``, how many ranks exchange heads.
     """
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:

@@ -67,13 +67,13 @@ def _read_inside(draft: Draft, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What reads other tokens in the models of one class and config.
+    """Hold which modules read other tokens in the models of one class and config.
 
     Attributes:
         mixing: why sequences cannot be cut; empty where they can.
         pads: whether rows may have padding.
-        kinds: names of classes of modules that mix tokens, and can be given whole sequences.
-        seen: names of classes of modules in layers that were looked at.
+        kinds: class names of modules that mix tokens and can run on full sequences.
+        seen: class names of modules in layers that were tested.
     """
 
     mixing: str

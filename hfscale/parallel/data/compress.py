@@ -1,4 +1,4 @@
-"""What replicas send each other of gradients, in fewer bytes: 16 bits, or factors of low rank (PowerSGD).
+"""Compress the gradients that replicas exchange: to 16 bits, or to low-rank factors (PowerSGD).
 
 FSDP2 shards over ``dp_shard`` alone then, and what it has reduced there, one flat buffer for each layer, is averaged
 over ``dp_replicate`` here::

@@ -1,4 +1,4 @@
-"""The whole weights that FSDP2 gathers for a forward pass, and when they are given up."""
+"""Control when FSDP2 frees the full weights that it gathers for a forward pass."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixtures of experts as parts: whole experts spread over ranks, and what routes tokens to them."""
+"""Install expert parallelism and the routing of mixtures."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +12,7 @@ from .routing import Routing
 
 
 class ExpertParallel(Part):
-    """The exchange of tokens between experts, in the place of their modules' forward passes."""
+    """Replace the forward passes of expert modules by the exchange of tokens."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the token exchange, before tensor parallelism hooks the blocks: it may read expert parameters."""
@@ -23,10 +23,10 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """What a step and its passes mean to routers.
+    """Run the routing of mixtures in steps and passes.
 
     Attributes:
-        routing: what all mixtures have in common; ``None`` where there are none, or stock ones.
+        routing: the routing state of the model; ``None`` without mixtures, or with stock ones.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which token goes to which expert, as permutations: made once per pass, with one sort and one look at the host.
+"""Compute which token goes to which expert, as permutations: once per pass, with one sort and one host synchronization.
 
 Data flow, ``n`` tokens with ``k`` routes each, ``e`` experts in blocks of ``e/r`` on ``r`` ranks::
 

@@ -16,13 +16,13 @@ from .token_counts import Counters, LayerCounter
 
 
 class Routing:
-    """Hold what all mixtures of a model share.
+    """Hold the routing state that all mixtures of a model use.
 
     Attributes:
-        options: what the user asked for.
-        passes: its forward passes; ``None`` where no layer needs to know of them.
+        options: the user's options.
+        passes: the model's forward passes; ``None`` where no layer needs them.
         counters: tokens per expert.
-        biases: what the bias update moves, by the name of the experts' module.
+        biases: the router biases that are updated, by the name of the experts' module.
     """
 
     def __init__(self, runtime: Runtime, options: RoutingConfig) -> None:

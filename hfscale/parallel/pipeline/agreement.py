@@ -1,10 +1,10 @@
-"""What the stages of a pipeline agree on before a step: which of them train, and that tied tensors are one.
+"""Agree between pipeline stages before a step on which of them train, and check that tied tensors are equal.
 
-Every rank reports, in the one exchange that a step begins with, a list of whole numbers::
+Every rank reports, in the one exchange that a step begins with, a list of integers::
 
     [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: sum of its bits]
 
-The last part is on the device, where the sums are made; the exchange puts it behind the others.
+The last part is summed on the device, and appended to the others by the exchange.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
-"""A backward pass in two halves: the gradient of a stage's input first, those of its weights later (Qi et al. 2023).
+"""Split a backward pass into two halves: the gradient of a stage's input first, those of weights later (Qi et al.
+2023).
 
-Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
-other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are
-used. What torch 2.13 itself gets wrong is put right here: a weight that is listed in two groups, which would be counted
-twice, and a hook on an activation's gradient, which would act twice on the weights next to it.
+Torch's functions for it are private and have bugs: where a weight is used twice, and one use depends on the other, some
+versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are used. Two
+bugs of torch 2.13 are fixed here: a weight that is listed in two groups would be counted twice, and a hook on an
+activation's gradient would act twice on the weights next to it.
 """
 
 from collections.abc import Iterable

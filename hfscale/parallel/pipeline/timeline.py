@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, in which order, and when: pure data.
+"""Describe which actions each rank of a pipeline runs, in which order, and when: pure data.
 
 An :class:`Action` is one computation of one stage on one microbatch; an *order* is, per rank, its actions in sequence;
 a :class:`Timeline` says when each ran. Stages are numbered along the model over all ranks; rank 0 holds stage 0.

@@ -1,4 +1,4 @@
-"""One stage at work: its forward and backward passes on single microbatches, and what it sends and receives.
+"""Run one stage: its forward and backward passes on single microbatches, and its transfers.
 
 :mod:`.transfers` says what runs when; computing and sending are done here. Torch's own stages and engine are not used,
 because

@@ -1,4 +1,4 @@
-"""The edges of a tensor-parallel block, as hooks on the block.
+"""Install the edges of a tensor-parallel block as hooks on the block.
 
 The hooks sit on the block and not on its projections, so that adapters and quantized layers put around a projection
 later stay inside the edges and see plain local tensors.
@@ -51,11 +51,11 @@ def install_block_edges(
 
 
 class _BlockEnds:
-    """What becomes of a block's input and of its output, which are the same on all ranks of ``group``.
+    """Reduce and gather a block's input and output over the ranks of ``group``.
 
     Args:
-        stream: of which each rank has its tokens only, outside the block.
-        overlap: what gathers the input again for weight gradients, and sums the input's gradient meanwhile.
+        stream: the sequence-parallel region around the block, where each rank has its own tokens only.
+        overlap: overlaps the collectives of the backward pass with weight gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:

@@ -1,4 +1,4 @@
-"""Plan sequence parallelism: where the stream is cut, and which parameters see their rank's tokens only."""
+"""Plan sequence parallelism: where the sequence is cut, and which parameters see their rank's tokens only."""
 
 from collections.abc import Iterator
 from typing import Any

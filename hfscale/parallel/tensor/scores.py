@@ -22,10 +22,10 @@ _IGNORED = -100
 
 
 class Scoring:
-    """What a forward pass with labels is asked for in the place of a mean.
+    """Score every token of a forward pass with labels, instead of averaging a loss.
 
     Args:
-        temperature: what logits are divided by.
+        temperature: divisor of the logits.
 
     Attributes:
         scores: of the last pass, ``[b, s]``.

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between blocks, each tensor rank holds and computes its share of the tokens only.
+"""Cut hidden states along the sequence between blocks: each tensor rank holds and computes its tokens only.
 
 Data flow (Korthikanti et al. 2022), ``t`` tensor ranks, the stream of one layer stack::
 

@@ -1,4 +1,4 @@
-"""Which tensor sizes the attention heads allow, and how many ranks hold one key/value head.
+"""Check which tensor sizes the attention heads allow, and how many ranks hold one key/value head.
 
 The queries of a rank read the key/value heads of that rank. Where there are fewer of those than ranks (multi-query
 attention, Shazeer 2019; grouped-query attention, Ainslie et al. 2023), consecutive ranks hold the same one::

@@ -1,4 +1,4 @@
-"""What the planning half of a feature of a layout looks like."""
+"""Define the interface of a feature's planning half."""
 
 from typing import Protocol
 

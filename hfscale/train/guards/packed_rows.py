@@ -1,10 +1,11 @@
-"""Packed rows: several documents in one row of tokens, told apart by ``position_ids`` that begin anew, or by a mask.
+"""Refuse models that cannot keep packed rows apart: several documents in one row, separated by ``position_ids`` that
+restart or by a mask.
 
-No document may change what is computed of another. Attention keeps them apart by masks made from the positions
-(``packing``), whatever the family hands to the host's mask functions. Recurrences, convolutions and positions that a
-model counts by itself pass from one document to the next: such models are refused before their first packed step.
-Which ones do is found out once per class and config, by a tiny copy that is given documents in one row and one by one.
-What begins at a length that a config names is tried with a copy that names a shorter one, where a row is longer.
+No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
+for every family. Recurrences, convolutions and positions counted by the model pass from one document to the next: such
+models are refused before their first packed step. They are found once per class and config, by a tiny copy that gets
+documents in one row and one by one. Behaviour that begins at a length named in the config is tried with a copy with a
+shorter one, where a row is longer.
 """
 
 import inspect

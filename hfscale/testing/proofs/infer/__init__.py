@@ -1,8 +1,8 @@
-"""The blueprint of a family that nobody wrote: derived from a tiny clone of the model, and proved on it.
+"""Infer the blueprint of a family without one from a tiny clone of the model, and prove it there.
 
-How it goes (:func:`infer`): make a clone of a few layers (:mod:`.subject`), trace one forward (:mod:`.forward_trace`),
-see which projections may make a block (:mod:`.candidates`), say in what ways they may (:mod:`.hypotheses`), keep what
-two ranks can compute without any difference to one (:mod:`.proof`, :mod:`.lockstep`).
+The steps (:func:`infer`): make a clone of a few layers (:mod:`.subject`), trace one forward (:mod:`.forward_trace`),
+find projections that may make a block (:mod:`.candidates`), enumerate how (:mod:`.hypotheses`), and keep blocks that
+two ranks compute exactly as one does (:mod:`.proof`, :mod:`.lockstep`).
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A block that might be. Paths of parts are relative to the block; its own is relative to the layer.
+    """Describe a possible block. Paths of parts are relative to the block; its own is relative to the layer.
 
     Attributes:
         layer: the first layer that has it.
