@@ -154,7 +154,7 @@ class _Sizes:
     virtual_stages: int | None
 
     def fill_from(self, run: Timeline) -> None:
-        """Take from ``run`` what is not known."""
+        """Fill missing sizes from ``run``."""
         self.pp_size = self.pp_size or run.num_ranks
         self.microbatches = self.microbatches or run.num_microbatches
         self.virtual_stages = self.virtual_stages or run.virtual_stages

@@ -186,7 +186,7 @@ class _Play:
         return self.queues[key][self.at[key]] if self.at[key] < len(self.queues[key]) else None
 
     def _run(self, halves: list[_Task]) -> bool:
-        """Run them if it is their turn, and what they need is there."""
+        """Run the halves of a transfer if both are next in their queues and their inputs are ready."""
         keys = [self._queue_of[id(half)] for half in halves]
         needs = [need.end for half in halves for need in half.needs]
         ready = [end for end in needs if end is not None]

@@ -77,7 +77,7 @@ def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def _exchanged(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send ``parts[r]`` to rank ``r``; what comes from rank ``r`` has the shape ``shapes[r]``."""
+    """Send ``parts[r]`` to rank ``r``, and receive a tensor of the shape ``shapes[r]`` from it."""
     sizes = [prod(shape) for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     received = all_to_all(flat, [part.numel() for part in parts], sizes, group)

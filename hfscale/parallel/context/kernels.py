@@ -46,7 +46,7 @@ class Block:
     first: int = 0
 
     def of(self, rows: slice) -> "Block":
-        """Return what some of the rows read."""
+        """Return the block of some of the rows."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]

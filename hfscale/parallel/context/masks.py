@@ -53,7 +53,7 @@ class MaskBlocks:
         device: torch.device,
         attend: Callable[..., Any],
     ) -> "MaskBlocks":
-        """Return the mask of the host's ``function`` without padding and across no document of the whole sequences."""
+        """Return the mask of transformers' ``function``, without padding and separate for each document."""
         if batch.documents is not None:
             positions = text_positions(batch.whole_positions(device))
             assert positions is not None  # in which the documents were found

@@ -98,7 +98,7 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
-    """Return whether a module that the tiny clone lacks is known to treat each token by itself."""
+    """Return whether a module that the tiny clone lacks is known to process each token separately."""
     mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 

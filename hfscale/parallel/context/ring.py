@@ -48,7 +48,9 @@ class RingBlocks:
         return dk, dv
 
     def _pass_on(self, block: Tensor, source: int) -> "_UnderWay":
-        """Send what is of rank ``source`` to the next rank, while that of the one before ``source`` comes."""
+        """Start to send the block of rank ``source`` to the next rank, and to receive that of the rank before
+        ``source``.
+        """
         size = len(self._lengths)
         arriving = block.new_empty((*block.shape[:2], self._lengths[(source - 1) % size], block.shape[3]))
         block = block.contiguous()

@@ -77,7 +77,7 @@ class Seam:
             set_implementation(config, answer(_PREFIX, host, _attention, _mask))
 
     def remove(self) -> None:
-        """Let the host answer again."""
+        """Restore transformers' attention."""
         for config, host in self._configs:
             set_implementation(config, host)
 

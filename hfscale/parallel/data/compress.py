@@ -148,7 +148,7 @@ def compresses(plan: Plan) -> bool:
 
 
 def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]) -> list[PowerSGD]:
-    """Have what FSDP2 has reduced over shards averaged over replicas.
+    """Replace FSDP2's average over replicas by a compressed one.
 
     Args:
         unit: by what gradients are multiplied in the step that runs.

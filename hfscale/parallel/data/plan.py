@@ -5,7 +5,7 @@ from ...plan.drafting.draft import Draft
 
 
 def plan_data(draft: Draft) -> None:
-    """Note what cannot be shared out to data ranks."""
+    """Report parameters that FSDP2 cannot shard."""
     if draft.layout.data_world == 1:
         return
     for name, parameter in draft.named():

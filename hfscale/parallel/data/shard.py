@@ -143,7 +143,7 @@ def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: 
 
 
 def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh) -> None:
-    """Fill a model whose parameters are on the meta device, FSDP2-wrapped or not, with this rank's final shares."""
+    """Fill a model on the meta device, FSDP2-wrapped or not, with this rank's shards."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:
         if not plan.is_local(mesh.pp_rank, planned.name):

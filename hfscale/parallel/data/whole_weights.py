@@ -13,7 +13,7 @@ from ...errors import ConfigError
 
 
 def reshard(model: nn.Module) -> None:
-    """Leave this rank its shards only, also where a forward pass without a backward pass has kept whole weights."""
+    """Free gathered weights, also those kept after a forward pass without a backward pass."""
     for module in model.modules() if isinstance(model, FSDPModule) else ():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -34,7 +34,7 @@ class Pass:
     loss: Tensor | None = None
 
     def add(self, share: Tensor) -> None:
-        """Add a layer's share of the loss."""
+        """Add a layer's term of the loss."""
         self.loss = share.detach() if self.loss is None else self.loss + share.detach()
 
 

@@ -58,8 +58,8 @@ class ExpertLoadHistory:
             file.write(json.dumps({"step": step, "layers": layers}) + "\n")
 
     def plot(self, path: str | Path) -> Path:
-        """Draw a map per layer: steps from left to right, experts from top to bottom, and the share of each in its
-        step's tokens, relative to an even one.
+        """Draw a map per layer: steps from left to right, experts from top to bottom, each expert's tokens in a step
+        relative to the mean.
 
         Raises:
             ConfigError: nothing was recorded, another suffix, a folder that does not exist, or no matplotlib.

@@ -132,7 +132,7 @@ class LayerRouting:
 
     @property
     def _first(self) -> bool:
-        """Whether this rank counts what all tensor ranks know."""
+        """Whether this rank adds counts that all tensor ranks have alike."""
         return self.mesh.tp_rank == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:

@@ -74,7 +74,7 @@ class Counters:
         return counter
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self.asked = False
         for counter in self.layers.values():
             counter.reset()

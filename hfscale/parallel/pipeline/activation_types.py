@@ -30,11 +30,11 @@ class ActivationTypes:
         self._expected: _Kind | None = None
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Take what arrives for of this kind, and wait for nobody's word."""
+        """Set dims and type of all received activations, without an exchange."""
         self._expected = trailing, dtype
 
     def announce(self, stage: int, stream: Tensor, leading: tuple[int, ...], peer: int, training: bool) -> None:
-        """Tell ``stage`` on rank ``peer`` what it will get, the first time.
+        """Send dims and type of its input to ``stage`` on rank ``peer``, the first time.
 
         Raises:
             ConfigError: the stream is not of that kind any more, or does not begin with ``leading``.
@@ -70,7 +70,7 @@ class ActivationTypes:
         return self._known[stage, training]
 
     def finish(self) -> None:
-        """Wait for what was told to arrive."""
+        """Wait for sent headers to arrive."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()

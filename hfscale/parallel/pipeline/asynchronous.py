@@ -174,7 +174,7 @@ class AsynchronousPipeline(Pipeline):
         return loss
 
     def _hand_out(self) -> None:
-        """Add to ``.grad`` what has come to its end; nothing while the pipeline fills."""
+        """Add the gradients of the oldest finished version to ``.grad``; none while the pipeline fills."""
         if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
             with self._ties.summed():
                 self._finished.popleft().expose()
@@ -269,8 +269,8 @@ class AsynchronousPipeline(Pipeline):
         return found.to(self._mesh.device, self._agreement.loss_type)
 
     def drain(self) -> Iterator[Tensor]:
-        """Finish what is under way: yields the next loss whenever gradients are ready to be handed out; the same number
-        of times on all stages, also where a stage has none left.
+        """Finish all microbatches in flight; yield the next loss whenever gradients are in ``.grad``, equally often on
+        all stages.
         """
         (worker,) = self.workers
         rounds = min(self._calls, 1 if self._every else self._last)

@@ -139,7 +139,7 @@ class Recorder:
         self.start()
 
     def start(self) -> None:
-        """Forget what was noted and set the clock."""
+        """Clear the record and set the clock."""
         self.record = Record(platform.node(), time.perf_counter_ns())
 
     @contextmanager

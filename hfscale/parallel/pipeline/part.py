@@ -15,7 +15,7 @@ class PipelineStages(Part):
     """Nothing where one rank holds all layers."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Put what runs this rank's stages in the place of the local loop."""
+        """Replace the local loop by the executor of this rank's stages."""
         if runtime.plan.stages is not None:
             asynchronous = runtime.mesh.layout.pipeline_schedule in ASYNCHRONOUS
             runtime.executor = (AsynchronousPipeline if asynchronous else Pipeline)(runtime)

@@ -72,7 +72,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
 
 
 def check_stages(plan: Plan) -> None:
-    """Refuse what a schedule cannot do with the stages of a plan.
+    """Refuse schedules that cannot run the stages of a plan.
 
     Raises:
         PlanError: as said.
@@ -236,7 +236,7 @@ class Pipeline(Executor):
         return self._agreement.tell(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Run this rank without the others: nobody tells what arrives at its stages, nor whether stages train.
+        """Run this rank without the others: activation types are given, and all stages train.
 
         Args:
             trailing: sizes of the stream behind samples and tokens; all stages train.

@@ -69,7 +69,7 @@ class Passage:
         return torch.zeros(*shape, width or stream.shape[-1], dtype=stream.dtype, device=stream.device)
 
     def arrive(self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Begin with what the stage before has sent; ``source`` and ``target`` are samples and tokens of either."""
+        """Begin with the previous stage's output; ``source`` and ``target`` are samples and tokens of each stack."""
         self.shape, self.target, self.arriving = source, target, arrived
         if arrived is None or self.border is None or self.first < self.border:
             return
@@ -78,7 +78,7 @@ class Passage:
         self.arrived = self.first == self.border
 
     def leave(self, stream: Tensor | None, index: int) -> None:
-        """Note what the first layer that is not the stage's is given: that leaves."""
+        """Record the input of the first layer after the stage's own: the stage's output."""
         if self.leaving is not None:
             return
         if self.border is not None and index >= self.border:
@@ -178,7 +178,7 @@ def _in_shape(x: Tensor | None, returns: int | None) -> Any:
 
 
 def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Replace what no stage of pipeline rank ``rank`` holds by stand-ins. No-op for one rank."""
+    """Replace modules that no stage of pipeline rank ``rank`` holds by placeholders. No-op for one rank."""
     if plan.stages is None:
         return
     passage = Passage()

@@ -190,7 +190,7 @@ class StageWorker:
             self._gradients[microbatch] = self._move(dist.irecv, buffer, +1)
 
     def send_gradient(self, microbatch: int) -> None:
-        """Begin to send the gradient of what arrived."""
+        """Start to send the gradient of the stage's input."""
         if self.trains_before and not self.is_first:
             # Gloo tells only who waits for it. An order has each receive where its send is, and a stage without a flush
             # has been sent what the stage before made after it took the older ones: so this ends.
@@ -212,7 +212,7 @@ class StageWorker:
             self._gradients[microbatch] = gradient
 
     def finish(self) -> None:
-        """Wait for what was sent to arrive."""
+        """Wait for sent tensors to arrive."""
         for transfer in (*self._leaving.values(), *self._sent):
             transfer.wait()
         self._leaving.clear()

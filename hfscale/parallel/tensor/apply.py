@@ -101,7 +101,7 @@ def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Replace every parameter that is cut over the tensor or expert axis by this rank's share, keeping ties and
+    """Replace every parameter cut over the tensor or expert axis by this rank's shard, keeping ties and
     ``requires_grad``.
 
     Works on a whole model on any device; on the meta device it only changes shapes.

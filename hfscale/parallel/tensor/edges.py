@@ -38,7 +38,7 @@ class Edge:
 
 
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
-    """Hook the entries and exits of ``block``, and what goes by heads or across them."""
+    """Hook the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
     if block.heads or block.sample_heads:
         model.get_submodule(block.name).register_forward_pre_hook(_own_heads(block, edge), with_kwargs=True)
     for name in block.enter:
@@ -81,7 +81,7 @@ def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
-    """Let ``module`` read the whole ``width`` of a cut activation, and keep this rank's share of what it returns.
+    """Gather the full ``width`` of a cut activation for ``module``, and cut its output to this rank's slice.
 
     Where ``replicas`` consecutive ranks hold the same share, the first one's is read.
     """

@@ -93,7 +93,7 @@ class LazyLogits(Tensor):
         super().__init__()
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Do to the head's output what was done to them."""
+        """Apply the recorded operations to the head's output."""
         for step in self.steps:
             logits = step(logits)
         return logits

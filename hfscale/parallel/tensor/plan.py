@@ -50,7 +50,7 @@ def plan_sequence(draft: Draft) -> None:
 
 
 def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
-    """Plan what of ``owner`` is cut along the sequence; return ``None`` and report problems where that fails."""
+    """Plan which part of ``owner`` is cut along the sequence; return ``None`` and report problems where that fails."""
     lists = {layer.rpartition(".")[0] for layer in draft.layers}
     children = direct_children(draft.modules, owner)
     around = [name for name in children if name not in lists and _has_parameters(draft, name)]
@@ -97,7 +97,7 @@ def _edges(blocks: list[BlockPlan]) -> set[str]:
 
 
 def _mixtures(draft: Draft) -> set[str]:
-    """Return the mixtures that treat each token by itself: router, experts, and shared experts with edges."""
+    """Return the mixtures that process each token separately: router, experts, and shared experts with edges."""
     return {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
 
 

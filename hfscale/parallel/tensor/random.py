@@ -126,12 +126,12 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
 
 
 def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
-    """Drop entries of a whole activation, where a cut stream is in use."""
+    """Apply dropout to a full activation equally on all tensor ranks, while the cut stream is in use."""
     return drop_again(dropout, x, key)(x)
 
 
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """Return a function that repeats at any time what :func:`drop_alike` would drop of ``x`` now."""
+    """Return a function that repeats at any time the dropout that :func:`drop_alike` would apply to ``x`` now."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
     return functools.partial(_drop_from, seed, dropout)
 

@@ -77,7 +77,7 @@ class SequenceRegion:
 
     @property
     def cut(self) -> bool:
-        """Whether what flows between blocks is this rank's share."""
+        """Whether the hidden states between blocks are this rank's tokens only."""
         if torch.compiler.is_compiling() and self._told is not None:
             return self._told_cut
         return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
@@ -89,7 +89,7 @@ class SequenceRegion:
 
     @property
     def _again(self) -> bool:
-        """Whether layers are recomputed one by one; recomputing the whole stack is a pass like the first."""
+        """Whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:

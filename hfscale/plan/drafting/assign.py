@@ -27,7 +27,7 @@ def assign_stages(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
 ) -> StagePlan:
-    """Cut a stock Hugging Face model, whole and unpatched, into ``pp_size * virtual_stages`` stages.
+    """Cut a full, unpatched stock Hugging Face model into ``pp_size * virtual_stages`` stages.
 
     The layers are shared out as ``layout.stage_layers`` says, or such that the most expensive stage costs least. What
     the model does before its first layer is on the first stage, what it does after the last one is on the last stage.
@@ -143,7 +143,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """Return what layers of several stages would exchange besides hidden states, and a remedy; else ``None``."""
+    """Return why layers of several stages need more of one another than hidden states, and a remedy; else ``None``."""
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)

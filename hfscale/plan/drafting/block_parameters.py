@@ -162,7 +162,7 @@ def _share_rest(block: PlacedBlock) -> Iterator[str]:
 
 
 def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
-    """Refuse to share what may well read or write the output of its block."""
+    """Report modules that may read or write the output of their block, a partial sum."""
     weight = own_parameters(module).get("weight")
     hidden = first_count(text_config(draft.config), ("hidden_size",))
     if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:

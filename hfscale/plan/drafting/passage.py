@@ -64,7 +64,7 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> Seen | N
 
 
 def note_obstacles(draft: Draft, layer_list: str, seen: Seen, read: Collection[str] = ()) -> tuple[Loan, ...]:
-    """Report what keeps layers from running in several processes.
+    """Report obstacles to running the layers in several processes.
 
     Args:
         read: modules that layers read, and no stage but one could hold.
@@ -82,7 +82,7 @@ def note_obstacles(draft: Draft, layer_list: str, seen: Seen, read: Collection[s
 
 
 def trace(draft: Draft, layer_list: str) -> Passage | None:
-    """Sort what lies around one list of layers."""
+    """Find the modules around one list of layers; ``None`` and problems where that fails."""
     tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
     seen = see_passage(draft, layer_list, tensors)
     if seen is None:

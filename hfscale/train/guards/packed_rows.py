@@ -65,13 +65,13 @@ def check_packed_rows(
 
 
 def batch_tokens(batch: Mapping[str, Any]) -> int:
-    """Return how many tokens a row of a batch has that tells documents apart."""
+    """Return the tokens per row of a batch with ``position_ids`` or an attention mask; else 0."""
     told = batch.get("position_ids", batch.get("attention_mask"))
     return told.shape[-1] if isinstance(told, Tensor) else 0
 
 
 def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:
-    """Refuse documents told apart by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
+    """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
     made, flash, masked, config = stock_class(model), uses_flash_attention(model), kind == "mask", model.config
 
     def found(name: str = "", length: int = 0) -> str:
@@ -99,7 +99,7 @@ def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]
 def _beyond_lengths(
     lengths: Mapping[str, int], found: Callable[..., str], longest: int, given: list[Tensor]
 ) -> tuple[str, str]:
-    """Return what differs beyond one of the config's ``lengths``, and beyond which; waits for positions if need be."""
+    """Return the difference found beyond one of the config's ``lengths``, and where; reads positions if needed."""
     for name, length in lengths.items():
         if longest <= length:
             continue
