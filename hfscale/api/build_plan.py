@@ -46,7 +46,7 @@ def build_plan(
     ranks: Ranks | None = None,
     options: Options = NO_OPTIONS,
 ) -> Plan:
-    """Plan a stock Hugging Face model, whole and unpatched, on any device (the meta device is enough).
+    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough).
 
     Args:
         ranks: the pipeline rank of each stage, where the schedule is a file, which says so.

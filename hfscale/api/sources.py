@@ -39,7 +39,7 @@ _WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, K
 
 
 class Outline:
-    """The model that a config describes, on the meta device; built once.
+    """Build a config's model on the meta device, once.
 
     Args:
         config: of the stock model.

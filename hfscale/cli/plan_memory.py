@@ -61,7 +61,7 @@ def fits(arguments: argparse.Namespace, found: "MemoryEstimate") -> bool:
 
 
 def describe_fit(arguments: argparse.Namespace, found: "MemoryEstimate") -> str:
-    """Return whether it fits in one line, and if not, what to change."""
+    """Return one line on whether the model fits, and if not, on how to make it fit."""
     size, total = _gigabytes(arguments), found.total / 1e9
     if fits(arguments, found):
         return f"fits {size:g} GB: yes, {total:.1f} GB of it, without what kernels and collectives use meanwhile"

@@ -1,4 +1,4 @@
-"""Where the parts of an architecture are: the roles of its modules, as data.
+"""Describe the roles of an architecture's modules as data: the blueprint of a family.
 
 A family is one :class:`Blueprint`. It comes from :data:`hfscale.models.FAMILIES` (hfscale's own table, keyed by
 ``config.model_type``); failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated; failing
@@ -16,7 +16,7 @@ INFERRED = "inferred"  # what the words for it begin with
 
 @dataclass(frozen=True)
 class Block:
-    """An attention or MLP module: what enters it is whole, what leaves it is summed over the tensor ranks.
+    """Describe an attention or MLP module: its input is full, its output is summed over the tensor ranks.
 
     Paths are relative to the block; the empty path is the block itself.
 

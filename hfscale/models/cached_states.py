@@ -1,4 +1,4 @@
-"""Families whose layers hand what they compute to layers of another model by a cache, and not by what they return."""
+"""Families whose layers pass states to layers of another model in a cache, instead of returning them."""
 
 READ_BY_CACHE = ("pi0",)
 """Backward passes come to such layers by keys and values. FSDP2 gathers weights again where a gradient of what a layer

@@ -1,8 +1,8 @@
-"""Name what an answer about a model class depends on, so that a table of answers is asked for the same models only.
+"""Compute a digest of everything that an answer about a model class depends on, as its key in tables.
 
-Answers are found on tiny clones, or hold for every size: the digest is made of the clone's config, in which sizes are
-constants, without fields that no forward pass reads, and with numbers that only scale told apart by their sign; of the
-kinds of layers that the whole config lists; and of the classes of the model's modules.
+Answers are found on tiny clones, or hold for every size. The digest is made of the clone's config, in which sizes are
+constants, without fields that no forward pass reads, and with only the sign of numbers that scale; of the kinds of
+layers in the full config; and of the classes of the model's modules.
 """
 
 import hashlib
@@ -57,14 +57,14 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
 
 
 def _is_stock(kind: type) -> bool:
-    """Return whether a class and its ``forward`` are the host's, and nobody has put another one there."""
+    """Return whether a class and its ``forward`` are unpatched transformers code."""
     forward = getattr(kind, "forward", None)
     modules = (kind.__module__, getattr(forward, "__module__", None) or "torch")
     return all(name.partition(".")[0] in _STOCK for name in modules)
 
 
 def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
-    """Return a field of a config without what changes no answer."""
+    """Return a config field without the parts that change no answer."""
     if isinstance(value, dict):
         return {
             str(key): _meaning(str(key), each, ends_texts)
@@ -80,7 +80,7 @@ def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
 
 
 def _number(name: str, value: int | float) -> int | str:
-    """Return sizes as they are, which are a clone's, and of what only scales whether it is there."""
+    """Return a size unchanged, and of a number that only scales its sign, 0 or 1."""
     if name.endswith("_token_id") and value not in _TRIED:
         return "unused token"
     if isinstance(value, int) and name not in _SCALES:
@@ -99,7 +99,7 @@ def _layer_kinds(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _structure(model: nn.Module) -> set[str]:
-    """Return the classes of all modules, and which tensors have two names; layers are not told apart."""
+    """Return the classes of all modules and the names of tied tensors, with layer indices as wildcards."""
     found = {f"{wild_name(name)}: {type(module).__name__}" for name, module in model.named_modules()}
     firsts: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Encoder-decoders, as a whole or as one half: a class that has one of the layer lists uses the same entry."""
+"""Blueprints of encoder-decoders: a class with one of the two layer lists uses the same entry."""
 
 from dataclasses import replace
 

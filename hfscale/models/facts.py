@@ -93,7 +93,7 @@ _facts = Facts()
 
 
 def ask(question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
-    """Return what is known, or else proved now: :meth:`Facts.ask` of this process's facts."""
+    """Answer a question from the table, or else by a proof now: :meth:`Facts.ask` of this process's facts."""
     return _facts.ask(question, model, *about, stock=stock, **given)
 
 
@@ -121,7 +121,7 @@ def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | N
 
 
 def _modules(model: nn.Module) -> Hashable:
-    """Return the classes of modules by name, what they run, and which names share a tensor."""
+    """Return name, class and forward of all modules, and which names are the same tensor."""
     modules = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())
     firsts: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)

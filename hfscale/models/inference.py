@@ -1,4 +1,4 @@
-"""A blueprint that nobody wrote, with its proof: as objects, and as JSON."""
+"""Hold an inferred blueprint with its proof: as objects, and as JSON."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -15,7 +15,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key
 
 @dataclass(frozen=True)
 class Proof:
-    """How well a blueprint holds on a clone.
+    """Hold how well a blueprint holds on a clone.
 
     Attributes:
         output: largest difference of the output, relative to its largest entry.
@@ -35,13 +35,13 @@ class Proof:
 
 @dataclass(frozen=True)
 class Inference:
-    """A blueprint that nobody wrote, and why it is believed.
+    """Hold an inferred blueprint and its evidence.
 
     Attributes:
         blueprint: the roles found.
         proof: two ranks against one process, on a tiny clone.
-        attention: paths of the blocks in which tokens see each other.
-        whole: why other parts of the layers are kept whole.
+        attention: paths of the blocks that mix tokens.
+        whole: why other parts of the layers are not cut.
     """
 
     blueprint: Blueprint

@@ -1,4 +1,4 @@
-"""The losses that hfscale knows, by the host's names (``model.loss_type``)."""
+"""List the losses that hfscale knows, by transformers' names (``model.loss_type``)."""
 
 SHIFTED = "ForCausalLM"
 """That of causal language models: position ``i`` predicts the label of ``i + 1``."""

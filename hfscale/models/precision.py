@@ -1,6 +1,6 @@
-"""Which families change types of numbers inside; and how to keep float64 models in float64, to be judged at 1e-12.
+"""List families that change dtypes inside, and keep float64 models in float64, to compare at 1e-12.
 
-Stock models cast to float32 inside norms, softmax and losses. Two computations of the same thing then differ by float32
+Stock models cast to float32 inside norms, softmax and losses. Two computations of the same value then differ by float32
 rounding, which hides errors up to 1e-7.
 """
 

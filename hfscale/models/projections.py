@@ -23,7 +23,7 @@ def weight_dims(module: Any) -> tuple[int, int]:
 
 
 def follow_weight(module: Any) -> None:
-    """Let the size attributes of a projection say what its local weight is."""
+    """Set the size attributes of a projection to the sizes of its local weight."""
     for attribute, dim in _SIZE_ATTRIBUTES.items():
         if attribute in module.__dict__ and module.weight.ndim == 2:
             setattr(module, attribute, module.weight.shape[dim])
@@ -33,5 +33,5 @@ _TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
 
 
 def is_tokenwise(module: nn.Module) -> bool:
-    """Return whether a module is known to treat each token by itself."""
+    """Return whether a module is known to process each token separately."""
     return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__

@@ -1,4 +1,4 @@
-"""Families whose stream cannot be cut along the sequence, and why; they run tensor-parallel without."""
+"""List families whose hidden states cannot be cut along the sequence, and why; they run tensor-parallel without."""
 
 SEQUENCE_UNFIT: dict[str, str] = {
     "albert": "its attention counts tokens before its projections have gathered them",

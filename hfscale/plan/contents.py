@@ -123,7 +123,7 @@ class PlanContents:
         return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """Return what pipeline rank ``rank`` holds, as name of the owned parameter -> its name on that rank.
+        """Return the parameters of pipeline rank ``rank``: name of the owned parameter -> its name on that rank.
 
         The two differ where the rank has only a tied copy: a head without the embedding, say.
         """

@@ -27,7 +27,7 @@ class RecomputePlan(Feature):
     tokens: int | None = None
 
     def is_alone(self, module: str) -> bool:
-        """Return whether a module is recomputed without the rest of its layer, by itself or within another module."""
+        """Return whether a module is recomputed without the rest of its layer, alone or inside another module."""
         return any(f"{module}.".startswith(f"{name}.") for name in self.modules)
 
     @property

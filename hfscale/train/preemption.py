@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(SystemExit):
-    """Raise it to end a process that was told to stop, once its state is saved: with exit code 75, "try again"."""
+    """Raise it to end a process that got a stop signal, once its state is saved: with exit code 75, "try again"."""
 
     def __init__(self) -> None:
         super().__init__(_CODE)

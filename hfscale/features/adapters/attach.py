@@ -67,7 +67,7 @@ def attach_adapters(
     name: str = "default",
     seed: int | None = 0,
 ) -> tuple[Adapters, Plan]:
-    """Wrap the modules of ``model`` as ``config`` says, and add the adapters' values to ``shares``.
+    """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``.
 
     Args:
         model: this rank's model, with local sizes, on the meta device if ``shares`` hold the values.

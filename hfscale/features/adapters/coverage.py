@@ -1,4 +1,4 @@
-"""Report which parameters have adapters, so that nobody misses the experts of a mixture of experts."""
+"""Report which parameters have adapters, so that the experts of a mixture are not missed."""
 
 from math import prod
 

@@ -18,7 +18,7 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention 
 
 
 def plan_memory(draft: Draft) -> None:
-    """Find the layers and modules; what is found is the same on every rank."""
+    """Plan recomputation, offloading and compression, equally on every rank."""
     asked = draft.options.memory_levers
     _plan_offload(draft)
     _plan_compression(draft)

@@ -51,7 +51,7 @@ class SharedCasts(Part):
 
 
 def _with_shared_cast(module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a projection's own forward with the shared copy of its weight."""
+    """Call a projection's own forward with the cast copy of its weight."""
     held = own_parameters(module)
     weight = held.get("weight")
     if torch.compiler.is_compiling() or weight is None or weight.dtype != torch.float32 or not is_sharing():

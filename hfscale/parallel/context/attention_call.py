@@ -1,4 +1,4 @@
-"""A call of attention, read by the engine."""
+"""Run one attention call on the engine."""
 
 import torch
 from torch import Tensor

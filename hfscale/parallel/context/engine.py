@@ -25,7 +25,7 @@ Backward = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Source(Protocol):
-    """Where blocks of keys and values come from, by the rank that made them."""
+    """Provide blocks of keys and values, by the rank that computed them."""
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, k, v)`` of every rank, given this rank's own; collective."""
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 class OwnBlocks:
-    """The keys and values of this process alone."""
+    """Provide the keys and values of this rank alone."""
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See :class:`Source`."""
@@ -55,13 +55,13 @@ def wide_zeros(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reading:
-    """One call of attention, as every block of it is read.
+    """Describe one attention call for all its blocks.
 
     Attributes:
-        mask: what is hidden.
-        kernel: what computes a block.
-        source: where blocks come from.
-        seed: of what dropout hides; another one for each pair of intervals is made of it.
+        mask: the attention mask.
+        kernel: computes attention over a block.
+        source: provides blocks of keys and values.
+        seed: seed of dropout; that of each pair of intervals is derived from it.
     """
 
     mask: MaskBlocks

@@ -33,8 +33,8 @@ class ScoreBlock:
 
     Attributes:
         causal: each row reads the columns up to its own number.
-        bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: nothing else is hidden.
-        seed: of what dropout hides.
+        bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``.
+        seed: seed of dropout.
         idle: ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
         first: the number of the first row.
     """
@@ -85,7 +85,7 @@ def padded_width(width: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class ByPair:
-    """One kernel for pairs of which all or a triangle is read, and another for those with a mask of their own."""
+    """Use one kernel for full and causal blocks, and another for blocks with any other mask."""
 
     plain: Kernel
     masked: Kernel

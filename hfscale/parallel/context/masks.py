@@ -1,8 +1,8 @@
-"""The host's attention mask as a function of places in the whole sequence, looked at in blocks.
+"""Evaluate transformers' attention mask in blocks, as a function of positions in the full sequence.
 
-A stock model describes its mask by a function of four indices (sample, head, query, key) and has it evaluated for the
-tokens it was given. Here it is kept as it is, and evaluated where a kernel needs a block of it. Between two intervals
-of tokens it lets nothing through, everything, the causal triangle, or something else.
+A stock model describes its mask by a function of four indices (sample, head, query, key) and evaluates it for the
+tokens it was given. Here the function is kept, and evaluated where a kernel needs a block. Between two intervals of
+tokens the mask is skipped, full, causal or something else.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,15 @@ _ROWS = 1024  # of a block, looked at at once
 
 @dataclass
 class MaskBlocks:
-    """One mask of one forward pass.
+    """Hold the mask of one forward pass.
 
     Attributes:
-        batch: the whole sequences; ``[b, s]``.
-        function: the host's, of whole-sequence places: (sample, head, query, key) -> whether it attends.
+        batch: the full sequences, ``[b, s]``.
+        function: transformers' mask function of full-sequence positions: (sample, head, query, key) -> whether it
+            attends.
         samples: b.
-        idle: ``[b, s]``: queries that read no key, and so read all of them alike; ``None`` where such read nothing.
-        attend: what answers the attention that is asked for with this mask: ``(module, q, k, v, mask, call)``.
+        idle: ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing.
+        attend: computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``.
     """
 
     batch: CutBatch
@@ -52,7 +53,7 @@ class MaskBlocks:
         device: torch.device,
         attend: Callable[..., Any],
     ) -> "MaskBlocks":
-        """Return the mask of the host's ``function`` without padding and across no document of the whole sequences."""
+        """Return the mask of transformers' ``function``, without padding and separate for each document."""
         if batch.documents is not None:
             positions = text_positions(batch.whole_positions(device))
             assert positions is not None  # in which the documents were found

@@ -1,4 +1,4 @@
-"""One call of attention over context ranks, by the method that the plan or its shapes choose."""
+"""Run one attention call over context ranks, by the method that the plan or its shapes choose."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Context parallelism as a part."""
+"""Install context parallelism."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,8 +1,8 @@
-"""The seam between a stock model and attention over parts of sequences.
+"""Replace the attention of a stock model by attention over cut sequences.
 
-Within :meth:`Seam.passing` the model computes its own tokens only: the mask that it makes is a :class:`MaskBlocks`, an
-argument of every layer from there on, so that recomputed layers and several passes under way need nothing else; and
-attention with such a mask is answered here. Outside, and with any other mask, the host answers itself.
+Inside :meth:`Seam.passing` the model computes its own tokens only. The mask that it makes is a :class:`MaskBlocks`, an
+argument of every later layer, so that recomputed layers and several passes in flight need no other state; attention
+with such a mask is computed here. Outside, and with any other mask, transformers computes it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -65,10 +65,10 @@ _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequenc
 
 
 class Seam:
-    """The attention of one model.
+    """Replace the attention of one model.
 
     Args:
-        configs: of its modules whose attention reads sequences that may be cut.
+        configs: configs of its modules whose attention reads sequences that may be cut.
     """
 
     def __init__(self, configs: list[Any]) -> None:
@@ -77,7 +77,7 @@ class Seam:
             set_implementation(config, answer(_PREFIX, host, _attention, _mask))
 
     def remove(self) -> None:
-        """Let the host answer again."""
+        """Restore transformers' attention."""
         for config, host in self._configs:
             set_implementation(config, host)
 

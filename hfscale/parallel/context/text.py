@@ -21,7 +21,7 @@ from .seam import current_batch, learn
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
-    """Cut what the module ``text`` is given for whole sequences.
+    """Cut the inputs of the module ``text``, given for full sequences, to this rank's tokens.
 
     Args:
         learned: told of the sequences with the positions that the model around it has made.

@@ -1,4 +1,4 @@
-"""All tokens of a sequence on every context rank, for mixers that are no attention."""
+"""All-gather the tokens of a sequence on every context rank, for mixers other than attention."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What replicas send each other of gradients, in fewer bytes: 16 bits, or factors of low rank (PowerSGD).
+"""Compress the gradients that replicas exchange: to 16 bits, or to low-rank factors (PowerSGD).
 
 FSDP2 shards over ``dp_shard`` alone then, and what it has reduced there, one flat buffer for each layer, is averaged
 over ``dp_replicate`` here::
@@ -148,7 +148,7 @@ def compresses(plan: Plan) -> bool:
 
 
 def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]) -> list[PowerSGD]:
-    """Have what FSDP2 has reduced over shards averaged over replicas.
+    """Replace FSDP2's average over replicas by a compressed one.
 
     Args:
         unit: by what gradients are multiplied in the step that runs.

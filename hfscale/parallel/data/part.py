@@ -1,4 +1,4 @@
-"""The data axes as a part."""
+"""Install the data axes."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

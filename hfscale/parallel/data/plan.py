@@ -1,4 +1,4 @@
-"""Plan the data axes: shards of parameters, and what FSDP2 cannot hold."""
+"""Plan the data axes: check for models that FSDP2 cannot hold."""
 
 from ...models.names import wild_name
 from ...plan.drafting.draft import Draft

@@ -1,4 +1,4 @@
-"""Mixtures of experts: whole experts on each rank, the exchange of tokens between them, routing and balance."""
+"""Expert parallelism: complete experts on each rank, the exchange of tokens between them, routing and balance."""
 
 from .history import ExpertLoadHistory
 from .load_report import ExpertLoad, LayerLoad, expert_load

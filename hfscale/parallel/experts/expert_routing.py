@@ -16,7 +16,7 @@ from .token_counts import Counters, LayerCounter
 
 
 class Routing:
-    """Hold what all mixtures of a model share.
+    """Hold the routing state that all mixtures of a model use.
 
     Attributes:
         options: the user's choices.

@@ -110,9 +110,9 @@ def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Route
 
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
-    """Spread experts: their modules, which hold this rank's, exchange tokens with the others. No-op for one rank whose
-    routing nobody has asked for and whose experts are neither quantized nor adapted, nor cut to sizes that the host's
-    grouped products refuse, nor cast for several microbatches at once.
+    """Make expert modules exchange tokens with other ranks. No-op on one rank without routing options whose experts are
+    neither quantized nor adapted, nor cut to sizes that grouped matmuls refuse, nor cast for several microbatches at
+    once.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts as parts: whole experts spread over ranks, and what routes tokens to them."""
+"""Install expert parallelism and the routing of mixtures."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,16 +34,16 @@ class ExpertRouting(Part):
 
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
-        """What balances experts leaves out what the mask does."""
+        """Whether routing reads the padding mask, since padding does not count in balancing."""
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Hook the model: its passes, and the loss of its layers. Comes behind what makes tensor ranks draw alike."""
+        """Hook the model's passes and the loss of its layers, after tensor ranks agreed on random streams."""
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """Refuse losses of routers that are no means over the step: the host's is one per microbatch."""
+        """Refuse router losses that are no mean over the step, as transformers' is one per microbatch."""
         parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
             raise ConfigError(

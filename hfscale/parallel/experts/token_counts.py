@@ -15,7 +15,7 @@ NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 @dataclass
 class LayerCounter:
-    """Count the tokens of one layer on one rank; of counts that ranks share, one rank keeps them.
+    """Count the tokens of one layer on one rank; counts known to several ranks are kept by one of them.
 
     Attributes:
         counts: routes to each expert that were counted on the host.

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, what they cost, and how they ran."""
+"""Pipeline parallelism: schedules as data, their simulation, and their recorded runs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What each rank does, in order, for every schedule; imports no torch."""
+"""Order the actions of each rank, for every schedule; imports no torch."""
 
 from pathlib import Path
 

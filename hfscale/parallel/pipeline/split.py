@@ -1,4 +1,5 @@
-"""A backward pass in two halves: the gradient of a stage's input first, those of its weights later (Qi et al. 2023).
+"""Split a backward pass into two halves: the gradient of a stage's input first, those of weights later (Qi et al.
+2023).
 
 Torch's functions for it are private and have been wrong: where a weight is used twice, and one use depends on the
 other, some versions count a part of its gradient twice (pytorch#180952). They are tried on such a case before they are

@@ -131,14 +131,14 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Share of all ranks' time, between the first action and the last, in which they wait."""
+        """Fraction of all ranks' time, between the first action and the last, spent waiting."""
         total = self.makespan * self.num_ranks
         busy = sum(_busy(spans, float("-inf"), float("inf")) for spans in self.ranks)
         return 1 - busy / total if total else 0.0
 
     @property
     def steady_idle(self) -> float | None:
-        """Share of waiting once every stage has ended a backward and until one begins its last forward.
+        """Fraction of time spent waiting after every stage ended a backward and before one begins its last forward.
 
         None where the run is too short to have such a stretch.
         """

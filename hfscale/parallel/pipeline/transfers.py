@@ -94,7 +94,7 @@ def _pieces(actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def _has_input(action: Action, done: set[Step], stages: int) -> bool:
-    """Return whether what an action computes with has been received, or computed on the same rank."""
+    """Return whether an action's input has been received, or computed on the same rank."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "forward" and stage > 0:
         return bool(done & {("RECV_F", stage, microbatch), ("forward", stage - 1, microbatch)})

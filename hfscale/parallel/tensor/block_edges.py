@@ -1,4 +1,4 @@
-"""The edges of a tensor-parallel block, as hooks on the block.
+"""Install the edges of a tensor-parallel block as hooks on the block.
 
 The hooks sit on the block and not on its projections, so that adapters and quantized layers put around a projection
 later stay inside the edges and see plain local tensors.

@@ -1,4 +1,4 @@
-"""The edges of a block as hooks on stock modules, given what talks to the other ranks.
+"""Install the edges of a block as hooks on stock modules, given functions that communicate.
 
 Processes and inference's threads install the same hooks; they differ in the functions of their :class:`Edge`.
 """
@@ -18,15 +18,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Edge:
-    """How one rank of the tensor axis talks to the others.
+    """Hold how one tensor rank communicates with the others.
 
     Attributes:
         rank: its own.
-        size: how many there are.
-        enter: what becomes of the block's input on its way in.
-        leave: what becomes of its output, a part of a sum, on its way out.
-        enter_other: what becomes of its other inputs, which are whole.
-        gather: joins what the ranks hold of a tensor's last dim, given how much each does.
+        size: the number of ranks.
+        enter: applied to the block's input.
+        leave: applied to the block's output, a partial sum.
+        enter_other: applied to the block's other inputs, which are the same on all ranks.
+        gather: concatenates the ranks' slices of a tensor's last dim, given their lengths.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Edge:
 
 
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
-    """Hook the entries and exits of ``block``, and what goes by heads or across them."""
+    """Hook the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
     if block.heads or block.sample_heads:
         model.get_submodule(block.name).register_forward_pre_hook(_own_heads(block, edge), with_kwargs=True)
     for name in block.enter:
@@ -81,7 +81,7 @@ def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
-    """Let ``module`` read the whole ``width`` of a cut activation, and keep this rank's share of what it returns.
+    """Gather the full ``width`` of a cut activation for ``module``, and cut its output to this rank's slice.
 
     Where ``replicas`` consecutive ranks hold the same share, the first one's is read.
     """
@@ -110,7 +110,7 @@ def set_local_sizes(module: Any, block: BlockPlan) -> None:
 
 
 class _LocalConfig:
-    """A config as one block sees it: some fields are local sizes, the others are whatever the model's config says."""
+    """Show a config to one block with some fields replaced by local sizes."""
 
     def __init__(self, config: Any, fields: tuple[tuple[str, int], ...]) -> None:
         local = {field: getattr(config, field) // divisor for field, divisor in fields}

@@ -131,7 +131,7 @@ def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
 
 
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """Return a function that repeats at any time what :func:`drop_alike` would drop of ``x`` now."""
+    """Return a function that repeats at any time the dropout that :func:`drop_alike` would apply to ``x`` now."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
     return functools.partial(_drop_from, seed, dropout)
 

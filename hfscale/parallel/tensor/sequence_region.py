@@ -89,7 +89,7 @@ class SequenceRegion:
 
     @property
     def _again(self) -> bool:
-        """Whether layers are recomputed one by one; recomputing the whole stack is a pass like the first."""
+        """Whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:

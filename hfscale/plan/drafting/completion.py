@@ -1,4 +1,4 @@
-"""What a blueprint forgets inside its blocks, said and proved: norms of queries and keys, as a rule."""
+"""Add and prove roles that a blueprint lacks inside its blocks: mostly norms of queries and keys."""
 
 import json
 from dataclasses import replace

@@ -57,7 +57,7 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
 
 
 def infer(model: Any) -> Inference:
-    """Return the blueprint of a model that nobody wrote, with its proof.
+    """Infer the blueprint of a model without one, with its proof.
 
     Raises:
         PlanError: nothing could be proved; says what was tried.

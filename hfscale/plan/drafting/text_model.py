@@ -1,9 +1,8 @@
 """Find the text model inside a multimodal model, and translate its blueprint to the multimodal model's names.
 
-A vision-language model (LLaVA, Liu et al. 2023) is a tower, a projector, and an ordinary decoder, a model of its own
-whose config is a part of the whole one's. The decoder has a blueprint as if it stood alone; towers and projectors stay
-whole on every tensor rank. What a rank computes there is what one process does, and since blocks hand complete
-gradients to what they read, so are the gradients.
+A vision-language model (LLaVA, Liu et al. 2023) is a tower, a projector, and an ordinary decoder with a config of its
+own. The decoder has the blueprint that it has alone; towers and projectors are not cut over tensor ranks. There each
+rank computes the same as one process, and so do their gradients, since blocks return full gradients to their inputs.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Proofs of what plans need to know of a model class: each runs a tiny clone, or the model without memory.
+"""Prove facts about a model class that plans need: each proof runs a tiny clone, or the model without memory.
 
 :mod:`hfscale.models.facts` asks for them where its table has no answer; ``scripts/prove_facts.py`` writes the table
 with them. An answer is JSON, and comes with whether it holds for all models of the same digest, whatever their sizes.

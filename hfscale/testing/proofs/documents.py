@@ -36,7 +36,7 @@ def prove_documents(
 
 
 def _difference(kind: Any, config: Any, flash: bool, masked: bool, start: int, name: str, length: int) -> str:
-    """Return what differs between documents in one row and one by one; nothing where they are computed alike.
+    """Return how outputs differ between documents in one row and in separate rows; empty if they are equal.
 
     Args:
         masked: documents are told apart by a mask, and not by positions.
@@ -83,7 +83,7 @@ def _logits(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
-    """Attend as a flash kernel does, which is told of documents by the lengths in ``cu_seq_lens_q`` alone."""
+    """Attend as a flash kernel does, which separates documents by the lengths in ``cu_seq_lens_q`` alone."""
     starts = kwargs.pop(BORDERS[0], None)
     if starts is not None:
         documents = torch.bucketize(torch.arange(q.shape[2]), starts, right=True)
@@ -94,4 +94,4 @@ def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask, as the host does for flash kernels."""
+    """Make no mask, as transformers does for flash kernels."""

@@ -1,4 +1,4 @@
-"""Prove what comes before the first layers of a model, and what they are given."""
+"""Prove what comes before the first layers of a model, and their inputs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Prove that a model's loss is the shifted cross entropy of causal language models, by what it gives its loss function.
+"""Prove that a model's loss is the shifted cross entropy of causal language models, by the inputs of its loss function.
 
 Names do not tell: classes whose loss goes by another name use that very function, and some of those with its name shift
 labels themselves, or add to the loss. So the model is run on two tokens with labels, mostly without memory, and with a
@@ -35,10 +35,10 @@ def passes_on_labels(model: Any) -> str | None:
 
 
 class _LossProbe(Probe):
-    """A run with labels.
+    """Run a model with labels.
 
     Attributes:
-        difference: what the model does otherwise, in words, if so.
+        difference: how the model's loss differs, in words; ``None`` if it does not.
     """
 
     def __init__(self, model: Any) -> None:

@@ -48,7 +48,7 @@ def _unused(module: nn.Module, used: set[int], path: str = "") -> Iterator[str]:
 
 
 class _ReachProbe(Probe):
-    """A run on tokens.
+    """Run a model on tokens.
 
     Attributes:
         reached: the layers that were called.

@@ -1,10 +1,11 @@
-"""Packed rows: several documents in one row of tokens, told apart by ``position_ids`` that begin anew, or by a mask.
+"""Refuse models that cannot keep packed rows apart: several documents in one row, separated by ``position_ids`` that
+restart or by a mask.
 
-No document may change what is computed of another. Attention keeps them apart by masks made from the positions
-(``packing``), whatever the family hands to the host's mask functions. Recurrences, convolutions and positions that a
-model counts by itself pass from one document to the next: such models are refused before their first packed step.
-Which ones do is found out once per class and config, by a tiny copy that is given documents in one row and one by one.
-What begins at a length that a config names is tried with a copy that names a shorter one, where a row is longer.
+No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
+for every family. Recurrences, convolutions and positions counted by the model pass from one document to the next: such
+models are refused before their first packed step. They are found once per class and config, by a tiny copy that gets
+documents in one row and one by one. Behaviour that begins at a length named in the config is tried with a copy with a
+shorter one, where a row is longer.
 """
 
 import inspect
@@ -64,13 +65,13 @@ def check_packed_rows(
 
 
 def batch_tokens(batch: Mapping[str, Any]) -> int:
-    """Return how many tokens a row of a batch has that tells documents apart."""
+    """Return the tokens per row of a batch with ``position_ids`` or an attention mask; else 0."""
     told = batch.get("position_ids", batch.get("attention_mask"))
     return told.shape[-1] if isinstance(told, Tensor) else 0
 
 
 def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:
-    """Refuse documents told apart by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
+    """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
     made, flash, masked, config = stock_class(model), uses_flash_attention(model), kind == "mask", model.config
 
     def found(name: str = "", length: int = 0) -> str:
@@ -98,7 +99,7 @@ def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]
 def _beyond_lengths(
     lengths: Mapping[str, int], found: Callable[..., str], longest: int, given: list[Tensor]
 ) -> tuple[str, str]:
-    """Return what differs beyond one of the config's ``lengths``, and beyond which; waits for positions if need be."""
+    """Return the difference found beyond one of the config's ``lengths``, and where; reads positions if needed."""
     for name, length in lengths.items():
         if longest <= length:
             continue

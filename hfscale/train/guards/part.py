@@ -1,4 +1,4 @@
-"""The guards as parts: checks for ordinary code that would silently compute wrong numbers."""
+"""Install guards against ordinary code that would silently compute wrong numbers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""What a step asks of a single axis; each class here is that axis with one rank, where there is nothing to do."""
+"""Define what a step asks of a single axis; each class here is that axis with one rank, and does nothing."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The blueprint of a family that nobody wrote: derived from a tiny clone of the model, and proved on it.
+"""Infer the blueprint of a family without one from a tiny clone of the model, and prove it there.
 
 How it goes (:func:`infer`): make a clone of a few layers (:mod:`.subject`), trace one forward (:mod:`.forward_trace`),
 see which projections may make a block (:mod:`.candidate_blocks`), say in what ways they may (:mod:`.hypotheses`), keep

@@ -9,7 +9,7 @@ from .subject import Unproved, aside, make_subject
 
 
 def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> tuple[bool, bool]:
-    """Return whether two ranks of a clone compute what one does, with roles for what was ``forgotten``."""
+    """Return whether two ranks of a clone compute the same as one, with roles for the ``forgotten`` parameters."""
     return _holds(model, blueprint, forgotten), True
 
 

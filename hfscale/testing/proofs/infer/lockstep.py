@@ -1,12 +1,12 @@
-"""The ranks of a tensor group as threads of this process.
+"""Run the ranks of a tensor group as threads of this process.
 
-Every rank runs a copy of the model that holds its shares, forward and backward, in lockstep with the others; they meet
-at the edges of blocks as processes do::
+Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the others; they meet at the
+edges of blocks as processes do::
 
-    enter   forward: x itself              backward: the sum of what the ranks found
+    enter   forward: x itself              backward: the sum over the ranks
     leave   forward: the sum of all ranks  backward: the gradient itself
 
-A parameter that the plan does not call cut or partial has the gradient that its rank found alone, as in a real run.
+A parameter that the plan does not call cut or partial has the gradient of its own rank alone, as in a real run.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The proof of a blueprint: two ranks compute what one does, output and every gradient, in float64."""
+"""Prove a blueprint: two ranks compute the same output and gradients as one, in float64."""
 
 from typing import Any
 
