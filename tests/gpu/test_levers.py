@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.optim.rounding import write_rounded
-from hfscale.parallel.context.kernels import Block, ScoreKernel, kernel_for, padded_width
+from hfscale.parallel.context.kernels import ScoreBlock, ScoreKernel, kernel_for, padded_width
 from hfscale.testing import assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.pictures import PictureCase
+from hfscale.testing.picture_parity import PictureCase
 
 from ..mixtures import qwen3_moe
 from ..tiny_models import tiny
@@ -129,7 +129,7 @@ def test_the_kernel_of_a_pair_takes_its_width_and_mask(width: int, masked: bool)
     added = padded_width(width, q.device) - width
     hidden = torch.ones(2, 1, 64, 64, device=DEVICE).tril(0).triu(-8) == 0
     bias = torch.zeros((), device=DEVICE, dtype=q.dtype).masked_fill(hidden, float("-inf")) if masked else None
-    block = Block(causal=not masked, bias=bias)
+    block = ScoreBlock(causal=not masked, bias=bias)
     padded = [nn.functional.pad(x, (0, added)) for x in (q, k, v)]
     chosen, plain = kernel_for(padded[0], 0.125, None, 0.0), ScoreKernel(0.125)
     found, wanted = chosen.forward(*padded, block), plain.forward(q, k, v, block)

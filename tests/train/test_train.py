@@ -309,7 +309,7 @@ def test_clipping_multiplies_by_a_factor_that_is_not_rounded(dtype: torch.dtype)
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-6, atol=0)
 
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

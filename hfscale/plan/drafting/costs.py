@@ -48,7 +48,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Costs:
+class LayerCosts:
     """The costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
 
     before: Cost
@@ -90,7 +90,7 @@ def layer_costs(
     batch_tokens: int = BATCH_TOKENS,
     sequence: int = SEQUENCE,
     beside: Mapping[str, Sequence[str]] | None = None,
-) -> Costs:
+) -> LayerCosts:
     """Return the costs of a model's layers, and of the modules around them.
 
     Args:
