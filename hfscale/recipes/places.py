@@ -18,7 +18,7 @@ def check_places(recipe: Recipe) -> None:
     if recipe.profile:
         steps_to_profile(recipe.profile, recipe.training.steps)
     if recipe.tracking:
-        from .tracking import check_trackers  # imports Accelerate
+        from .run_log import check_trackers  # imports transformers
 
         check_trackers(recipe.tracking)
 
@@ -57,8 +57,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if recipe.saved_state is not None:
         _check_same(recipe)
         return
-    written = ("checkpoint", "adapter", "state", "metrics.jsonl")
+    written = ("checkpoint", "adapter", "metrics.jsonl")
     found = [name for name in written if (directory / name).is_dir() or _has_text(directory / name)]
+    found += ["state"] if recipe.has_state else []
     if not found or recipe.replace:
         return
     if recipe.training.resume:
