@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..distributed.files.replace import finish_move
-from .profiled_steps import steps_to_profile
 from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
 
@@ -15,8 +14,6 @@ def check_places(recipe: Recipe) -> None:
         _check_base(recipe)
         _check_adapter(recipe)
     _check_earlier_run(recipe)
-    if recipe.profile:
-        steps_to_profile(recipe.profile, recipe.training.steps)
     if recipe.tracking:
         from .run_log import check_trackers  # imports transformers
 

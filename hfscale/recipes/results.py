@@ -52,11 +52,12 @@ def finish(
         made = [Made("adapter", outcome.validation_loss, outcome.accuracy, coverage)]
     hfscale.save_pretrained(model, directory / made[0].directory)
     if adapted and adapted.merge:
-        model = merged(model, adapted)
+        dtype = getattr(torch, adapted.merge) if isinstance(adapted.merge, str) else None
+        model = hfscale.merge_and_unload(model, dtype=dtype)  # unpacked where it is quantized
         hfscale.save_pretrained(model, directory / "checkpoint")
-        found = trainer.measured(model)
-        trainer.log({"merged_validation_loss": found.loss})
-        made.append(replace(made[0], kind="merged", validation_loss=found.loss, accuracy=found.accuracy))
+        loss, accuracy = trainer.measured(model)
+        trainer.log({"merged_validation_loss": loss})
+        made.append(replace(made[0], kind="merged", validation_loss=loss, accuracy=accuracy))
     if is_main():
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
         title = f"{recipe.name} ({describe_layout(layout)})"
@@ -72,12 +73,6 @@ def finish(
             card.save(target / "README.md")
         print(_summary(recipe, layout, outcome, made, expected), flush=True)
     barrier()
-
-
-def merged(model: Any, recipe: FinetuneRecipe) -> Any:
-    """The model with its adapter added to the base, which is unpacked if it is quantized."""
-    dtype = getattr(torch, recipe.merge) if isinstance(recipe.merge, str) else None
-    return hfscale.merge_and_unload(model, dtype=dtype)
 
 
 def _summary(

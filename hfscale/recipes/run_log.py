@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from .._compat.torch_device import accelerators
+from .checks import STEPS_BEFORE_PROFILE, steps_to_profile
 from .main_process import is_main, rank
-from .profiled_steps import STEPS_BEFORE_PROFILE, steps_to_profile
 from .schema import Recipe, RecipeError
 from .tasks import Task
 

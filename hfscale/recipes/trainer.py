@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -25,18 +25,6 @@ from .schema import Recipe, TrainingRecipe
 from .scored import ClassRows, PairRows
 from .tasks import Task, task_of
 from .utilization import Utilization
-
-
-class Measured(NamedTuple):
-    """What an evaluation found.
-
-    Attributes:
-        loss: the mean over all labels.
-        accuracy: the share of them that the model has right, where the task counts that.
-    """
-
-    loss: float
-    accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -135,16 +123,16 @@ class RecipeTrainer(hfscale.Trainer):
         model.train()
         return hfscale.train_step(model, batches, self._task.loss).float().to(self.args.device)
 
-    def measured(self, model: Any) -> Measured:
-        """Measure a model on the validation rows, in steps as those of training."""
+    def measured(self, model: Any) -> tuple[float, float | None]:
+        """Measure a model on the validation rows, in steps as those of training: see :func:`measure`."""
         return measure(model, self._task, self._rows_to_validate, self._microbatches, self._size)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Log what the validation rows measure, beside the task's baseline."""
-        found = self.measured(self.trained)
-        metrics = {"validation_loss": found.loss, self._task.baseline_key: self._baseline}
-        if found.accuracy is not None:
-            metrics["validation_accuracy"] = found.accuracy
+        loss, accuracy = self.measured(self.trained)
+        metrics = {"validation_loss": loss, self._task.baseline_key: self._baseline}
+        if accuracy is not None:
+            metrics["validation_accuracy"] = accuracy
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -288,8 +276,9 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
     return Rows(data)
 
 
-def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> Measured:
-    """Return the mean loss over all labels of ``data``, the same for every layout. Call it on every rank.
+def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> tuple[float, float | None]:
+    """Return the mean loss over all labels of ``data``, the same for every layout, and the share of them that the model
+    has right, where the task counts that. Call it on every rank.
 
     A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
     other.
@@ -309,9 +298,9 @@ def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) ->
         loss += int(data.labels[everywhere].sum()) * mean.double().cpu()
     labels = int(data.labels.sum())
     if task.right is None:
-        return Measured(float(loss) / labels, None)
+        return float(loss) / labels, None
     copies = started_processes() // hfscale.batch_world(model)  # ranks with the same batch
-    return Measured(float(loss) / labels, total(right) / copies / labels)
+    return float(loss) / labels, total(right) / copies / labels
 
 
 def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:
