@@ -12,7 +12,9 @@ from hfscale.recipes import check_installed
 
 if __name__ == "__main__":
     check_installed()
-    from hfscale.recipes.finetuning import main
     from hfscale.recipes.main_process import run
+    from hfscale.recipes.read import recipe_and_limit
+    from hfscale.recipes.run import start
+    from hfscale.recipes.schema import FinetuneRecipe
 
-    run(main)
+    run(lambda: start(*recipe_and_limit(FinetuneRecipe, "Fine-tune a checkpoint, or an adapter over it.")))

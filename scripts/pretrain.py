@@ -12,6 +12,8 @@ from hfscale.recipes import check_installed
 if __name__ == "__main__":
     check_installed()
     from hfscale.recipes.main_process import run
-    from hfscale.recipes.pretraining import main
+    from hfscale.recipes.read import recipe_and_limit
+    from hfscale.recipes.run import start
+    from hfscale.recipes.schema import PretrainRecipe
 
-    run(main)
+    run(lambda: start(*recipe_and_limit(PretrainRecipe, "Pretrain a small model from random weights.")))

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")
     if is_launched():
-        from ..recipes.start import start_rank
+        from ..recipes.run import start_rank
 
         start_rank(lambda: read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
         return 0
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if processes > 1:
         return launch(processes, again)
-    from ..recipes.start import start
+    from ..recipes.run import start
 
     start(recipe, arguments.max_memory)
     return 0

@@ -1,4 +1,4 @@
-"""Whole runs driven by a recipe: its schema, data, the training loop, and what a run leaves behind."""
+"""Whole runs driven by a recipe: its schema, data, the trainer that runs it, and what a run leaves behind."""
 
 from importlib.util import find_spec
 

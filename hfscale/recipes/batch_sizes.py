@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from .schema import Recipe, RecipeError
 
@@ -49,27 +50,23 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
     return wanted, microbatches * size // wanted
 
 
-def sequences_of_step(step: int, batch_size: int, available: int, seed: int) -> list[int]:
-    """The sequences of optimizer step ``step`` (from 0), over all ranks.
+def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
+    """Return the sequences of each optimizer step, over all ranks: ``steps`` rows of ``batch_size``.
 
     Every epoch visits all sequences once, in an order of its own, and a step may begin in one epoch and end in the
     next.
     """
-    chosen = []
-    orders: dict[int, list[int]] = {}
-    for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, index = divmod(position, available)
-        if epoch not in orders:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            orders[epoch] = torch.randperm(available, generator=generator).tolist()
-        chosen.append(orders[epoch][index])
-    return chosen
+    epochs = range(-(-steps * batch_size // available))
+    drawn = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
+    visited = torch.cat([torch.randperm(available, generator=generator) for generator in drawn])
+    return visited[: steps * batch_size].view(steps, batch_size)
 
 
-def share_of_step(sequences: list[int], batch_rank: int, microbatches: int, size: int) -> list[list[int]]:
-    """The part of a step's ``sequences`` that batch rank ``batch_rank`` runs, as microbatches."""
-    start = batch_rank * microbatches * size
-    return [sequences[start + index * size : start + (index + 1) * size] for index in range(microbatches)]
+def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
+    """Return the sequences as a loader deals them: a microbatch to each batch rank in turn, which gets the rows of a
+    step that follow each other.
+    """
+    return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
 
 def evaluation_steps(

@@ -15,11 +15,11 @@ import hfscale
 
 from .._compat.torch_device import accelerators
 from .adapting import describe_adapter, describe_loading
-from .loop import Outcome
-from .run_log import RunLog, read_metrics
+from .run_log import metrics_of, read_metrics
 from .samples import Sample, describe_samples
 from .schema import DataRecipe, FinetuneRecipe, Recipe
 from .tasks import Task, task_of
+from .trainer import Outcome
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ def make_card(
     recipe: Recipe,
     layout: hfscale.ParallelConfig,
     outcome: Outcome,
-    log: RunLog,
     train_sequences: int,
     made: Made,
     expected: Any = None,
@@ -88,9 +87,9 @@ def make_card(
         each=task.each,
         baseline=task.baseline,
         knows=task.knows,
-        entropy=log.baseline,
+        entropy=outcome.baseline,
         right="" if made.accuracy is None else f" **Accuracy {made.accuracy:.1%}** of the {task.each}s.",
-        losses=_loss_table(log.path),
+        losses=_loss_table(metrics_of(recipe)),
         samples=describe_samples(shown),
         tokens=outcome.tokens,
         speed=outcome.tokens_per_second,

@@ -1,6 +1,7 @@
 """Conversations and prompts with completions, as tokens and labels."""
 
 import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -44,53 +45,32 @@ TEMPLATES = {
 }
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_INSTEAD = "give data.chat_template a template with {% generation %} markers, or use data.train_on=all"
 
 
-def set_chat_template(tokenizer: Any, data: DataRecipe) -> None:
-    """Give ``tokenizer`` the template that the recipe asks for; it is saved with it.
+def set_chat_template(reader: Any, data: DataRecipe) -> None:
+    """Give a tokenizer, or a processor, whose templates take pictures, the template that the recipe asks for; it is
+    saved with it.
 
     Raises:
-        RecipeError: there is no such template, or none is asked for and the tokenizer has none.
+        RecipeError: there is no such template, or none is asked for and the base has none.
     """
-    built_in = ", ".join(TEMPLATES)
-    if data.chat_template in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[data.chat_template]
+    built_in = {} if hasattr(reader, "tokenizer") else TEMPLATES
+    use = ", or one of ".join(["the path of a Jinja template", *([", ".join(built_in)] if built_in else [])])
+    if data.chat_template in built_in:
+        reader.chat_template = built_in[data.chat_template]
     elif data.chat_template is not None:
         path = Path(data.chat_template)
         if not path.is_file():
             raise RecipeError(
-                f"data.chat_template={data.chat_template!r} is neither a file here nor built in: give the path of a "
-                f"Jinja template, or one of {built_in}"
+                f"data.chat_template={data.chat_template!r} is neither a file here nor built in for this base: give "
+                f"{use}"
             )
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    try:
-        tokenizer.get_chat_template()
-    except ValueError as error:
+        reader.chat_template = path.read_text(encoding="utf-8")
+    given = reader.chat_template
+    if not given or (isinstance(given, dict) and "default" not in given):
         raise RecipeError(
-            "data.format=chat renders messages through the tokenizer's chat template, and that of the base model has "
-            f"none to use by default: give data.chat_template the path of a Jinja template, or one of {built_in}"
-        ) from error
-
-
-def set_processor_template(processor: Any, data: DataRecipe) -> None:
-    """The same for a processor, whose templates take pictures.
-
-    Raises:
-        RecipeError: there is no such template, or none at all.
-    """
-    if data.chat_template is not None:
-        path = Path(data.chat_template)
-        if not path.is_file():
-            raise RecipeError(
-                f"data.chat_template={data.chat_template!r} is no file here, and none that is built in takes pictures: "
-                "give the path of a Jinja template"
-            )
-        processor.chat_template = path.read_text(encoding="utf-8")
-    if not processor.chat_template:
-        raise RecipeError(
-            "conversations are rendered through the chat template of the base's processor, and it has none: give "
-            "data.chat_template the path of a Jinja template"
+            "conversations are rendered through the base's chat template, and it has none to use by default: give "
+            f"data.chat_template {use}"
         )
 
 
@@ -110,13 +90,17 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
             f"{str(messages)[:200]!r}; change data.messages_column, or the data"
         )
     try:
+        ids = render(tokenizer, messages)["input_ids"]
         if train_on == "all":
-            ids = render(tokenizer, messages)["input_ids"]
             return Example(ids, list(ids))
         if _MARKER.search(tokenizer.get_chat_template()):
             return _by_markers(tokenizer, messages, where)
-        return _by_prefixes(tokenizer, messages, where)
-    except (TemplateError, TypeError) as error:  # the second where content is not the text that a template takes
+
+        def first(number: int, answer: bool) -> list[int]:
+            return list(render(tokenizer, messages[:number], add_generation_prompt=answer)["input_ids"])
+
+        return Example(ids, by_prefixes(ids, messages, first))
+    except (TemplateError, TypeError, ValueError) as error:  # TypeError: content is not the text that a template takes
         raise RecipeError(
             f"the chat template does not render {where}: {error}; correct the data, or give another data.chat_template"
         ) from error
@@ -165,24 +149,29 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
     return Example(ids, [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)])
 
 
-def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> Example:
-    """What a turn of the assistant adds to the rendering of the messages before it, its heading left out."""
-    ids = render(tokenizer, messages)["input_ids"]
+def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]) -> list[int]:
+    """Return labels of what each turn of the assistant adds to the rendering before it, its heading left out.
+
+    Args:
+        ids: the tokens of the whole conversation.
+        rendered: makes tokens of the first so many messages, with the heading of an answer behind them, or without.
+
+    Raises:
+        ValueError: the tokens before a turn, or behind it, change with what follows them.
+    """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index == 0:  # nothing asks for what a conversation begins with
             continue
-        before = render(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"]
-        until = render(tokenizer, messages[: index + 1])["input_ids"]
-        for shorter, longer in ((before, until), (until, ids)):
-            if longer[: len(shorter)] != shorter:
-                raise RecipeError(
-                    f"{where}: where the assistant's turn (message {index}) begins or ends cannot be found, since the "
-                    "chat template renders the messages up to there to other tokens than those that the whole "
-                    f"conversation begins with: {_INSTEAD}"
-                )
+        before, until = rendered(index, True), rendered(index + 1, False)
+        if until[: len(before)] != before or ids[: len(until)] != until:
+            raise ValueError(
+                f"where the assistant's turn (message {index}) begins or ends cannot be found, since the chat template "
+                "renders the messages up to there to other tokens than those that the whole conversation begins with: "
+                "give data.chat_template a template with {% generation %} markers, or use data.train_on=all"
+            )
         labels[len(before) : len(until)] = ids[len(before) : len(until)]
-    return Example(ids, labels)
+    return labels
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:

@@ -1,8 +1,12 @@
 """What of a recipe is impossible in itself, refused as it is read."""
 
+import re
 from typing import Any
 
 from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError
+
+STEPS_BEFORE_PROFILE = 2
+"""Steps that are never profiled: the first makes buffers and kernels, the second one warms the profiler up."""
 
 
 def check_values(recipe: Recipe) -> None:
@@ -34,8 +38,31 @@ def check_values(recipe: Recipe) -> None:
         from ..plan.offload import refuse_aside  # which imports torch
 
         refuse_aside(training.optimizer)
+    if recipe.profile:
+        steps_to_profile(recipe.profile, training.steps)
     if training.peak_tflops is not None and not training.peak_tflops > 0:
         raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")
+
+
+def steps_to_profile(asked: str, steps: int) -> int:
+    """``"3 steps"`` -> 3.
+
+    Args:
+        steps: of the run.
+
+    Raises:
+        RecipeError: it says no number of steps, or more than the run has behind its first two.
+    """
+    found = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
+    if found is None or int(found[1]) < 1:
+        raise RecipeError(f"profile={asked!r} says no number of steps: write profile: 3 steps")
+    most = max(steps - STEPS_BEFORE_PROFILE, 0)
+    if int(found[1]) > most:
+        raise RecipeError(
+            f"profile={asked!r} begins behind the first {STEPS_BEFORE_PROFILE} steps, and training.steps={steps}: "
+            f"use at most {most}, or more training.steps"
+        )
+    return int(found[1])
 
 
 def _check_format(recipe: Recipe, data: DataRecipe) -> None:

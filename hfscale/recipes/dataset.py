@@ -10,7 +10,7 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .chat import encode_chat, encode_completion, set_chat_template, set_processor_template
+from .chat import encode_chat, encode_completion, set_chat_template
 from .corpus import Document, read
 from .main_process import on_main
 from .packing import Columns, Example, cut, packed_rows, separate_rows
@@ -87,9 +87,7 @@ def prepare(
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":
         raise RecipeError(f"data.format={data.format} is for fine-tuning a base model: pretraining uses text")
-    if data.images_column is not None:
-        set_processor_template(tokenizer, data)
-    elif data.format == "chat" or data.chat_template is not None:
+    if data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)
     on_main(lambda: _write(data, tokenizer, vocab_size, directory))
     if tokenizer is None:

@@ -1,6 +1,7 @@
 """The processes of one run: who writes, waiting for each other, and how a run that cannot go on says so."""
 
 import os
+import resource
 import sys
 import time
 import traceback
@@ -11,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hfscale import HFScaleError
 
+from .._compat.torch_device import accelerators
 from .schema import RecipeError
 
 _HEAD_START_SECONDS = 5.0
@@ -63,6 +65,14 @@ def total(value: float) -> float:
         every *= dist.get_world_size()
         dist.all_gather_object(every, value)
     return sum(every)
+
+
+def peak_memory() -> int:
+    """Bytes at the peak, of the process with most: GPU memory on GPUs, resident memory on CPU. Call on every rank."""
+    if accelerators().is_available() and accelerators().max_memory_allocated():
+        return int(largest(accelerators().max_memory_allocated()))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(largest(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
 
 
 def run(main: Callable[[], None]) -> None:

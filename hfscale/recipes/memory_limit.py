@@ -10,7 +10,6 @@ import hfscale
 from .._compat.torch_device import accelerators
 from .batch_sizes import per_rank
 from .layouts import layout_of
-from .loop import Outcome
 from .main_process import is_main
 from .schema import Recipe, RecipeError
 from .tasks import task_of
@@ -63,7 +62,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     return {**sizes, "num_microbatches": count, "gradient_checkpointing": again}
 
 
-def beside(expected: Any, outcome: Outcome) -> str:
+def beside(expected: Any, outcome: Any) -> str:
     """The prediction and the measured peak in a line."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
     if not accelerators().is_available():  # what the system counts, with Python and its libraries

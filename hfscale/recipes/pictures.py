@@ -2,11 +2,9 @@
 
 import io
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from jinja2 import TemplateError
@@ -14,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from .chat import by_prefixes
 from .corpus import Document
 from .rows import IGNORED, Rows
 from .schema import DataRecipe, RecipeError
@@ -88,19 +87,13 @@ def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_o
     ids = _ids(processor, text, images)
     if train_on == "all":
         return [IGNORED, *ids[1:]]
-    labels = [IGNORED] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:
-            continue
-        before = _ids(processor, render(processor, messages[:index], answer=True), _shown(messages[:index], images))
-        until = _ids(processor, render(processor, messages[: index + 1]), _shown(messages[: index + 1], images))
-        if until[: len(before)] != before or ids[: len(until)] != until:
-            raise ValueError(
-                f"the tokens up to the assistant's turn (message {index}) change when the turn is put behind them: use "
-                "data.train_on=all"
-            )
-        labels[len(before) : len(until)] = ids[len(before) : len(until)]
-    return labels
+    return by_prefixes(
+        ids,
+        messages,
+        lambda number, answer: _ids(
+            processor, render(processor, messages[:number], answer=answer), _shown(messages[:number], images)
+        ),
+    )
 
 
 def _ids(processor: Any, text: str, images: list[Any]) -> list[int]:
@@ -143,16 +136,6 @@ class PictureRows(Rows):
 
     def __init__(self, data: Dataset, processor: Any) -> None:
         self._data, self._processor = data, processor
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """How many tokens each row has, those of its pictures among them."""
-        return np.array([len(labels) for labels in self._data["labels"]])
-
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """How many labels of each row count in a loss."""
-        return np.array([int((labels[1:] != IGNORED).sum()) for labels in self._data["labels"]])
 
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
         """See :meth:`Rows.step`."""

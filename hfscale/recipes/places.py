@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..distributed.files.replace import finish_move
-from .profiled_steps import steps_to_profile
 from .read import load_recipe
 from .schema import FinetuneRecipe, Recipe, RecipeError
 
@@ -15,10 +14,8 @@ def check_places(recipe: Recipe) -> None:
         _check_base(recipe)
         _check_adapter(recipe)
     _check_earlier_run(recipe)
-    if recipe.profile:
-        steps_to_profile(recipe.profile, recipe.training.steps)
     if recipe.tracking:
-        from .tracking import check_trackers  # imports Accelerate
+        from .run_log import check_trackers  # imports transformers
 
         check_trackers(recipe.tracking)
 
@@ -57,8 +54,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if recipe.saved_state is not None:
         _check_same(recipe)
         return
-    written = ("checkpoint", "adapter", "state", "metrics.jsonl")
+    written = ("checkpoint", "adapter", "metrics.jsonl")
     found = [name for name in written if (directory / name).is_dir() or _has_text(directory / name)]
+    found += ["state"] if recipe.has_state else []
     if not found or recipe.replace:
         return
     if recipe.training.resume:

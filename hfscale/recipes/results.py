@@ -7,31 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from omegaconf import OmegaConf
 
 import hfscale
 
-from .batch_sizes import microbatches_of_step
 from .card import Made, describe_layout, make_card
-from .loop import Measured, Outcome, evaluate, rows_of
 from .main_process import barrier, is_main
 from .memory_limit import beside
-from .run_log import RunLog
+from .run_log import experts_of, metrics_of, plot_losses
 from .samples import Sample, write_pictures
 from .schema import FinetuneRecipe, Recipe
 from .tasks import task_of
+from .trainer import Outcome, RecipeTrainer
 
 
 def finish(
-    model: Any,
+    trainer: RecipeTrainer,
     tokenizer: Any,
     recipe: Recipe,
     layout: hfscale.ParallelConfig,
     outcome: Outcome,
-    log: RunLog,
     train_sequences: int,
-    validation_data: Dataset | None = None,
     expected: Any = None,
     shown: Sequence[Sample] = (),
 ) -> None:
@@ -41,12 +37,10 @@ def finish(
     where the recipe says so. Call it on every rank.
 
     Args:
-        validation_data: what a merged model is measured on once more.
         expected: what memory was expected, to show beside what was measured.
         shown: answers for the card.
     """
-    log.close()
-    directory = recipe.directory
+    directory, model = recipe.directory, trainer.trained
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
     if is_main():  # what an earlier run of this name has left would be taken for this one's
         for name in ("adapter", "checkpoint"):
@@ -58,46 +52,33 @@ def finish(
         made = [Made("adapter", outcome.validation_loss, outcome.accuracy, coverage)]
     hfscale.save_pretrained(model, directory / made[0].directory)
     if adapted and adapted.merge:
-        model = merged(model, adapted)
+        dtype = getattr(torch, adapted.merge) if isinstance(adapted.merge, str) else None
+        model = hfscale.merge_and_unload(model, dtype=dtype)  # unpacked where it is quantized
         hfscale.save_pretrained(model, directory / "checkpoint")
-        found = Measured(outcome.validation_loss, outcome.accuracy)
-        if validation_data is not None:
-            found = measure(model, tokenizer, recipe, validation_data)
-        log.merged(recipe.training.steps, found.loss)
-        made.append(replace(made[0], kind="merged", validation_loss=found.loss, accuracy=found.accuracy))
+        loss, accuracy = trainer.measured(model)
+        trainer.log({"merged_validation_loss": loss})
+        made.append(replace(made[0], kind="merged", validation_loss=loss, accuracy=accuracy))
     if is_main():
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
-        log.plot(directory / "loss.png", f"{recipe.name} ({describe_layout(layout)})")
-        log.plot_loads()
+        title = f"{recipe.name} ({describe_layout(layout)})"
+        plot_losses(metrics_of(recipe), directory / "loss.png", title, task_of(recipe.data))
+        if experts_of(recipe).is_file():
+            hfscale.ExpertLoadHistory.read(experts_of(recipe)).plot(directory / "experts.png")
         for part in made:
             target = directory / part.directory
             tokenizer.save_pretrained(target)
             shutil.copyfile(directory / "loss.png", target / "loss.png")
             write_pictures(shown, target)
-            card = make_card(model.config, recipe, layout, outcome, log, train_sequences, part, expected, shown)
+            card = make_card(model.config, recipe, layout, outcome, train_sequences, part, expected, shown)
             card.save(target / "README.md")
-        log.finish()
-        print(_summary(recipe, layout, outcome, log, made, expected), flush=True)
+        print(_summary(recipe, layout, outcome, made, expected), flush=True)
     barrier()
-
-
-def merged(model: Any, recipe: FinetuneRecipe) -> Any:
-    """The model with its adapter added to the base, which is unpacked if it is quantized."""
-    dtype = getattr(torch, recipe.merge) if isinstance(recipe.merge, str) else None
-    return hfscale.merge_and_unload(model, dtype=dtype)
-
-
-def measure(model: Any, tokenizer: Any, recipe: Recipe, validation_data: Dataset) -> Measured:
-    """The validation loss, in steps as those of training."""
-    microbatches, size = microbatches_of_step(recipe, hfscale.batch_world(model))
-    return evaluate(model, task_of(recipe.data), rows_of(recipe, validation_data, model, tokenizer), microbatches, size)
 
 
 def _summary(
     recipe: Recipe,
     layout: hfscale.ParallelConfig,
     outcome: Outcome,
-    log: RunLog,
     made: list[Made],
     expected: Any,
 ) -> str:
@@ -106,10 +87,10 @@ def _summary(
         f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
         f"{outcome.memory / 2**30:.2f} GiB",
         f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, {task.baseline} "
-        f"{log.baseline:.4f} (nats per {task.each})",
+        f"{outcome.baseline:.4f} (nats per {task.each})",
     ]
     lines += [f"  accuracy {outcome.accuracy:.1%}"] if outcome.accuracy is not None else []
     lines += [f"  merged: validation loss {part.validation_loss:.4f}" for part in made if part.kind == "merged"]
     lines += [f"  {beside(expected, outcome)}"] if expected is not None else []
-    written: list[Path] = [*(recipe.directory / part.directory for part in made), log.path]
+    written: list[Path] = [*(recipe.directory / part.directory for part in made), metrics_of(recipe)]
     return "\n".join([*lines, f"  {', '.join(map(str, written))}, {recipe.directory / 'loss.png'}"])

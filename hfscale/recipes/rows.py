@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute
-import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,15 +35,19 @@ class Rows:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """How many tokens each row has, padding left out."""
-        table = self._data.select_columns("input_ids").with_format("arrow")[:]
-        return pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
+        """Return how many tokens each row has, padding left out."""
+        names = [name for name in ("input_ids", "chosen", "rejected") if name in self._data.column_names] or ["labels"]
+        table = self._data.select_columns(names).with_format("arrow")[:]
+        return sum(pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names)  # type: ignore[return-value]
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """How many labels of each row count in a loss: the first token's does not, since nothing predicts it."""
-        labels = (self.batch([row])["labels"] for row in range(len(self)))
-        return np.array([int(torch.count_nonzero(row[:, 1:] != IGNORED)) for row in labels])
+        """Return how many labels of each row count in a loss: of a text that is scored whole, one; of others those of
+        all tokens but the first, which nothing predicts.
+        """
+        if "labels" in self._data.column_names:
+            return np.array([int((row[1:] != IGNORED).sum()) for row in self._data.with_format("numpy")["labels"]])
+        return self.tokens - 1 if self._data.column_names == ["input_ids"] else np.ones(len(self), dtype=np.int64)
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
         """The arguments of one forward pass, padded on the right; the host shifts the labels.

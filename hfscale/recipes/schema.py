@@ -124,7 +124,7 @@ class TrainingRecipe:
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         log_every: steps between lines of metrics.
         evaluate_every: steps between evaluations; the first and the last step are always evaluated.
-        save_every: steps between saves of all that the run needs to go on, to ``runs/<name>/state``; by default none.
+        save_every: steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none.
             A process that is sent SIGTERM or SIGUSR1 then saves behind its step as well, and ends with exit code 75.
         peak_tflops: of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits;
             there is no ``mfu`` on other devices.
@@ -182,8 +182,8 @@ class Recipe:
 
     Attributes:
         name: results go to ``runs/<name>``.
-        tracking: where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of Accelerate's trackers,
-            or ``csv``, which is ``metrics.csv``.
+        tracking: where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of ``report_to`` of HF
+            Trainer, or ``csv``, which is ``metrics.csv``.
         profile: so many steps, as ``3 steps``, behind the first two: torch's profiler writes ``profile/rank-N.json``.
         replace: whether to replace those of an earlier run of this name, which is refused otherwise.
         seed: of the initial weights and of the order of the sequences.
@@ -219,9 +219,12 @@ class Recipe:
     @property
     def saved_state(self) -> Path | None:
         """What the run goes on from; ``None`` where it begins."""
-        state = self.directory / "state"
-        there = state.is_dir() or state.with_name(".state.old").is_dir()  # of a save that was killed
-        return state if self.training.resume and there else None
+        return self.directory / "state" if self.training.resume and self.has_state else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are checkpoints of a run of this name."""
+        return any((self.directory / "state").glob("checkpoint-*"))
 
 
 @dataclass

@@ -1,11 +1,8 @@
 """Texts that are scored or classified whole: pairs of which one is preferred, and texts with a class."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow.compute
 import torch
 from datasets import Dataset
 from jinja2 import TemplateError
@@ -102,16 +99,6 @@ class PairRows(Rows):
     def __init__(self, data: Dataset, padding: int) -> None:
         self._data, self._padding = data, padding
 
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """How many tokens both texts of each pair have."""
-        return sum(_lengths(self._data, name) for name in Pair._fields)  # type: ignore[return-value]
-
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """One preference for each."""
-        return np.ones(len(self), dtype=np.int64)
-
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
         """See :meth:`Rows.step`."""
         columns: dict[str, Any] = self._data[rows]
@@ -130,16 +117,6 @@ class ClassRows(Rows):
     def __init__(self, data: Dataset, padding: int) -> None:
         self._data, self._padding = data, padding
 
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """How many tokens each text has."""
-        return _lengths(self._data, "input_ids")
-
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """One class for each."""
-        return np.ones(len(self), dtype=np.int64)
-
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
         """See :meth:`Rows.step`."""
         columns: dict[str, Any] = self._data[rows]
@@ -154,8 +131,3 @@ def _filled(texts: Sequence[Tensor], padding: int) -> dict[str, Tensor]:
         "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=padding),
         "attention_mask": pad_sequence(masks, batch_first=True, padding_value=0),
     }
-
-
-def _lengths(data: Dataset, name: str) -> np.ndarray:
-    table = data.select_columns(name).with_format("arrow")[:]
-    return pyarrow.compute.list_value_length(table[name]).to_numpy()

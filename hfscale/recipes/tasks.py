@@ -48,6 +48,11 @@ class Task:
     right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
 
     @property
+    def baseline_key(self) -> str:
+        """Of :attr:`baseline`, in a line of metrics."""
+        return self.baseline.replace(" ", "_")
+
+    @property
     def class_name(self) -> str:
         """Of :attr:`auto_class`."""
         return str(self.auto_class.__name__)

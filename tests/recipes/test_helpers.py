@@ -6,15 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale.recipes import main_process
-from hfscale.recipes.batch_sizes import evaluation_steps, per_rank, sequences_of_step, share_of_step
+from hfscale.recipes.batch_sizes import dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.card import describe_layout
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
-from hfscale.recipes.pretraining import config_of
 from hfscale.recipes.read import load_recipe
+from hfscale.recipes.run import config_of
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
@@ -159,23 +160,25 @@ def test_unigram_entropy_of_known_distributions():
 
 
 def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order():
-    visited = [row for step in range(6) for row in sequences_of_step(step, 4, available=12, seed=1)]
+    visited = order_of(6, 4, available=12, seed=1).flatten().tolist()
     assert sorted(visited[:12]) == sorted(visited[12:]) == list(range(12))
     assert visited[:12] != visited[12:]
-    assert sequences_of_step(0, 12, 12, seed=1) != sequences_of_step(0, 12, 12, seed=2)
+    assert not torch.equal(order_of(1, 12, 12, seed=1), order_of(1, 12, 12, seed=2))
 
 
 def test_a_step_may_span_epochs_and_exceed_the_data():
-    assert sorted(sequences_of_step(0, 6, available=3, seed=0)) == [0, 0, 1, 1, 2, 2]
+    assert sorted(order_of(1, 6, available=3, seed=0)[0].tolist()) == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("batch_world", "microbatch_size"), [(1, None), (2, None), (2, 2), (4, 1)])
 def test_ranks_share_a_step(batch_world, microbatch_size):
     microbatches, size = per_rank(8, batch_world, microbatch_size)
-    step = list(range(8))
-    shares = [share_of_step(step, rank, microbatches, size) for rank in range(batch_world)]
-    assert [row for share in shares for microbatch in share for row in microbatch] == step
-    assert all(len(microbatch) == size for share in shares for microbatch in share)
+    order = torch.arange(16).view(2, 8)
+    batches = torch.tensor(dealt(order, batch_world, microbatches, size)).view(-1, size)
+    for step in range(2):
+        own = batches[step * len(batches) // 2 : (step + 1) * len(batches) // 2]
+        shares = [own[rank::batch_world].flatten().tolist() for rank in range(batch_world)]
+        assert [row for share in shares for row in share] == order[step].tolist()
 
 
 def test_steps_that_do_not_divide_are_refused():

@@ -8,9 +8,9 @@ import torch
 from datasets import Dataset
 
 import hfscale
-from hfscale.recipes.loop import Outcome, train
-from hfscale.recipes.run_log import RunLog, read_metrics
+from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
+from hfscale.recipes.trainer import Outcome, RecipeTrainer
 from hfscale.testing import RankPool
 from tests.tiny_models import tiny
 
@@ -21,16 +21,13 @@ def _sequences(count: int, seed: int) -> Dataset:
 
 
 def _run(directory: str, layout: dict, microbatch_size: int | None) -> Outcome:
-    recipe = PretrainRecipe(name="x")
+    recipe = PretrainRecipe(name=directory)
     recipe.data.sequence_length = 12
     recipe.training = TrainingRecipe(
         steps=3, batch_size=4, microbatch_size=microbatch_size, log_every=1, evaluate_every=2, learning_rate=0.01
     )
     model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=hfscale.ParallelConfig(**layout))
-    log = RunLog(Path(directory), "x", 3, 4.0)
-    outcome = train(model, recipe, _sequences(20, 0), _sequences(5, 1), log)
-    log.close()
-    return outcome
+    return RecipeTrainer(model, recipe, _sequences(20, 0), _sequences(5, 1), None, 4.0).fit()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from torch import Tensor
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.recipes.batch_sizes import evaluation_steps
-from hfscale.recipes.loop import evaluate, train
 from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separate_rows
 from hfscale.recipes.rows import IGNORED, Rows, divided
-from hfscale.recipes.run_log import RunLog, read_metrics
+from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.recipes.tasks import TEXT
+from hfscale.recipes.trainer import RecipeTrainer, measure
 from hfscale.testing import Case, RankPool, assert_layout_equal
 
 from ..tiny_models import tiny
@@ -164,12 +164,10 @@ def _train(directory: str, layout: dict[str, Any], packed: bool) -> tuple[float,
     examples = make_examples(LENGTHS * 4)
     make: Any = (lambda chosen: packed_rows(chosen, 14)) if packed else separate_rows
     kept, _, _ = cut(examples, 14)
-    recipe = PretrainRecipe(name="x")
+    recipe = PretrainRecipe(name=directory)
     recipe.training = TrainingRecipe(steps=3, batch_size=4, log_every=1, evaluate_every=3, learning_rate=0.01)
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
-    log = RunLog(Path(directory), "x", 3, 4.0)
-    outcome = train(model, recipe, as_dataset(make(kept)), as_dataset(make(kept[:7])), log)
-    log.close()
+    outcome = RecipeTrainer(model, recipe, as_dataset(make(kept)), as_dataset(make(kept[:7])), None, 4.0).fit()
     return outcome.first_validation_loss, outcome.validation_loss, outcome.tokens
 
 
@@ -192,4 +190,4 @@ def test_evaluation_is_the_mean_over_labels():
     whole = float(hfscale.eval_step(model, data.batch(list(range(len(data))))))
     for size in (1, 2, 5):
         assert len(list(evaluation_steps(len(data), 0, 1, size))) > 1
-        assert evaluate(model, TEXT, data, 1, size)[0] == pytest.approx(whole, rel=1e-6)
+        assert measure(model, TEXT, data, 1, size)[0] == pytest.approx(whole, rel=1e-6)

@@ -16,9 +16,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hfscale.recipes.checks import check_values
 from hfscale.recipes.corpus import Document
-from hfscale.recipes.finetuning import finetune
 from hfscale.recipes.pictures import PictureRows, encode_pictures
 from hfscale.recipes.read import load_recipe
+from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, RecipeError
 from hfscale.testing import RankPool
 

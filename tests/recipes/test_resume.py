@@ -13,13 +13,13 @@ import torch
 from omegaconf import OmegaConf
 
 import hfscale
-from hfscale.recipes.finetuning import finetune
 from hfscale.recipes.layouts import layout_of
 from hfscale.recipes.places import check_places
 from hfscale.recipes.read import read_recipe
-from hfscale.recipes.run_log import RunLog
+from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
 from hfscale.recipes.shipped import shipped_recipes
+from hfscale.recipes.trainer import Watch
 from hfscale.testing import RankPool
 
 from .test_recipes import METHODS, base, recipe_for  # noqa: F401
@@ -34,28 +34,27 @@ class Stopped(Exception):
 
 def run(start: dict[str, Any], name: str, method: str, layout: dict[str, Any], stop: Any, **training: Any) -> None:
     recipe = recipe_for(start, str(Path(start["runs"]) / name), METHODS_HERE[method], layout)
-    recipe.training.steps, recipe.training.log_every, recipe.training.save_every = STEPS, 3, 2
+    recipe.training.steps, recipe.training.log_every, recipe.training.save_every = STEPS, 1, 2
     for field, value in training.items():
         setattr(recipe.training, field, value)
     recipe.save_check = stop == "told"
-    stepped, steps = RunLog.stepped, []
+    stepped = Watch.on_step_end
     torch.manual_seed(int(recipe.training.resume))  # of dropout: as in a process of its own, or in another one
 
-    def stopping(log: RunLog) -> None:
-        stepped(log)
-        steps.append(1)
-        if stop == "told" and len(steps) == STOPPED:
+    def stopping(watch: Watch, args: Any, state: Any, *others: Any, **given: Any) -> None:
+        if stop == "told" and state.global_step == STOPPED:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif stop and len(steps) == STOPPED:
+        elif stop and state.global_step == STOPPED:
             raise Stopped
+        stepped(watch, args, state, *others, **given)
 
-    RunLog.stepped = stopping  # type: ignore[method-assign]
+    Watch.on_step_end = stopping  # type: ignore[method-assign]
     try:
         finetune(recipe)
     except Stopped:
         pass
     finally:
-        RunLog.stepped = stepped  # type: ignore[method-assign]
+        Watch.on_step_end = stepped  # type: ignore[method-assign]
 
 
 def metrics(start: dict[str, Any], name: str) -> list[dict[str, float]]:
@@ -103,8 +102,8 @@ def test_a_run_that_is_told_to_stop_saves_behind_its_step(
     assert ended.value.code == 75
     assert signal.getsignal(signal.SIGTERM) is before
     assert re.search(r"a state takes [\d.]+ of [\d.]+ GiB that are free", capsys.readouterr().out)
-    state = Path(start["runs"]) / "stopped" / "state"
-    assert json.loads((state / "state.json").read_text())["stored"]
+    state = Path(start["runs"]) / "stopped" / "state" / f"checkpoint-{STOPPED}"
+    assert json.loads((state / "trainer_state.json").read_text())["global_step"] == STOPPED
     run(start, "stopped", "lora", {}, False, resume=True)
     assert metrics(start, "stopped") == metrics(start, "whole")
 
@@ -136,7 +135,7 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
         check_places(recipe())
     with pytest.raises(RecipeError, match=r"has metrics.jsonl but no saved state to go on from"):
         check_places(recipe(resume=True))
-    (directory / "state").mkdir()
+    (directory / "state" / "checkpoint-2").mkdir(parents=True)
     with pytest.raises(RecipeError, match=r"go on with it \(training.resume=true\), or replace it \(replace=true\)"):
         check_places(recipe())
     asked = recipe()
@@ -170,7 +169,7 @@ def test_a_layout_for_the_processes_that_are_left(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_state_goes_on_as_what_it_was(directory: Path) -> None:
-    (directory / "state").mkdir()
+    (directory / "state" / "checkpoint-2").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(recipe()), directory / "recipe.yaml")
     check_places(recipe(resume=True, save_every=3, log_every=1))
     with pytest.raises(RecipeError, match=r"with training.learning_rate=0.001, and the recipe says 0.5: give it as it"):

@@ -1,81 +1,57 @@
-"""Where a run's numbers go: CSV, Accelerate's trackers, a profile; and what they are."""
+"""Where a run's numbers go: CSV, Trainer's report_to, a profile; and what they are."""
 
 import csv
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from accelerate import tracking as trackers_of_accelerate
-from accelerate.tracking import GeneralTracker
-from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 import hfscale
 from hfscale.cli import main
-from hfscale.recipes import tracking
-from hfscale.recipes.loop import train
-from hfscale.recipes.run_log import RunLog, read_metrics
+from hfscale.recipes import run_log
+from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
+from hfscale.recipes.trainer import RecipeTrainer
 from hfscale.recipes.utilization import Utilization, flops_per_token, peak_flops
 from tests.tiny_models import tiny
 
 from .test_loop import _sequences
 
 
-class Heard(GeneralTracker):
+class Heard(TrainerCallback):
     """Stands for TensorBoard, W&B, ..."""
 
-    name, requires_logging_directory, said = "heard", False, list[Any]()
+    said: ClassVar[list[Any]] = []
 
-    def __init__(self, run_name: str) -> None:
-        super().__init__()
-        self.said.append(run_name)
-
-    @property
-    def tracker(self) -> None:
-        return None
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.said.append(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.said.append((step, values))
-
-    def finish(self) -> None:
-        self.said.append("finished")
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.said.append({"step": state.global_step, **logs})
 
 
 def test_numbers_reach_trackers_and_a_profile_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(trackers_of_accelerate.LOGGER_TYPE_TO_CLASS, "heard", Heard)
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "heard", Heard)
     monkeypatch.setattr(Heard, "said", [])
     recipe = PretrainRecipe(name="x", tracking=["csv", "heard"], profile="1 step")
     recipe.data.sequence_length = 12
     recipe.training = TrainingRecipe(steps=4, batch_size=4, log_every=2, evaluate_every=2, peak_tflops=1e-4)
-    rows: tuple[Dataset, Dataset] = (_sequences(20, 0), _sequences(5, 1))
-    log = RunLog.of(recipe, 4.0)
     model = hfscale.from_config(tiny("llama"))
-    train(model, recipe, *rows, log)
-    log.close()
-    log.finish()
+    RecipeTrainer(model, recipe, _sequences(20, 0), _sequences(5, 1), None, 4.0).fit()
     training, _ = read_metrics(Path("runs/x/metrics.jsonl"))
     assert [record["tokens"] for record in training] == [96, 192]
     assert training[1]["seconds"] > training[0]["seconds"] > 0
     speed = training[1]["tokens_per_second"]
     assert training[1]["mfu"] == pytest.approx(speed * flops_per_token(model.config, 12, False) / 1e8, rel=2e-2)
-    name, told, *logged, end = Heard.said
-    assert (name, told["training.steps"], told["parallel"], end) == ("x", 4, "{}", "finished")
     lines = [json.loads(line) for line in Path("runs/x/metrics.jsonl").read_text().splitlines()]
-    assert [{"step": step, **values} for step, values in logged] == lines
+    heard = [{name: value for name, value in each.items() if name != "epoch"} for each in Heard.said]
+    assert [each for each in heard if "loss" in each or "validation_loss" in each] == lines
     with open("runs/x/metrics.csv", newline="", encoding="utf-8") as stream:
         table = list(csv.DictReader(stream))
     assert [row["step"] for row in table] == ["0", "2", "4"]
     assert (table[0]["loss"], float(table[2]["loss"])) == ("", training[1]["loss"])
     assert float(table[2]["validation_loss"]) == lines[-1]["validation_loss"]
-    again = tracking.CsvTracker("x", "runs/x")
-    again.go_on(2)
-    again.log({"loss": 1.5}, step=3)
-    assert [line.partition(",")[0] for line in again.path.read_text().splitlines()] == ["step", "0", "2", "3"]
     events = json.loads(Path("runs/x/profile/rank-0.json").read_text())["traceEvents"]
     steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#2"}
@@ -97,7 +73,7 @@ def test_operations_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("tracking=[tensorbord]", "names 'tensorbord', which Accelerate has no tracker for: use aim"),
+        ("tracking=[tensorbord]", "names 'tensorbord', which transformers does not report to: use azure_ml"),
         ("tracking=[wandb]", "tracking=wandb needs a package that is not installed: pip install wandb"),
         ("profile=three", "says no number of steps: write profile: 3 steps"),
         ("profile=319 steps", "and training.steps=320: use at most 318"),
@@ -110,11 +86,11 @@ def test_refusals(
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["tensorboard"])
+    monkeypatch.setattr(run_log, "get_available_reporting_integrations", lambda: ["tensorboard"])
     assert main(["train", "demo_pretrain", change, "--print-launch"]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_refusals_are_recipe_errors() -> None:
     with pytest.raises(RecipeError):
-        tracking.check_trackers(["none"])
+        run_log.check_trackers(["none"])

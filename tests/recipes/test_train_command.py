@@ -14,7 +14,7 @@ from accelerate.commands import launch as accelerate_launch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hfscale.cli import main
-from hfscale.recipes import start
+from hfscale.recipes import run
 from hfscale.recipes.launch import launch
 from hfscale.recipes.read import read_recipe
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
@@ -134,14 +134,14 @@ def test_as_many_processes_as_the_layout_needs(monkeypatch: pytest.MonkeyPatch, 
 
 def test_one_process_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(start, "start", lambda recipe, limit: ran.append((recipe.name, limit)))
+    monkeypatch.setattr(run, "start", lambda recipe, limit: ran.append((recipe.name, limit)))
     assert main(["train", "demo_pretrain", "parallel.tp_size=1", "--max-memory=2", "name=x"]) == 0
     assert ran == [("x", 2.0)]
 
 
 def test_a_rank_that_a_launcher_has_started_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(start, "start", lambda recipe, limit: ran.append(recipe.name))
+    monkeypatch.setattr(run, "start", lambda recipe, limit: ran.append(recipe.name))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "demo_pretrain", "name=x"]) == 0

@@ -17,7 +17,7 @@ from ...recipes.adapting import adapter_of, quantization_of
 from ...recipes.batch_sizes import per_rank
 from ...recipes.memory_limit import of_one_microbatch
 from ...recipes.places import check_places
-from ...recipes.pretraining import config_of
+from ...recipes.run import config_of
 from ...recipes.schema import FinetuneRecipe, PretrainRecipe
 from ...recipes.tasks import model_options
 from .finding import Finding

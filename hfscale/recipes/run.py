@@ -1,0 +1,131 @@
+"""Carry out a recipe: the whole way from its model or its base to what the run leaves behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+import hfscale
+
+from .._compat.transformers.configs import made_or_explained
+from ..train.guards import check_packed_rows
+from .adapting import adapter_of, quantization_of
+from .dataset import END_OF_TEXT_ID, prepare
+from .layouts import layout_of
+from .main_process import is_main
+from .main_process import run as run_or_explain
+from .memory_limit import expect_memory
+from .places import check_places
+from .results import finish
+from .samples import answers, samples
+from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
+from .tasks import model_options, task_of
+from .trainer import RecipeTrainer
+
+AnyRecipe = PretrainRecipe | FinetuneRecipe
+
+
+def start(recipe: AnyRecipe, limit: float | None = None) -> None:
+    """Carry out a recipe in the only process, or as a rank of a launcher's.
+
+    Args:
+        limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
+    """
+    try:
+        carry_out(recipe, limit)
+    finally:
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            dist.destroy_process_group()
+
+
+def start_rank(read: Callable[[], AnyRecipe], limit: float | None = None) -> None:
+    """Do the same as a process of a launcher's: an error that the user can mend ends it, with its message alone."""
+    run_or_explain(lambda: start(read(), limit))
+
+
+def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
+    """Pretrain or fine-tune as the recipe says; call it on every rank.
+
+    Args:
+        limit: as for :func:`start`.
+    """
+    layout = layout_of(recipe)
+    check_places(recipe)
+    model, tokenizer = load(recipe, layout) if isinstance(recipe, FinetuneRecipe) else (made(recipe, layout), None)
+    if isinstance(recipe, FinetuneRecipe) and recipe.adapter and is_main():
+        print(hfscale.coverage_report(model), flush=True)
+    expected = expect_memory(model, recipe, limit)
+    if recipe.data.is_packed and tokenizer is not None:
+        check_packed_rows(model, tokens=recipe.data.sequence_length)
+    vocabulary = 0 if isinstance(recipe, FinetuneRecipe) else recipe.model.vocab_size
+    tokenizer, data, validation, baseline = prepare(recipe.data, tokenizer, vocabulary, recipe.directory)
+    trainer = RecipeTrainer(model, recipe, data, validation, tokenizer, baseline)
+    asked = recipe.data.samples
+    before = answers(model, tokenizer, validation, asked)
+    outcome = trainer.fit()
+    after = answers(model, tokenizer, validation, asked)
+    shown = samples(tokenizer, validation, before, after)
+    finish(trainer, tokenizer, recipe, layout, outcome, len(data), expected, shown)
+
+
+def options_of(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
+    """Return what a recipe asks of a model in either way to get one."""
+    return {
+        "parallel": layout,
+        "seed": recipe.seed,
+        "mixed_precision": recipe.training.mixed_precision,
+        "routing": hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
+        "memory": hfscale.MemoryConfig(**recipe.memory),
+        "float8": hfscale.Float8Config(**recipe.float8) if recipe.float8 else None,
+        "use_liger_kernel": recipe.training.use_liger_kernel,
+    }
+
+
+def made(recipe: PretrainRecipe, layout: hfscale.ParallelConfig) -> Any:
+    """Return the sharded model of random weights."""
+    return hfscale.from_config(config_of(recipe), **options_of(recipe, layout))
+
+
+def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
+    """Return the sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer or processor."""
+    quantization = quantization_of(recipe)
+    quantized: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
+    try:
+        task = task_of(recipe.data)
+        tokenizer = task.reader.from_pretrained(recipe.base)
+        inner = getattr(tokenizer, "tokenizer", tokenizer)
+        if (task.loss is not None or inner is not tokenizer) and inner.pad_token_id is None:
+            inner.pad_token = inner.eos_token  # behind whole texts, whose end a decoder finds by it
+        model = hfscale.from_pretrained(
+            recipe.base,
+            peft_config=adapter_of(recipe),
+            dtype=recipe.training.dtype,
+            **options_of(recipe, layout),
+            **quantized,
+            **model_options(recipe.data, inner.pad_token_id),
+        )
+        return model, tokenizer
+    except (OSError, ImportError) as error:
+        raise RecipeError(f"base={recipe.base!r} cannot be loaded: {error}") from error
+
+
+def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
+    """Return the config of the model to start."""
+    family, fields = recipe.model.family, {**vars(recipe.model), **recipe.model.options}
+    if family not in CONFIG_MAPPING:
+        raise RecipeError(f"model.family={family!r} is no model_type of transformers: use llama, qwen3_moe, ...")
+    known = AutoConfig.for_model(family)
+    unknown = [name for name in recipe.model.options if not hasattr(known, name)]
+    if unknown:
+        raise RecipeError(f"model.options: {family} has no {', '.join(unknown)}: use fields of {type(known).__name__}")
+    with made_or_explained("model of the recipe"):
+        config = AutoConfig.for_model(
+            family,
+            **{name: value for name, value in fields.items() if name not in ("family", "options")},
+            max_position_embeddings=2 * recipe.data.sequence_length,
+            bos_token_id=None,
+            eos_token_id=END_OF_TEXT_ID,
+            pad_token_id=END_OF_TEXT_ID,
+        )
+    return config

@@ -1,0 +1,315 @@
+"""``hfscale.Trainer`` as a recipe configures it: its rows, its evaluation, and what a line of metrics says."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainingArguments
+
+import hfscale
+
+from .._compat.torch_device import accelerators
+from ..config.environment import started_processes
+from ..train.preemption import stop_listening
+from ..train.runtime import runtime_of
+from .batch_sizes import dealt, evaluation_steps, microbatches_of_step, order_of
+from .main_process import is_main, peak_memory, total
+from .rows import Rows
+from .run_log import Profile, RunLog, experts_of
+from .schema import Recipe, TrainingRecipe
+from .scored import ClassRows, PairRows
+from .tasks import Task, task_of
+from .utilization import Utilization
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run measured.
+
+    Losses are in nats per label, which in text is every token; tokens leave padding out; memory is that of the largest
+    process, in bytes.
+    """
+
+    train_loss: float
+    first_validation_loss: float
+    validation_loss: float
+    baseline: float
+    tokens: int
+    tokens_per_second: float
+    memory: int
+    memory_before: int
+    accuracy: float | None = None
+
+
+class RecipeTrainer(hfscale.Trainer):
+    """The trainer of a recipe; its loss is the model's own, or the task's, a mean over the labels of a whole step.
+
+    Args:
+        tokenizer: the processor of the model, where rows have pictures.
+        baseline: what the validation loss is put beside.
+    """
+
+    def __init__(
+        self, model: Any, recipe: Recipe, data: Dataset, validation: Dataset, tokenizer: Any, baseline: float
+    ) -> None:
+        training, batch_world = recipe.training, hfscale.batch_world(model)
+        self._recipe, self._task, self._baseline = recipe, task_of(recipe.data), baseline
+        self._microbatches, self._size = microbatches_of_step(recipe, batch_world)
+        rows, self._rows_to_validate = (rows_of(recipe, each, model, tokenizer) for each in (data, validation))
+        self._tokens = torch.from_numpy(rows.tokens.copy())
+        self._order = order_of(training.steps, training.batch_size, len(rows), recipe.seed)
+        self._waiting_batches: list[Any] = []
+        self.trained: Any = model
+        self._memory_before, self._clock = peak_memory(), Clock()
+        if training.gradient_checkpointing:
+            # transformers 5.23 gives it a new name and warns at the old one.
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        super().__init__(
+            model,
+            arguments_of(recipe, self._microbatches, self._size, runtime_of(model).options.around_products),
+            train_dataset=dealt(self._order, batch_world, self._microbatches, self._size),
+            eval_dataset=validation,
+            data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
+            optimizers=(make_optimizer(model, training), None),
+            callbacks=[self._clock, Watch(recipe), RunLog(recipe)],
+        )
+        if recipe.profile:
+            self.add_callback(Profile(recipe))
+
+    def fit(self) -> Outcome:
+        """Train from the beginning, or from what was saved; call it on every rank.
+
+        Raises:
+            Preempted: the processes were told to stop, and have saved.
+        """
+        use_cache, state = self.trained.config.use_cache, self._recipe.saved_state
+        self.args.eval_on_start = state is None
+        try:
+            self.train(resume_from_checkpoint=None if state is None else True)
+        finally:
+            stop_listening()
+        self.trained.config.use_cache = use_cache
+        if self.state.global_step < self._recipe.training.steps:
+            raise hfscale.Preempted
+        training, evaluation = ([r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss"))
+        last, found = training[-1], evaluation[-1]
+        return Outcome(
+            last["loss"],
+            evaluation[0]["validation_loss"],
+            found["validation_loss"],
+            self._baseline,
+            int(last["tokens"]),
+            last["tokens"] / last["seconds"],
+            peak_memory(),
+            self._memory_before,
+            found.get("validation_accuracy"),
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the order of the recipe, in which the rows are already."""
+        return SequentialSampler(range(self._order.numel()))
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run a step over all of its microbatches at the last one."""
+        self._waiting_batches.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting_batches = self._waiting_batches, []
+        model.train()
+        return hfscale.train_step(model, batches, self._task.loss).float().to(self.args.device)
+
+    def measured(self, model: Any) -> tuple[float, float | None]:
+        """Measure a model on the validation rows, in steps as those of training: see :func:`measure`."""
+        return measure(model, self._task, self._rows_to_validate, self._microbatches, self._size)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Log what the validation rows measure, beside the task's baseline."""
+        loss, accuracy = self.measured(self.trained)
+        metrics = {"validation_loss": loss, self._task.baseline_key: self._baseline}
+        if accuracy is not None:
+            metrics["validation_accuracy"] = accuracy
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log a line; of training with speed, memory, tokens and seconds so far, and the model's own metrics."""
+        super().log(self._measured(logs) if "loss" in logs else logs, *args, **kwargs)
+
+    def _measured(self, logs: dict[str, float]) -> dict[str, float]:
+        self._clock.count()
+        before = next((r for r in reversed(self.state.log_history) if "loss" in r), {"tokens": 0, "seconds": 0.0})
+        tokens = int(self._tokens[self._order[: self.state.global_step]].sum())
+        seconds = self._clock.seconds
+        speed = (tokens - before["tokens"]) / max(seconds - before["seconds"], 1e-9)
+        routed = {}
+        if self._recipe.routing:
+            load = hfscale.expert_load(self.trained)
+            routed = load.metrics()
+            hfscale.ExpertLoadHistory(experts_of(self._recipe)).record(self.state.global_step, load)
+        return {
+            "loss": logs["loss"],
+            "lr": logs["learning_rate"],
+            "grad_norm": float(logs["grad_norm"]),
+            "tokens_per_second": round(speed, 1),
+            "memory": peak_memory(),
+            "tokens": tokens,
+            "seconds": round(seconds, 3),
+            **Utilization.of(self.trained.config, self._recipe, started_processes()).at(speed),
+            **hfscale.metrics(self.trained),
+            **routed,
+        }
+
+
+def arguments_of(recipe: Recipe, microbatches: int, size: int, precision: str) -> TrainingArguments:
+    """Return the ``TrainingArguments`` of a recipe.
+
+    Args:
+        precision: ``no``, ``bf16`` or ``fp16``.
+    """
+    training = recipe.training
+    return TrainingArguments(
+        output_dir=str(recipe.directory / "state"),
+        run_name=recipe.name,
+        max_steps=training.steps,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=microbatches,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(training.warmup_ratio * training.steps),
+        max_grad_norm=training.max_grad_norm,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        seed=recipe.seed,
+        logging_steps=training.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=training.evaluate_every,
+        save_strategy="steps" if training.save_every else "no",
+        save_steps=training.save_every or training.steps,
+        save_total_limit=1,
+        report_to=[name for name in recipe.tracking if name != "csv"],
+        disable_tqdm=not is_main(),
+        use_cpu=not accelerators().is_available(),
+        dataloader_pin_memory=accelerators().is_available(),
+        remove_unused_columns=False,
+    )
+
+
+class Clock(TrainerCallback):
+    """The seconds of training, without those of evaluations and saves."""
+
+    def __init__(self) -> None:
+        self.seconds, self._since = 0.0, time.perf_counter()
+
+    def count(self) -> None:
+        """Bring :attr:`seconds` up to date."""
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - self._since, now
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on from the last line of a saved run."""
+        self.seconds = max((record.get("seconds", 0.0) for record in state.log_history), default=0.0)
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step."""
+        self.count()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave out the time since the step."""
+        self._since = time.perf_counter()
+
+    on_save = on_evaluate
+
+
+class Watch(TrainerCallback):
+    """What a recipe asks of a run besides training: to watch for ranks that hang, to stop when told, to try a save."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._check = recipe, recipe.save_check
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Begin to listen, and to watch."""
+        training = self._recipe.training
+        if training.save_every:
+            hfscale.preempted(model)
+        if training.watchdog is not None:
+            hfscale.watchdog(model, patience=training.watchdog, end=True)
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Try a save out behind the first step; save and stop where the processes were told to; end with a log line."""
+        if self._check:
+            self._check = False
+            check = hfscale.check_save(model, optimizer.optimizer, self._recipe.directory)
+            if is_main():
+                tqdm.write(
+                    f"a state takes {check.bytes / 2**30:.2f} of {check.free / 2**30:.2f} GiB that are free, "
+                    f"{check.save_seconds:.1f} s to save and {check.load_seconds:.1f} s to load"
+                )
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        elif self._recipe.training.save_every and hfscale.preempted(model):
+            control.should_save = control.should_training_stop = True
+
+
+def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
+    """Return the rows of a recipe's data, as the model takes them.
+
+    Args:
+        tokenizer: of the model, or its processor.
+    """
+    if recipe.data.images_column is not None:
+        from .pictures import PictureRows  # needs pillow
+
+        return PictureRows(data, tokenizer)
+    if recipe.data.format in ("pairs", "classes"):
+        kind = PairRows if recipe.data.format == "pairs" else ClassRows
+        return kind(data, model.config.pad_token_id)
+    return Rows(data)
+
+
+def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> tuple[float, float | None]:
+    """Return the mean loss over all labels of ``data``, the same for every layout, and the share of them that the model
+    has right, where the task counts that. Call it on every rank.
+
+    A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
+    other.
+    """
+    model.eval()
+    loss, right = torch.zeros((), dtype=torch.float64), 0
+    for rows, counted, everywhere in evaluation_steps(
+        len(data), hfscale.batch_rank(model), hfscale.batch_world(model), microbatches * size
+    ):
+        step = data.step(rows, size, counted)
+        if task.right is None:
+            mean = hfscale.eval_step(model, step, task.loss)
+        else:
+            mean, outputs = hfscale.eval_step(model, step, task.loss, return_outputs=True)
+            right += sum(int(task.right(*each)) for each in zip(outputs, step, strict=True))
+        # The mean over the labels of the step, of which steps have more or fewer.
+        loss += int(data.labels[everywhere].sum()) * mean.double().cpu()
+    labels = int(data.labels.sum())
+    if task.right is None:
+        return float(loss) / labels, None
+    copies = started_processes() // hfscale.batch_world(model)  # ranks with the same batch
+    return float(loss) / labels, total(right) / copies / labels
+
+
+def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:
+    """Return the optimizer of the recipe, over what trains; neither biases nor norms decay."""
+    return hfscale.create_optimizer(
+        model,
+        training.optimizer,
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        betas=(0.9, 0.95),
+        stochastic_rounding=training.stochastic_rounding,
+    )
