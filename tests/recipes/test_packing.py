@@ -165,13 +165,19 @@ def _train(directory: str, layout: dict[str, Any], packed: bool) -> tuple[float,
     make: Any = (lambda chosen: packed_rows(chosen, 14)) if packed else separate_rows
     kept, _, _ = cut(examples, 14)
     recipe = PretrainRecipe(name=directory)
-    recipe.training = TrainingRecipe(steps=3, batch_size=4, log_every=1, evaluate_every=3, learning_rate=0.01)
+    layout = dict(layout)
+    size = layout.pop("microbatch_size", None)
+    recipe.training = TrainingRecipe(
+        steps=3, batch_size=4, microbatch_size=size, log_every=1, evaluate_every=3, learning_rate=0.01
+    )
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
     outcome = RecipeTrainer(model, recipe, as_dataset(make(kept)), as_dataset(make(kept[:7])), None, 4.0).fit()
     return outcome.first_validation_loss, outcome.validation_loss, outcome.tokens
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "microbatch_size": 2}]
+)
 @pytest.mark.parametrize("packed", [True, False])
 def test_curves_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, layout: dict[str, Any], packed: bool) -> None:
     expected = _train(str(tmp_path / "one"), {}, packed)
