@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def sample() -> tuple[Facts, dict[str, str]]:
     """What is proved now."""
-    return prove([*cases("gpt2")][::2] + [*cases("starcoder2")][::3], doubted=True)
+    return prove([*cases("gpt2")][:2] + [*cases("starcoder2")][:1], doubted=True)
 
 
 def test_a_sample_of_the_table_is_proved_again(sample: tuple[Facts, dict[str, str]]) -> None:
