@@ -13,7 +13,7 @@ from .tasks import task_of
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
-    """A PEFT config, or the path of a saved adapter; ``None`` where all parameters train.
+    """Return a PEFT config, or the path of a saved adapter; ``None`` where all parameters train.
 
     Raises:
         RecipeError: a field is none of the method's config, or PEFT refuses its value.
@@ -26,7 +26,7 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
 
 
 def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
-    """How the base is quantized; ``None`` where it is not.
+    """Return the base's quantization config; ``None`` where it is not quantized.
 
     Raises:
         RecipeError: a field is none of ``BitsAndBytesConfig``, or it refuses its value.
@@ -35,7 +35,7 @@ def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
 
 
 def describe_adapter(recipe: FinetuneRecipe, coverage: str) -> list[str]:
-    """In Markdown lines for the card: which adapter over what, and what it covers."""
+    """Return Markdown lines for the card: the adapter, its base, and the parameters that it covers."""
     quantization = _listed(recipe.quantization)
     base = f"the base was quantized ({quantization})" if quantization else f"the base was in {recipe.training.dtype}"
     path = recipe.adapter.get("path")
@@ -46,7 +46,7 @@ def describe_adapter(recipe: FinetuneRecipe, coverage: str) -> list[str]:
 
 
 def describe_loading(recipe: FinetuneRecipe, base: str) -> str:
-    """For the card: how PEFT puts the adapter around the base as it was trained."""
+    """Return the card's code that puts the adapter around its base by PEFT."""
     values = "".join(f", {name}={value!r}" for name, value in recipe.quantization.items())
     quantized = f",\n    quantization_config=BitsAndBytesConfig({values.removeprefix(', ')})" if values else ""
     also = ", BitsAndBytesConfig" if values else ""

@@ -9,7 +9,7 @@ from .schema import Recipe, RecipeError
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
-    """How many microbatches of how many sequences each rank runs in one optimizer step.
+    """Return how many microbatches of how many sequences each rank runs in one optimizer step.
 
     Raises:
         RecipeError: the step does not divide evenly.
@@ -30,7 +30,7 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
 
 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
-    """The same for a recipe. Rows that become several, and must not be parted, are shared out to microbatches here, and
+    """Return the same for a recipe. Rows that become several and stay together are divided into microbatches here, and
     not by the pipeline.
 
     Raises:
@@ -72,7 +72,7 @@ def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
 ) -> Iterator[tuple[list[int], int, range]]:
-    """What one rank evaluates: all ranks together visit every sequence once, in as many steps on each.
+    """Return the rows that one rank evaluates: all ranks together visit every sequence once, in as many steps each.
 
     Yields:
         ``size`` sequences, as many as a step of training has, how many of them count (the rest fill up), and those that

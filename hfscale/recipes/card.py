@@ -54,7 +54,7 @@ def make_card(
     expected: Any = None,
     shown: Sequence[Sample] = (),
 ) -> ModelCard:
-    """The card: what was trained, on what, how, and what was measured."""
+    """Return the card: the model, its data, how it was trained, and the measurements."""
     tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
     base = _without_machine(tuned.base) if tuned else ""
     source, task = describe_source(recipe.data), task_of(recipe.data)
@@ -106,7 +106,7 @@ def make_card(
 
 
 def _metadata(config: Any, recipe: Recipe, source: str, made: Made) -> ModelCardData:
-    """What the Hub reads of a card."""
+    """Return the metadata that the Hub reads from a card."""
     tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
     tags = ["hfscale", config.model_type, "fine-tuned" if tuned else "pretrained"]
     if tuned and made.coverage:
@@ -132,7 +132,7 @@ def _metadata(config: Any, recipe: Recipe, source: str, made: Made) -> ModelCard
 
 
 def _origin(kind: str, base: str) -> str:
-    """Where the weights come from, of a base or of none."""
+    """Return a line about the base model, or about training from random weights."""
     return {
         "full": f"all of them fine-tuned from `{base}`" if base else "from random weights",
         "adapter": f"an adapter over `{base}`, which stays as it is",
@@ -141,7 +141,7 @@ def _origin(kind: str, base: str) -> str:
 
 
 def describe_layout(layout: hfscale.ParallelConfig) -> str:
-    """The axes, and of a pipeline its schedule."""
+    """Return the axes of the layout, and the schedule of a pipeline."""
     if layout.pp == 1:
         return layout.describe()
     stages = layout.pp * int(layout.virtual_stages or 1)
@@ -151,7 +151,7 @@ def describe_layout(layout: hfscale.ParallelConfig) -> str:
 
 
 def describe_source(data: DataRecipe) -> str:
-    """The source of the text, without saying where it lies on this machine."""
+    """Return the source of the text, without its directory on this machine."""
     if data.source == "stdlib-docs":
         return (
             f"questions about functions of Python {platform.python_version()}'s standard library with their docstrings"
@@ -169,7 +169,7 @@ def _selection(data: DataRecipe) -> str:
 
 
 def _rows(data: DataRecipe) -> str:
-    """How sequences are made, up to their length."""
+    """Return how sequences are made, and their length."""
     if data.is_stream:
         return "Documents are put one after the other, with an end-of-text token after each, and cut into sequences of"
     if data.images_column is not None:
@@ -191,7 +191,7 @@ def _is_hub_data(data: DataRecipe) -> bool:
 
 
 def _without_machine(base: str) -> str:
-    """A path as the recipe gives it, or its last parts where it says where on this machine it lies."""
+    """Return a path as the recipe gives it, or its last parts if it is absolute."""
     path = Path(base)
     return Path(*path.parts[-2:]).as_posix() if path.is_absolute() else path.as_posix()
 
@@ -215,7 +215,7 @@ def _table(values: dict[str, Any]) -> str:
 
 
 def _loss_table(metrics: Path) -> str:
-    """One row per evaluation, with the training loss logged last before it."""
+    """Return one table row per evaluation, with the training loss logged last before it."""
     training, evaluation = read_metrics(metrics)
     rows = []
     for record in evaluation:
@@ -226,7 +226,7 @@ def _loss_table(metrics: Path) -> str:
 
 
 def _plain(task: Task) -> str:
-    """How the checkpoint is loaded."""
+    """Return the code that loads the checkpoint."""
     reader = task.reader.__name__
     return f"""```python
 from transformers import {task.class_name}, {reader}

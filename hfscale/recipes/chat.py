@@ -75,7 +75,7 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
 
 
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
-    """One conversation; the assistant's turns have labels, or all of it.
+    """Return the row of one conversation; the assistant's turns have labels, or all tokens.
 
     Args:
         train_on: ``completions`` or ``all``.
@@ -107,7 +107,7 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
 
 
 def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: str, where: str) -> Example:
-    """A prompt and its completion, which alone has labels or does not, with an end-of-text token behind it."""
+    """Return the row of a prompt and its completion, with an end-of-text token; labels are the completion's, or all."""
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RecipeError(
             f"{where} has a prompt or a completion that is no text: correct the data, or change data.prompt_column and "
@@ -175,7 +175,7 @@ def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], l
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """What the chat template makes of a conversation, as tokens."""
+    """Return the tokens of a conversation rendered by the chat template."""
     return tokenizer.apply_chat_template(messages, tokenizer_kwargs={"verbose": False}, **options)
 
 

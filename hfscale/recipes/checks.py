@@ -99,7 +99,7 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
 
 
 def _check_weights(recipe: Recipe) -> None:
-    """What trains, over what, and in which type."""
+    """Check adapters, quantization and the types of weights against each other."""
     adapter = recipe.adapter if isinstance(recipe, FinetuneRecipe) else {}
     if isinstance(recipe, FinetuneRecipe):
         _check_adapter(adapter)

@@ -28,18 +28,18 @@ class Document(NamedTuple):
 
 
 def is_for_validation(name: str, fraction: float) -> bool:
-    """Whether a document of this name is kept out of training: by its name alone, so that every run agrees."""
+    """Return whether a document is kept for validation: by its name alone, so that every run agrees."""
     return zlib.crc32(name.encode()) / 2**32 < fraction
 
 
 def is_wanted(name: str, include: list[str], exclude: list[str]) -> bool:
-    """Whether the patterns of a recipe select a document of this name."""
+    """Return whether a recipe's patterns select a document of this name."""
     included = not include or any(fnmatchcase(name, pattern) for pattern in include)
     return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
 def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
-    """The documents to train on and those to validate on, in an order that does not depend on the machine.
+    """Return the documents to train on and those to validate on, in an order that does not depend on the machine.
 
     Raises:
         RecipeError: the source is not there, has nothing to train or to validate on, or lacks the recipe's columns.
@@ -60,7 +60,7 @@ def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
 
 
 def read_documents(data: DataRecipe) -> Iterator[Document]:
-    """The documents of ``data.source``, in a fixed order."""
+    """Return the documents of ``data.source``, in a fixed order."""
     if data.source == "stdlib":
         return (Document(name, {data.text_column: text}) for name, text in _standard_library())
     if data.source == "stdlib-docs":
@@ -100,7 +100,7 @@ def _directory(root: Path, data: DataRecipe) -> Iterator[Document]:
 
 
 def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
-    """Records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text.
+    """Return the records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text.
 
     Only records have the columns of the formats other than text; other files are passed over.
     """
@@ -131,7 +131,7 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[Document]:
-    """The record's columns that its format needs; nothing if it is blank text."""
+    """Return the record's columns that its format needs; nothing if its text is blank."""
     _check_columns(name, list(record), data)
     columns = {column: record[column] for column in needed_columns(data).values()}
     if data.format == "pairs" and data.prompt_column in record:

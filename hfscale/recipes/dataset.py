@@ -27,7 +27,7 @@ _AT_ONCE = 64
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (as GPT-2's) with one special token, :data:`END_OF_TEXT`."""
+    """Train a byte-level BPE tokenizer (as GPT-2's) with one special token, :data:`END_OF_TEXT`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def pack(documents: Iterable[list[int]], end: int, length: int) -> np.ndarray:
 
 
 def tokenize(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """The tokens of each text, with no special ones."""
+    """Return the tokens of each text, without special tokens."""
     documents: list[list[int]] = []
     for start in range(0, len(texts), _AT_ONCE):
         documents += tokenizer(texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False)["input_ids"]
@@ -98,7 +98,7 @@ def prepare(
 
 
 def _baseline(data: DataRecipe, validation: Dataset) -> float:
-    """What :attr:`.tasks.Task.baseline` is of the rows to validate on."""
+    """Return :attr:`.tasks.Task.baseline` for the rows to validate on."""
     if data.format == "pairs":
         return math.log(2)
     if data.format == "classes":
@@ -123,7 +123,7 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
 
 
 def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> Columns | dict[str, Any]:
-    """The columns of the rows that the recipe makes of ``documents``.
+    """Return the columns of the rows that the recipe makes from ``documents``.
 
     Args:
         use: what the rows are for, to say so.

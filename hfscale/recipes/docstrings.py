@@ -33,7 +33,7 @@ def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def disordered(text: str) -> str:
-    """The words of a text in another order, the same one always: what nobody would prefer to the text."""
+    """Return the words of a text in another order, always the same: the rejected text of a pair."""
     words = text.split()
     random.Random(text).shuffle(words)
     return " ".join(words)

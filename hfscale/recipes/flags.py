@@ -19,7 +19,7 @@ def add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_limit_flags(limit: float | None) -> list[str]:
-    """The flags that say ``limit`` on another command line."""
+    """Return the flags that pass ``limit`` on to another command line."""
     if limit is None:
         return []
     return (

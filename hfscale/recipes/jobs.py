@@ -15,7 +15,7 @@ _IMAGE = "hfscale:latest"  # of yours, with hfscale[recipes] installed
 
 
 def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]) -> str:
-    """The text of a job that runs ``hfscale train`` with ``arguments``.
+    """Return the text of a job that runs ``hfscale train`` with ``arguments``.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -36,7 +36,7 @@ def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments
 
 
 def _line(processes: int, nodes: int, rank: str, address: str, arguments: Sequence[str]) -> str:
-    """The launch line; ``rank`` and ``address`` are left for the shell."""
+    """Return the launch line; ``rank`` and ``address`` are left for the shell."""
     options = launch_options(processes, arguments)
     if nodes == 1:
         return f"accelerate launch {shlex.join(options)}"

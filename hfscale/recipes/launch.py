@@ -10,12 +10,12 @@ from .schema import RecipeError
 
 
 def is_launched() -> bool:
-    """Whether a launcher (``accelerate launch``, ``torchrun``) has started this process as one rank."""
+    """Return whether a launcher (``accelerate launch``, ``torchrun``) has started this process as one rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """What follows ``accelerate launch`` so that ``hfscale train`` with ``arguments`` runs in so many processes.
+    """Return the arguments of ``accelerate launch`` that run ``hfscale train`` with ``arguments`` in so many processes.
 
     They talk over gloo where there are no GPUs. Port 0: any free one. The rest are Accelerate's defaults, said aloud,
     so that it does not list them.
@@ -67,7 +67,7 @@ def _check_devices(processes: int, gpus: int) -> None:
 
 
 def _ended(rank: int, code: int) -> int:
-    """The exit code for that of the rank that failed first, and a line where that rank could not say why itself."""
+    """Return the exit code of the rank that failed first, and print a line if that rank could not print its error."""
     if code < 0:
         name = signal.Signals(-code).name
         why = " (often: out of memory)" if -code == signal.SIGKILL else ""

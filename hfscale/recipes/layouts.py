@@ -7,7 +7,7 @@ from .schema import Recipe
 
 
 def layout_of(recipe: Recipe) -> hfscale.ParallelConfig:
-    """The recipe's own in a process that no launcher has started; else that of as many processes as were started.
+    """Return the recipe's layout; under a launcher, the one for as many processes as were started.
 
     Raises:
         MeshError: none of several is.

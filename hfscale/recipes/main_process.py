@@ -20,12 +20,12 @@ _SPREAD = 10  # ranks that speak one after the other
 
 
 def rank() -> int:
-    """This process among those that the launcher started."""
+    """Return this process's index among those that the launcher started."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_main() -> bool:
-    """Whether this process reads the source, writes files and talks to the user."""
+    """Return whether this process reads the source, writes files and prints."""
     return rank() == 0
 
 
@@ -50,7 +50,7 @@ def on_main(work: Callable[[], None]) -> None:
 
 
 def largest(value: float) -> float:
-    """The largest of the processes' values."""
+    """Return the largest of the processes' values."""
     every: list[float] = [value]
     if dist.is_initialized():  # objects, which any backend takes to where it can
         every *= dist.get_world_size()
@@ -59,7 +59,7 @@ def largest(value: float) -> float:
 
 
 def total(value: float) -> float:
-    """The sum of the processes' values."""
+    """Return the sum of the processes' values."""
     every: list[float] = [value]
     if dist.is_initialized():
         every *= dist.get_world_size()

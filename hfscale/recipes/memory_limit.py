@@ -50,7 +50,7 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
 
 
 def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
-    """What :func:`hfscale.memory_estimate` is told of a recipe's steps."""
+    """Return the arguments of :func:`hfscale.memory_estimate` for a recipe's steps."""
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
     count = microbatches
@@ -63,7 +63,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
 
 
 def beside(expected: Any, outcome: Any) -> str:
-    """The prediction and the measured peak in a line."""
+    """Return a line with the prediction and the measured peak."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
     if not accelerators().is_available():  # what the system counts, with Python and its libraries
         measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"

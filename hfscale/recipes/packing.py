@@ -75,7 +75,7 @@ def packed_rows(examples: Sequence[Example], length: int) -> Columns:
 
 
 def separate_rows(examples: Sequence[Example]) -> Columns:
-    """One example per row, with the attention mask that tells its tokens from the padding put behind them."""
+    """Return one example per row, padded on the right, with the attention mask of its tokens."""
     return {
         "input_ids": [_joined([example.input_ids]) for example in examples],
         "labels": [_joined([[IGNORED, *example.labels[1:]]]) for example in examples],

@@ -21,7 +21,7 @@ Columns = dict[str, list[Any]]
 
 
 def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Document], use: str) -> Columns:
-    """What is kept of conversations: ``text`` as the template renders it, ``images`` as bytes, and ``labels`` of the
+    """Return the columns of conversations: ``text`` as the template renders it, ``images`` as bytes, ``labels`` of the
     tokens that the processor makes of both; ``prompt`` is the rendering up to the last turn, ``question`` and
     ``answer`` are the words of the last two. Those longer than ``data.sequence_length`` are left out.
 
@@ -55,7 +55,7 @@ def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Docume
 
 
 def render(processor: Any, messages: Any, answer: bool = False) -> str:
-    """A conversation as text, with a placeholder for each picture.
+    """Return a conversation as text, with a placeholder for each picture.
 
     Args:
         answer: end with the heading of the assistant's turn.
@@ -64,7 +64,7 @@ def render(processor: Any, messages: Any, answer: bool = False) -> str:
 
 
 def processed(processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
-    """The arguments of a forward pass that the processor makes of rendered texts, filled up on the right."""
+    """Return the arguments of a forward pass that the processor makes from rendered texts, padded on the right."""
     start = getattr(processor.tokenizer, "bos_token", None)
     found = processor(
         text=list(texts),
@@ -78,12 +78,12 @@ def processed(processor: Any, texts: Sequence[str], images: Sequence[Sequence[An
 
 
 def opened(image: bytes) -> Image.Image:
-    """A picture of stored bytes."""
+    """Return the picture of stored bytes."""
     return Image.open(io.BytesIO(image)).convert("RGB")
 
 
 def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_on: str) -> list[int]:
-    """The tokens of what the assistant says, or all; found by what its turns add to the rendering before them."""
+    """Return the tokens of the assistant's turns, or all; found by what a turn adds to the rendering before it."""
     ids = _ids(processor, text, images)
     if train_on == "all":
         return [IGNORED, *ids[1:]]
@@ -101,7 +101,7 @@ def _ids(processor: Any, text: str, images: list[Any]) -> list[int]:
 
 
 def _words(messages: Sequence[Any]) -> str:
-    """What is said in turns, pictures left out."""
+    """Return the text of the turns, without pictures."""
     parts = [part for each in messages for part in _parts(each)]
     return " ".join(part["text"] for part in parts if part["type"] == "text").strip()
 
@@ -112,12 +112,12 @@ def _parts(message: Any) -> list[Any]:
 
 
 def _shown(messages: Sequence[Any], images: list[Any]) -> list[Any]:
-    """The pictures of the first messages."""
+    """Return the pictures of the first messages."""
     return images[: sum(part["type"] == "image" for message in messages for part in _parts(message))]
 
 
 def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
-    """A picture as it is stored: of a path beside the records, or as a data set on the Hub has it."""
+    """Return a picture's bytes: of a path beside the records, or as a data set on the Hub stores it."""
     if isinstance(image, str):
         source = Path(data.source)
         path = (source if source.is_dir() else source.parent) / image

@@ -77,7 +77,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
 
 def _check_same(recipe: Recipe) -> None:
-    """A saved state goes on as what it was; how often it is logged, evaluated and saved may change.
+    """Refuse to continue a saved state by another recipe; intervals of logs, evaluations and saves may change.
 
     What its layout was, the state itself says.
     """

@@ -30,7 +30,7 @@ def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyReci
 
 
 def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:
-    """A recipe of either kind: fine-tuning where it has a base to start from, pretraining where it has a model to make.
+    """Return the recipe: fine-tuning if it names a base, pretraining if it describes a model.
 
     Args:
         recipe: a path, or the name of one that comes with hfscale.
@@ -53,7 +53,7 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRe
 
 
 def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """The recipe at ``path``, or of this name, with ``overrides`` (``"training.steps=20"``) on top.
+    """Read the recipe at ``path``, or of this name, with ``overrides`` (``"training.steps=20"``) on top.
 
     Raises:
         RecipeError: no such file, a misspelt key, a value of the wrong type or out of range, a key left out.

@@ -50,7 +50,7 @@ class Rows:
         return self.tokens - 1 if self._data.column_names == ["input_ids"] else np.ones(len(self), dtype=np.int64)
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """The arguments of one forward pass, padded on the right; the host shifts the labels.
+        """Return the arguments of one forward pass, padded on the right; transformers shifts the labels.
 
         Rows are as long as the longest of them; packed ones as the longest of the data set.
         """
@@ -64,7 +64,7 @@ class Rows:
         return batch
 
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
-        """The microbatches of a step, of ``size`` rows of the data each.
+        """Return the microbatches of a step, of ``size`` rows of the data each.
 
         Args:
             counted: so many of the rows count in the loss, the first ones; by default all.
@@ -75,7 +75,7 @@ class Rows:
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """The microbatches of a step, ``size`` rows each.
+    """Return the microbatches of a step, ``size`` rows each.
 
     They have one length, since a pipeline may cut the step anew, or recompute layers of several at a time.
     """

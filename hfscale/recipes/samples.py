@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
-    """The most likely answers to the first ``number`` rows; call it on every rank.
+    """Return the most likely answers to the first ``number`` rows; call it on every rank.
 
     Args:
         reader: the processor, where rows have pictures, else the tokenizer.
@@ -50,7 +50,7 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
 
 
 def samples(reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
-    """The same beside what was asked and wanted."""
+    """Return the answers beside their prompts and the expected texts."""
     found = []
     for row, *said in zip(data.select(range(len(before))), before, after, strict=True):
         if "images" in row:
@@ -61,7 +61,7 @@ def samples(reader: Any, data: Dataset, before: Sequence[str], after: Sequence[s
 
 
 def _parts(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What the model is given of a row, and what follows: its labels, or, of a text, the middle of it."""
+    """Return the prompt of a row and the text that follows: from its labels on, or from the middle of a plain text."""
     ids: Tensor = row["input_ids"]
     if "position_ids" in row:  # packed: the first example
         ids = ids[: 1 + _first(row["position_ids"][1:] == 0)]
@@ -73,7 +73,7 @@ def _parts(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _first(found: Tensor) -> int:
-    """The place of the first one, or behind all of them."""
+    """Return the index of the first one, or the length if there is none."""
     return int(found.int().argmax()) if found.any() else len(found)
 
 
@@ -89,7 +89,7 @@ def write_pictures(shown: Sequence[Sample], directory: Path) -> None:
 
 
 def describe_samples(shown: Sequence[Sample]) -> str:
-    """A section of the card; nothing without samples."""
+    """Return the card's section of samples; nothing without samples."""
     if not shown:
         return ""
     if not any(sample.picture for sample in shown):
@@ -111,6 +111,6 @@ def describe_samples(shown: Sequence[Sample]) -> str:
 
 
 def _code(text: str) -> str:
-    """A text in a cell of a table, line by line."""
+    """Return a text as a cell of a table, line by line."""
     lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
     return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())

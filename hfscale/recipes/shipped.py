@@ -16,7 +16,7 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def locate(recipe: str | Path) -> Path:
-    """The file of a recipe: that of a path, or the shipped one of a name.
+    """Return the file of a recipe, given its path or the name of a shipped one.
 
     Raises:
         RecipeError: there is none; says which there are.

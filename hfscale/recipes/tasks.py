@@ -59,7 +59,7 @@ class Task:
 
 
 def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the preferred texts and of the others, which take turns; and which pairs count."""
+    """Return the scores of preferred and of rejected texts, which take turns, and which pairs count."""
     scores = outputs.logits[:, 0].float()
     if len(scores) % 2:
         raise RecipeError(
@@ -70,7 +70,7 @@ def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Ten
 
 
 def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """How improbable the preferences are: ``-log sigmoid(chosen - rejected)`` (Bradley and Terry 1952; Ouyang et al.
+    """Compute the loss of preferences, ``-log sigmoid(chosen - rejected)`` (Bradley and Terry 1952; Ouyang et al.
     2022, InstructGPT, section 3.5).
     """
     chosen, rejected, counted = _scores(outputs, batch)
@@ -122,7 +122,7 @@ PICTURES = Task(AutoModelForImageTextToText, tag="image-text-to-text", reader=Au
 
 
 def task_of(data: DataRecipe) -> Task:
-    """The task of a recipe's data."""
+    """Return the task of a recipe's data."""
     if data.images_column is not None:
         return PICTURES
     return {"pairs": PAIRS, "classes": CLASSES}.get(data.format, TEXT)

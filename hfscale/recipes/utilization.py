@@ -29,7 +29,7 @@ class Utilization:
 
     @classmethod
     def of(cls, config: Any, recipe: Recipe, devices: int) -> "Utilization":
-        """Of a model, as a recipe trains it on so many devices."""
+        """Return the utilization counter of a model that a recipe trains on so many devices."""
         adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
         try:
             needed = flops_per_token(config, recipe.data.sequence_length, adapted)

@@ -28,12 +28,12 @@ from .model_shape import ModelShape
 
 
 def stream_bytes(shape: ModelShape, job: Job) -> float:
-    """Of a microbatch's hidden states, on all tensor ranks."""
+    """Return the bytes of a microbatch's hidden states, over all tensor ranks."""
     return job.value_bytes * job.tokens * shape.hidden
 
 
 def layer_traffic(shape: ModelShape, job: Job) -> dict[str, float]:
-    """Of one layer and microbatch, by axis, forward and backward."""
+    """Return the bytes that one layer exchanges for a microbatch, by axis, forward and backward."""
     stream, found = stream_bytes(shape, job), dict[str, float]()
     if job.tp > 1:
         found["tp"] = _between_tensor_ranks(shape, job) * sent(job.tp) * stream
@@ -47,13 +47,13 @@ def layer_traffic(shape: ModelShape, job: Job) -> dict[str, float]:
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
-    """Whether tensor ranks each compute what their own experts add to all tokens, and sum: fewer bytes than routes."""
+    """Return whether tensor ranks sum their own experts over all tokens, in fewer bytes than routes take."""
     alone = job.slices_tokens and not job.sequence_parallel and job.expert_batches == 1
     return alone and 2 * shape.routed >= job.tp
 
 
 def _between_tensor_ranks(shape: ModelShape, job: Job) -> float:
-    """How often a layer's tensor ranks exchange the stream, a gather or a scatter counted as once."""
+    """Return how often a layer's tensor ranks exchange hidden states; a gather or a scatter counts as once."""
     if not (shape.experts and job.slices_tokens) or sums_experts(shape, job):
         return job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
     return job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
@@ -65,7 +65,7 @@ def edge_traffic(shape: ModelShape, job: Job) -> float:
 
 
 def data_traffic(layers: float, tables: float, experts: float, job: Job) -> dict[str, float]:
-    """Of a step, between data ranks.
+    """Return the bytes that data ranks exchange in a step.
 
     Args:
         layers: entries of the layers' matrices on one rank, were they not sharded; ``tables``: of those around them;
@@ -88,7 +88,7 @@ def data_traffic(layers: float, tables: float, experts: float, job: Job) -> dict
 
 
 def rank_traffic(shape: ModelShape, job: Job, place: Place) -> dict[str, float]:
-    """Of a step and one rank, by axis."""
+    """Return the bytes that one rank exchanges in a step, by axis."""
     found = {axis: size * place.layers * job.microbatches for axis, size in layer_traffic(shape, job).items()}
     if job.tp > 1:
         found["tp"] += job.microbatches * place.ends * edge_traffic(shape, job) + 2 * sent(job.tp) * place.partial

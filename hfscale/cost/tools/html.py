@@ -29,7 +29,7 @@ _STYLE = (
 
 
 def page_of(found: Estimate | Search, title: str) -> str:
-    """The page of an estimate or of a search."""
+    """Return the HTML page of an estimate or of a search."""
     sections = _of_search(found) if isinstance(found, Search) else _of_estimate(found)
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
@@ -142,7 +142,7 @@ class _Scale:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """Where it is."""
+        """Return its position."""
         share = (log10(value) - self._low) / (self._high - self._low)
         return self._start + share * (self._end - self._start)
 

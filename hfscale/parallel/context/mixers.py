@@ -31,7 +31,7 @@ class WholeSequences:
         self._gather, self._recomputed = gather, recomputed
 
     def install(self, module: nn.Module) -> list[Any]:
-        """Hook a mixer; returns the handles of the hooks."""
+        """Install hooks on a mixer; returns the handles of the hooks."""
         running: list[CutBatch | None] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -53,7 +53,7 @@ class ForwardContexts:
         self._with_labels = False
 
     def install(self, model: nn.Module) -> None:
-        """Hook the model, so that each of its forward passes gets a context and adds its router losses."""
+        """Install hooks on the model, so that each of its forward passes gets a context and adds its router losses."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 

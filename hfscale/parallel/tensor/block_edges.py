@@ -23,7 +23,7 @@ from .sequence_region import SequenceRegion
 def install_block_edges(
     model: nn.Module, block: BlockPlan, mesh: Mesh, stream: SequenceRegion | None = None, overlap: Overlap | None = None
 ) -> None:
-    """Hook the entry and the exit of ``block``; between them, draw random numbers specific to this rank.
+    """Install hooks on the entry and the exit of ``block``; between them, draw random numbers specific to this rank.
 
     Where the ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
     """
@@ -86,7 +86,7 @@ class _BlockEnds:
 
 
 def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()) -> None:
-    """Hook the entry of the projection onto the vocabulary; its output stays sharded."""
+    """Install hooks on the entry of the projection onto the vocabulary; its output stays sharded."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         from_stream = (stream.enter_head(args[0]) for stream in streams)

@@ -38,7 +38,7 @@ class Edge:
 
 
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
-    """Hook the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
+    """Install hooks on the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
     if block.heads or block.sample_heads:
         model.get_submodule(block.name).register_forward_pre_hook(_own_heads(block, edge), with_kwargs=True)
     for name in block.enter:

@@ -35,7 +35,7 @@ class TensorParallel(Part, SequenceAxis):
         self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Hook the edges of blocks."""
+        """Install hooks on the edges of blocks."""
         group = runtime.mesh.tp_group
         if group is not None:
             runtime.sequence = self
@@ -114,7 +114,7 @@ class RandomStreams(Part):
         self.agreed = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Hook ``generate()`` and the first training pass, for training loops without ``train_step``."""
+        """Install hooks on ``generate()`` and the first training pass, for training loops without ``train_step``."""
         install_generate(runtime.model, runtime.mesh)
         on_first_training_pass(runtime.model, lambda: self.synchronize(runtime))
 

@@ -11,8 +11,8 @@ from .sequence_region import SequenceRegion
 
 
 def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]) -> None:
-    """Hook the owner of the layers, the layers, and the modules that need the full sequence, if they are on this
-    pipeline stage (``holds``).
+    """Install hooks on the owner of the layers, the layers, and the modules that need the full sequence, if they are on
+    this pipeline stage (``holds``).
     """
     plan, hooks = region.plan, _Hooks(region)
     owner = model.get_submodule(plan.owner)

@@ -96,7 +96,7 @@ class _Hooks:
         self.endings: dict[str, Tensor] = {}
 
     def install(self, model: Any, layers: list[str]) -> Iterator[Any]:
-        """Hook a model's modules; yields the handles."""
+        """Install hooks on a model's modules; yields the handles."""
         inside = tuple(f"{layer}." for layer in layers)
         for name, module in model.named_modules():
             if isinstance(module, PROJECTIONS):
