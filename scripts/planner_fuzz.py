@@ -55,9 +55,9 @@ def wrong(family: str, sizes: dict[str, Any], plan: dict[str, Any], step: dict[s
     config, found = FAMILIES[family], []
     one = hfscale.estimate(config, ParallelConfig(**sizes), sequence_length=128, **step, **plan)
     planned = hfscale.plan(config, ParallelConfig(**sizes), **plan)
-    given: dict[str, Any] = {"num_microbatches": step["num_microbatches"], "tokens": 128}
+    given: dict[str, Any] = {**step, "tokens": 128}
     seen = measured_layers(planned, run_spec(config, **plan), 128)
-    held = memory_of_ranks(planned, step["optimizer"], **given, routes=2 if planned.mixtures else None, measured=seen)
+    held = memory_of_ranks(planned, **given, routes=2 if planned.mixtures else None, measured=seen)
     if [stage.memory for stage in one.stages] != list(held):
         found.append("bytes are not the plan's")
     if abs(sum(one.time.terms.values()) - one.seconds) > 1e-9 or min(one.time.terms.values()) < 0:

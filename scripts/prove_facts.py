@@ -4,11 +4,11 @@
 
 Every family of causal language models is planned with its default config, variants of it and tiny clones, and so are
 the other classes of scripts/family_clones.py, in each kind of layout, with nothing known beforehand: whatever is asked
-is proved, once for each digest of a config. With ``--only``, classes of other families stay as they are.
+is proved, once for each digest of a config, and written family by family. With ``--only``, what the table has stays.
 
-With ``--check`` the table stays as it is, and what it does not say is an error. Everything is proved for each config
-then: two of one digest that differ are an error, too, since the digest (hfscale/families/digest.py) leaves out what
-tells them apart.
+With ``--check`` it stays altogether, and what it does not say is an error. Everything is proved for each config then:
+two of one digest that differ are an error, too, since the digest (hfscale/families/digest.py) leaves out what tells
+them apart.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import copy
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -53,7 +53,7 @@ def variants(config: Any) -> Iterator[tuple[str, Any]]:
     yield "default", config
     text = config.get_text_config()
     heads, keys = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
-    changes: dict[str, Any] = {"pad_token_id": 1000, "use_cache": False}
+    changes: dict[str, Any] = {"pad_token_id": 1000}
     if isinstance(heads, int) and isinstance(keys, int) and heads > 1:
         changes["num_key_value_heads"] = heads // 2 if keys == heads else heads
     if isinstance(getattr(config, "tie_word_embeddings", None), bool):
@@ -65,47 +65,52 @@ def variants(config: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}={value}", type(config).from_dict(changed.to_dict())
 
 
-def cases(only: list[str]) -> Iterator[tuple[str, Any, Any]]:
+def cases(family: str) -> Iterator[tuple[str, Any, Any]]:
     """``(config in words, config, auto class)``."""
-    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if only and family not in only:
-            continue
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with suppress(Exception):
             for words, config in variants(AutoConfig.for_model(family)):
                 yield words, config, AutoModelForCausalLM
         for layers in (2, STAGE_LAYERS):
             with suppress(Exception):  # a family without a clone of so many layers
                 yield f"tiny, {layers} layers", config_of(family, layers), AutoModelForCausalLM
-        if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-            with suppress(Exception):
-                for pad, labels in ((None, 2), (0, 2), (0, 1), (0, 3)):
-                    config = AutoConfig.for_model(family, pad_token_id=pad, num_labels=labels)
-                    yield f"pad_token_id={pad}, {labels} labels", config, AutoModelForSequenceClassification
-    for family, auto_class, _, changes in OTHERS:
-        if not only or family in only:
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        with suppress(Exception):
+            for pad, labels in ((None, 2), (0, 2), (0, 1), (0, 3)):
+                config = AutoConfig.for_model(family, pad_token_id=pad, num_labels=labels)
+                yield f"pad_token_id={pad}, {labels} labels", config, AutoModelForSequenceClassification
+    for name, auto_class, _, changes in OTHERS:
+        if name == family:
             config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **changes})
             yield "tiny", config, auto_class
-            yield "default", AutoConfig.for_model(family), auto_class
+            start = {"decoder_start_token_id": 0} if config.is_encoder_decoder else {}
+            yield "default", AutoConfig.for_model(family, **start), auto_class
 
 
-def prove(chosen: list[tuple[str, Any, Any]], doubted: bool) -> tuple[Facts, dict[str, str]]:
-    """All that is asked about some cases, and what config each digest is of."""
+def prove(chosen: Iterable[tuple[str, Any, Any]], doubted: bool) -> tuple[Facts, dict[str, str]]:
+    """All that is asked about some cases, and what config each digest is of.
+
+    Args:
+        doubted: also where another config of the digest has been asked about.
+    """
     configs: dict[str, str] = {}
     with proved_anew(doubted=doubted) as facts:
-        for words, config, auto_class in tqdm(chosen, desc="facts"):
+        for words, config, auto_class in chosen:
             try:
                 with torch.device("meta"):
                     model = auto_class.from_config(copy.deepcopy(config))
             except Exception:  # whatever stock code says of a config it cannot build
                 continue
+            keys = [digest(type(model), model.config, each) for each in (model, None)]
+            if keys[0] in configs and not doubted:
+                continue
+            configs.update({key: words for key in keys if key not in configs})
             for layout in LAYOUTS:
                 with suppress(hfscale.HFScaleError):
                     hfscale.plan(config, hfscale.ParallelConfig(**layout), auto_class=auto_class)
             if auto_class is AutoModelForCausalLM:
                 with suppress(hfscale.HFScaleError):
                     check_packed_rows(model, tokens=_LONG)
-            for each in (model, None):
-                configs.setdefault(digest(type(model), model.config, each), words)
     return facts, configs
 
 
@@ -120,6 +125,12 @@ def written(proved: dict[str, Any], configs: dict[str, str]) -> dict[str, list[d
             group["configs"][key] = configs.get(key, "a model inside")
         table[name] = list(groups.values())
     return table
+
+
+def read(table: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What :func:`written` was given."""
+    answers = {name: {key: group["answers"] for group in g for key in group["configs"]} for name, g in table.items()}
+    return answers, {key: words for groups in table.values() for g in groups for key, words in g["configs"].items()}
 
 
 def as_text(tables: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
@@ -159,30 +170,46 @@ def differences(facts: Facts) -> list[str]:
     return found
 
 
-def main(given: list[str] | None = None) -> int:
+def add(facts: Facts, configs: dict[str, str]) -> None:
+    """Write what was proved into the table for this transformers."""
+    tables = json.loads(TABLE.read_text())
+    answers, words = read(tables.get(transformers.__version__, {}))
+    for name, digests in facts.proved.items():
+        answers[name] = {**answers.get(name, {}), **digests}
+    tables[transformers.__version__] = written(answers, {**words, **configs})
+    TABLE.write_text(as_text(tables))
+
+
+def check(families: list[str], sample: int, seed: int) -> list[str]:
+    """What is wrong with the table, as far as a sample of its cases shows."""
+    chosen = [case for family in families for case in cases(family)]
+    if sample:
+        chosen = random.Random(seed).sample(chosen, min(sample, len(chosen)))
+    return differences(prove(tqdm(chosen, desc="configs"), doubted=True)[0])
+
+
+def main() -> int:
     """Write or check the table; the exit status is 1 where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--sample", type=int, help="how many configs to check")
+    parser.add_argument("--sample", type=int, default=0, help="how many configs to check; all by default")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    chosen = list(cases(arguments.only))
-    if arguments.sample:
-        chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
-    facts, configs = prove(chosen, arguments.check)
-    wrong = differences(facts) if arguments.check else facts.contradictions
-    print("\n".join(wrong))
-    if not arguments.check:
-        tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-        before = tables.get(transformers.__version__, {}) if arguments.only else {}
-        tables[transformers.__version__] = dict(sorted({**before, **written(facts.proved, configs)}.items()))
-        TABLE.write_text(as_text(tables))
-    print(f"{sum(len(each) for each in facts.proved.values())} configs of {len(facts.proved)} classes")
-    return int(bool(wrong))
+    families = arguments.only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name for name, *_ in OTHERS)})
+    if arguments.check:
+        wrong = check(families, arguments.sample, arguments.seed)
+        print("\n".join(wrong) or "the table says what is proved")
+        return int(bool(wrong))
+    if not arguments.only:
+        tables = json.loads(TABLE.read_text())
+        TABLE.write_text(as_text({**tables, transformers.__version__: {}}))
+    for family in tqdm(families, desc="families"):
+        add(*prove(list(cases(family)), doubted=False))  # at once: what is proved is not lost with what comes later
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from hfscale._host.accelerate import BatchScheduler
 from hfscale.testing import RankPool
 
 from .models import tiny
+from .sweeps import pairs
 
 Pools = Callable[[int], RankPool]
 TP2, PP2, DP2 = {"tp_size": 2}, {"pp_size": 2}, {"dp_shard_size": 2}
@@ -115,14 +116,18 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("steps", [None, 12], ids=["epochs", "steps"])
-@pytest.mark.parametrize(("layout", "accumulate"), [(TP2, 2), (DP2, 2), (PP2, 1)])
-def test_logs_equal_one_process(
-    pools: Pools, path: str, layout: Layout, accumulate: int, steps: int | None, tmp_path: Path
-) -> None:
+LENGTHS = {"epochs": None, "steps": 12}
+LAYOUTS = {"tp2": (TP2, 2), "shard2": (DP2, 2), "pp2": (PP2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "steps"), pairs(LAYOUTS, LENGTHS, daily=[("tp2", "epochs"), ("shard2", "steps"), ("pp2", "epochs")])
+)
+def test_logs_equal_one_process(pools: Pools, path: str, layout: str, steps: str) -> None:
     """Schedules (trap T34), norms, losses of training and perplexity, in the order that one process shuffles."""
-    (_, batches), *expected = script(path, None, steps, accumulate)
-    for (rows, own), *found in pools(2).run(script, path, layout, steps, accumulate):
+    sizes, accumulate = LAYOUTS[layout]
+    (_, batches), *expected = script(path, None, LENGTHS[steps], accumulate)
+    for (rows, own), *found in pools(2).run(script, path, sizes, LENGTHS[steps], accumulate):
         assert (rows, own) == (4 * accumulate, batches)
         assert_equal(found, expected)
 

@@ -20,6 +20,7 @@ from hfscale.runtime.shards import local_tensor
 from hfscale.testing import RankPool
 
 from ..models import tiny
+from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]
 ERRORS = (
@@ -161,7 +162,7 @@ def saves(layout: dict[str, Any], directory: str) -> None:
     hfscale.load_state(run.model, directory, **run.others)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=["shard2"]))
 def test_states_are_written_on_all_ranks_or_none(pools: Pools, tmp_path: Path, layout: str) -> None:
     pools(2).run(saves, LAYOUTS[layout], str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
@@ -235,7 +236,7 @@ def loads(layout: dict[str, Any], directory: str) -> None:
     assert run.everything() != before
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=["tp2"]))
 def test_states_are_loaded_on_all_ranks_or_none(pools: Pools, tmp_path: Path, layout: str) -> None:
     pools(2).run(loads, LAYOUTS[layout], str(tmp_path / "state"))
 

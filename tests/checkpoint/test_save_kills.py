@@ -16,6 +16,7 @@ from hfscale import CheckpointError
 from hfscale.files import replace
 
 from ..models import tiny
+from ..sweeps import cases
 from .kills import contents, killed_at_each_event
 
 OTHERS = {"notes.txt": "mine", "tokenizer.json": "{}", "checkpoint-500/model.safetensors": "x", "runs/a/events": "log"}
@@ -86,7 +87,7 @@ def check_kills(root: Path, model: Any, readers: Sequence[Callable[[Path], set[f
     return kills
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", cases(SIZES, daily=["8 to 1"]))
 def test_a_killed_save(tmp_path: Path, sizes: str) -> None:
     """Whether transformers reads it then, or hfscale."""
     first, second = SIZES[sizes]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from prove_facts import LAYOUTS, as_text, cases, differences, prove, written
+from prove_facts import LAYOUTS, as_text, cases, differences, prove, read, written
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import hfscale
@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def sample() -> tuple[Facts, dict[str, str]]:
     """What is proved now."""
-    return prove(list(cases(["gpt2", "starcoder2"])), doubted=True)
+    return prove([*cases("gpt2")][:2] + [*cases("starcoder2")][:1], doubted=True)
 
 
 def test_a_sample_of_the_table_is_proved_again(sample: tuple[Facts, dict[str, str]]) -> None:
@@ -50,10 +50,7 @@ def test_it_is_read_as_it_is_written(sample: tuple[Facts, dict[str, str]]) -> No
     facts, configs = sample
     table = written(facts.proved, configs)
     assert json.loads(as_text({"1": table, "2": table})) == {"1": table, "2": table}
-    read = {
-        name: {key: group["answers"] for group in groups for key in group["configs"]} for name, groups in table.items()
-    }
-    assert read == facts.proved
+    assert read(table)[0] == facts.proved
     assert any("default" in group["configs"].values() for group in table["GPT2LMHeadModel"])
 
 
@@ -64,5 +61,6 @@ def test_plans_of_its_families_run_nothing(
 ) -> None:
     monkeypatch.setattr(proofs, "prove", lambda question, *_, **__: pytest.fail(f"{question} is not in the table"))
     auto_class = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    config = AutoConfig.for_model(family, **({"decoder_start_token_id": 0} if family == "t5" else {}))
     with suppress(hfscale.PlanError):
-        hfscale.plan(AutoConfig.for_model(family), hfscale.ParallelConfig(**layout), auto_class=auto_class)
+        hfscale.plan(config, hfscale.ParallelConfig(**layout), auto_class=auto_class)

@@ -137,7 +137,7 @@ def test_scores_of_few_rows_are_in_memory(
     whole = attend(q, k, v, None, reading)
     bound = 2 * 2 * 4 * TOTAL
     monkeypatch.setattr(kernels, "_SCORES", bound)
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, None, reading), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, None, reading), (q, k, v), fast_mode=True)
     with Largest() as seen:
         parts = attend(q, k, v, None, reading)
         parts.sum().backward()
