@@ -107,7 +107,7 @@ def test_a_misspelt_field(misspelt: str, meant: str) -> None:
         (lambda: MemoryConfig(recompute="8GiB", tokens="4K"), "tokens='4K' is impossible: use a whole number"),
         (lambda: Float8Config(leave_out=None), "leave_out=None is impossible: pass a list of names"),
         (lambda: hfscale.plan(tiny("llama"), recompute="full"), "recompute= is no argument of hfscale's"),
-        (lambda: hfscale.plan(tiny("llama"), "tp2"), "parallel='tp2' is not a layout"),
+        (lambda: hfscale.plan(tiny("llama"), "tp2"), "parallel must be a hfscale.ParallelConfig, got 'tp2'"),
     ],
 )
 def test_nonsense_is_refused_with_the_plan(nonsense: Callable[[], Any], says: str) -> None:
@@ -155,7 +155,7 @@ def test_another_librarys_axes() -> None:
 
 
 def test_a_layout_that_is_none(saved: str) -> None:
-    words = ("parallel={'tp_size': 2} is not a layout", "hfscale.ParallelConfig(tp_size=...)")
+    words = ("parallel must be a hfscale.ParallelConfig, got {'tp_size': 2}", "hfscale.ParallelConfig(tp_size=...)")
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, parallel={"tp_size": 2}), *words)  # type: ignore[arg-type]
 
 
@@ -185,7 +185,7 @@ def test_more_stages_than_layers(saved: str) -> None:
     words = ("pp_size=3 exceeds the 2 layers of 'llama'", "use pp_size 1 to 2")
     _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(pp_size=3)), *words)
     layout = ParallelConfig(pp_size=2, stage_layers=(1, 2))
-    words = ("stage_layers=[1, 2] shares out 3 layers", "has 2", "sum up to 2")
+    words = ("stage_layers=[1, 2] adds up to 3 layers", "has 2", "sum up to 2")
     _says(PlanError, lambda: hfscale.from_pretrained(saved, parallel=layout), *words)
 
 
@@ -208,7 +208,7 @@ def test_distributed_by_the_host_at_once(name: str, value: Any, saved: str) -> N
 
 
 def test_a_report_beside_the_model(saved: str) -> None:
-    words = ("output_loading_info=True asks for a pair", "leave it out", "is printed")
+    words = ("output_loading_info=True would return a pair", "leave it out", "are printed")
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, output_loading_info=True), *words)
 
 

@@ -45,15 +45,19 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
         ConfigError: ``parallel`` is no layout, or ``kwargs`` ask for another way to distribute a model.
     """
     if parallel is not None and not isinstance(parallel, ParallelConfig):
-        raise ConfigError(f"parallel={parallel!r} is not a layout: pass hfscale.ParallelConfig(tp_size=...)")
+        raise ConfigError(
+            f"parallel must be a hfscale.ParallelConfig, got {parallel!r}: pass hfscale.ParallelConfig(tp_size=...)"
+        )
     if kwargs.get("output_loading_info"):
         raise ConfigError(
-            "output_loading_info=True asks for a pair, and what is returned here is the model: leave it out; what the "
-            "files lack, or have besides, is printed"
+            "output_loading_info=True would return a pair, and hfscale returns the model alone: leave it out; missing "
+            "and unexpected weights are printed"
         )
     weights = next((name for name in _WEIGHTS if kwargs.get(name) is not None), None)
     if weights is not None:
-        raise ConfigError(f"{weights}= would be read instead of the checkpoint's files: leave it out")
+        raise ConfigError(
+            f"{weights}= would replace the checkpoint's weights, which hfscale reads from its files: leave it out"
+        )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
         raise ConfigError(
@@ -77,7 +81,9 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     taken = {key: value for key, value in reachable(path, kwargs).items() if key not in ("dtype", "torch_dtype")}
     given = taken.pop("config", None)
     if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
-        raise ConfigError(f"config={given!r} is no config of transformers: leave it out, or make one")
+        raise ConfigError(
+            f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"
+        )
     if isinstance(given, PreTrainedConfig):
         config, rest = copy.deepcopy(given), taken
     else:
@@ -176,7 +182,7 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
     kind = isinstance(auto_class, type)
     if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
         raise ConfigError(
-            f"auto_class={auto_class!r} is impossible: pass a class, transformers.AutoModelForCausalLM or one like it"
+            f"auto_class must be an Auto class like transformers.AutoModelForCausalLM, got {auto_class!r}"
         )
     mapping = classes_by_config(auto_class)
     if mapping is not None and type(config) not in mapping:
@@ -214,7 +220,7 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             close = meant(each, _DTYPES) if isinstance(each, str) else None
             hint = f"did you mean {close!r}? " if close else ""
-            raise ConfigError(f"dtype={each!r} is no type of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}")
+            raise ConfigError(f"dtype={each!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}")
     return None if dtype == "auto" else dtype
 
 

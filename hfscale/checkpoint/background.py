@@ -37,7 +37,7 @@ class _Save(threading.Thread):
         except BaseException as error:  # kept, or wait_for_saves would take the save for done
             self.error = error
             told = in_words(error)
-            print(f"hfscale: the save of {self.target} behind the steps failed: {told}", file=sys.stderr, flush=True)
+            print(f"hfscale: the asynchronous save of {self.target} failed: {told}", file=sys.stderr, flush=True)
 
 
 _running: list[_Save] = []
@@ -66,7 +66,7 @@ def wait_for_saves() -> None:
             save.join()
         if save.error is not None:
             told = in_words(save.error)
-            raise CheckpointError(f"the save of {save.target} behind the steps failed: {told}") from save.error
+            raise CheckpointError(f"the asynchronous save of {save.target} failed: {told}") from save.error
 
 
 def apart(mesh: Mesh) -> Mesh:

@@ -69,7 +69,7 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     stored: dict[str, Sums] = {name: sums for found, _ in answers for name, sums in found.items()}
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:
-        raise CheckpointError(f"{directory} is not what this model holds: {'; '.join(dict.fromkeys(problems))}")
+        raise CheckpointError(f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}")
     return stored
 
 

@@ -85,8 +85,8 @@ def _boxes(
             boxes[key] = box
     if not alike or not _fill(boxes.values(), planned.shape):
         raise CheckpointError(
-            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, make up the model's "
-            f"{planned.name} of shape {planned.shape}, and theirs do not: the checkpoint is incomplete, or was saved "
+            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must add up to the model's "
+            f"{planned.name} of shape {planned.shape}, and do not: the checkpoint is incomplete, or was saved "
             "with another config"
         )
     return boxes

@@ -187,8 +187,8 @@ def _left_by(
     written = first == second
     if not bool((written | (first == _FILLS[0]) & (second == _FILLS[1])).all()):
         raise CheckpointError(
-            f"{type(module).__name__}._init_weights computes new values of {parameter} from those that were loaded, "
-            "which no rank has whole: let it leave alone what is loaded (parameters marked _is_hf_initialized)"
+            f"{type(module).__name__}._init_weights computes new values of {parameter} from the loaded ones, "
+            "of which a rank has only a shard: make it skip loaded parameters (marked _is_hf_initialized)"
         )
     places = written.nonzero().flatten()
     return Overwrite(places, first[places].clone())

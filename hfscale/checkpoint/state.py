@@ -140,8 +140,8 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
     """Raise CheckpointError if the executor has microbatches in flight, whose gradients would be lost."""
     if runtime.executor.under_way:
         raise CheckpointError(
-            f"{call} knows nothing of the microbatches that {runtime.mesh.layout.pipeline_schedule} has under way: "
-            "take their gradients first (for loss in hfscale.drain(model): optimizer.step()), or they would be lost"
+            f"{call} would lose the microbatches that {runtime.mesh.layout.pipeline_schedule} has in flight: "
+            "take their gradients first (for loss in hfscale.drain(model): optimizer.step())"
         )
 
 

@@ -41,8 +41,8 @@ class StateContents:
         self.tensors[key] = tensor
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(mesh.ranks)):
             raise CheckpointError(
-                f"{key} has the shape {tuple(share.shape)} on this rank, and the plan says {shape}: something has "
-                "replaced it since the model was made"
+                f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
+                "parameters after the model was made"
             )
         _, ranks = mesh.view(tensor.cuts)
         cut = {cut.axis: holders for cut, holders in zip(tensor.cuts, writers(tensor), strict=True)}

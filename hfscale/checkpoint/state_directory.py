@@ -135,7 +135,7 @@ def candidates(source: Path) -> list[Path]:
     if passed:
         _warn_once(words)
     if not marked and passed:
-        raise CheckpointError(f"{words}: there is no whole state in {source}")
+        raise CheckpointError(f"{words}: there is no complete state in {source}")
     if not marked:
         raise CheckpointError(
             f"{source} is not a state that hfscale.save_state wrote, and has none in it: give the directory of one, or "

@@ -80,7 +80,7 @@ def _in_words_of(directory: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{directory} could not be used ({in_words(error)}): it is damaged, or of another run; use another state"
+            f"{directory} cannot be loaded ({in_words(error)}): it is damaged, or from another run; use another state"
         ) from error
 
 
@@ -113,7 +113,7 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
                 _log.warning("%s. Resuming from %s", _in_words(wrong), directory)
             return directory
         wrong[directory] = problems
-    raise CheckpointError(f"{_in_words(wrong)}: there is no whole state in {source}")
+    raise CheckpointError(f"{_in_words(wrong)}: there is no complete state in {source}")
 
 
 def _changed(directory: Path, mesh: Mesh) -> list[str]:

@@ -56,10 +56,10 @@ def stream_weights(
     listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
     chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
     if not chosen or any(not 0 <= rank < world for rank in chosen):
-        raise ConfigError(f"ranks={ranks!r}: give some of the ranks 0 to {world - 1}, or 'all'")
+        raise ConfigError(f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}")
     if runtime.plan.quantized is not None:
         raise ConfigError(
-            "stream_weights yields whole weights, and these are held in 4 or 8 bits: merge the adapters "
+            "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
             "(hfscale.merge_and_unload), or stream a model that is not quantized"
         )
     adapters = runtime.part(Adapters)
@@ -118,7 +118,7 @@ class _Stored:
         for key, tensor in layout.items():
             if self._encoder is not None and self._encoder.wants(name) and len(self._encoded(name, key, tensor)) == 1:
                 raise ConfigError(
-                    f"{key} of shape {tuple(tensor.shape)} is not made of whole blocks of weight_block_size: choose "
+                    f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: choose "
                     "another, or name its module in modules_to_not_convert"
                 )
 

@@ -40,8 +40,8 @@ class Float8Config:
     def __post_init__(self) -> None:
         if str(self.recipe).lower().startswith("mx"):
             raise ConfigError(
-                f"recipe={self.recipe!r}: MX formats, with a scale for each 32 entries, are multiplied by Blackwell "
-                "GPUs alone, and hfscale has none: use 'rowwise', which comes nearest, or 'tensorwise'"
+                f"recipe={self.recipe!r}: hfscale does not support MX formats (a scale per 32 entries, for Blackwell "
+                "GPUs): use 'rowwise', which comes nearest, or 'tensorwise'"
             )
         check_choice("recipe", self.recipe, FLOAT8_RECIPES)
         check_names("leave_out", self.leave_out, '["down_proj"]')
@@ -49,8 +49,9 @@ class Float8Config:
             check_switch("fp8_all_gather", self.fp8_all_gather)
         if self.fp8_all_gather and self.recipe == "rowwise":
             raise ConfigError(
-                "fp8_all_gather=True with recipe='rowwise': a weight has other scales in its output than in the "
-                "gradient of its input, and both in 8 bits are no less than 16: use 'tensorwise', or leave it out"
+                "fp8_all_gather=True with recipe='rowwise': a weight needs other scales for its output than for the "
+                "gradient of its input, and two copies in 8 bits are no smaller than one in 16: use 'tensorwise', or "
+                "leave it out"
             )
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 

@@ -71,13 +71,15 @@ class MemoryConfig:
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
-                f"recompute_keep={list(kept)} is of layers that are recomputed whole, and recompute={given!r} "
-                "recomputes none: use recompute='full', a number or a budget with it"
+                f"recompute_keep={list(kept)} needs layers that are recomputed in full, and recompute={given!r} "
+                "recomputes none so: use recompute='full', a number or a budget with it"
             )
         if self.tokens is not None:
             check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:
-            raise ConfigError(f"tokens={self.tokens} is for a budget, and recompute={given!r} is none: leave it out")
+            raise ConfigError(
+                f"tokens={self.tokens} needs a memory budget, and recompute={given!r} is none: leave it out"
+            )
 
     def _check_switches(self) -> None:
         for name in ("offload_optimizer", "offload_parameters"):
@@ -91,7 +93,9 @@ class MemoryConfig:
         given = self.recompute
         if isinstance(given, str):
             if byte_count(given) == 0:
-                raise ConfigError(f"recompute={given!r} leaves no byte for what layers keep: use 'full', or '8GiB' say")
+                raise ConfigError(
+                    f"recompute={given!r} leaves no memory for activations: use 'full', or a larger budget like '8GiB'"
+                )
             if given not in RECOMPUTE and self.budget is None:
                 close = meant(given, RECOMPUTE)
                 hint = f"did you mean {close!r}? " if close else ""
@@ -140,5 +144,5 @@ def byte_count(text: str) -> int | None:
 def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
     check_names(field, given, like)
     if not given and not may_be_empty:
-        raise ConfigError(f"{field}=[] names nothing: pass names, as {like}, or 'none'")
+        raise ConfigError(f"{field} must have at least one name, got []: pass names, as {like}, or 'none'")
     return tuple(given)

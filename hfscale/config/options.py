@@ -46,11 +46,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
-            raise ConfigError(
-                f"routing={self.routing!r} is no such choice: pass hfscale.RoutingConfig(balance_loss=...)"
-            )
+            raise ConfigError(f"routing must be a hfscale.RoutingConfig, got {self.routing!r}")
         if self.memory is not None and not isinstance(self.memory, MemoryConfig):
-            raise ConfigError(f"memory={self.memory!r} is no such choice: pass hfscale.MemoryConfig(recompute='full')")
+            raise ConfigError(f"memory must be a hfscale.MemoryConfig, got {self.memory!r}")
         if not isinstance(self.mixed_precision, str) or self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
         self._check_loss_scaling()
@@ -79,7 +77,7 @@ class Options:
 
     def _check_float8(self) -> None:
         if self.float8 is not None and not isinstance(self.float8, Float8Config):
-            raise ConfigError(f"float8={self.float8!r} is no such choice: pass hfscale.Float8Config(recipe='rowwise')")
+            raise ConfigError(f"float8 must be a hfscale.Float8Config, got {self.float8!r}")
         if self.float8 is not None and self.mixed_precision != "fp8":
             raise ConfigError(
                 f"float8= is for mixed_precision='fp8', and this is {self.mixed_precision!r}: leave it out"
@@ -90,14 +88,12 @@ class Options:
         if isinstance(given, bool):
             return
         if not (isinstance(given, Mapping) and all(isinstance(value, bool) for value in given.values())):
-            raise ConfigError(
-                f"use_liger_kernel={given!r} is no such choice: use True, or switches as {{'rope': False}}"
-            )
+            raise ConfigError(f"use_liger_kernel must be True, False or a dict like {{'rope': False}}, got {given!r}")
         for name in ("cross_entropy", "fused_linear_cross_entropy"):
             if given.get(name):
                 raise ConfigError(
-                    f"use_liger_kernel={given!r}: {name} is for a whole head, which may be cut over ranks: leave it "
-                    "out; head and loss are one operator here as well, and logits are never whole"
+                    f"use_liger_kernel={given!r}: {name} needs a full head, which may be sharded here: leave it "
+                    "out; hfscale computes head and loss in chunks itself, without full logits"
                 )
 
     def check_device(self, device: torch.device) -> None:
@@ -106,7 +102,7 @@ class Options:
             found = torch.cuda.get_device_capability(device)
             if found < _FLOAT8_CAPABILITY:
                 raise ConfigError(
-                    f"mixed_precision='fp8' needs a GPU with products in 8 bits (compute capability 8.9 or more), and "
+                    f"mixed_precision='fp8' needs a GPU with fp8 matmuls (compute capability 8.9 or more), and "
                     f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use mixed_precision='bf16'"
                 )
 
@@ -115,7 +111,7 @@ class Options:
         if given is None:
             return
         if not isinstance(given, GradScalerKwargs):
-            raise ConfigError(f"loss_scaling={given!r} is impossible: pass accelerate.GradScalerKwargs(init_scale=...)")
+            raise ConfigError(f"loss_scaling must be an accelerate.GradScalerKwargs, got {given!r}")
         if self.mixed_precision != "fp16":
             raise ConfigError(
                 f"loss_scaling= is for mixed_precision='fp16', and this is {self.mixed_precision!r}: leave it out"
@@ -123,8 +119,8 @@ class Options:
         fits = given.init_scale > 0 and given.growth_factor > 1 > given.backoff_factor > 0 < given.growth_interval
         if not (fits and given.enabled):
             raise ConfigError(
-                f"loss_scaling={given} is impossible: init_scale and growth_interval are above 0, growth_factor is "
-                "above 1, backoff_factor between 0 and 1, and float16 does not train with enabled=False"
+                f"loss_scaling must have init_scale and growth_interval above 0, growth_factor above 1, backoff_factor "
+                f"between 0 and 1, and enabled=True, got {given}"
             )
 
     def check_fits(self, layout: ParallelConfig) -> None:
@@ -132,12 +128,12 @@ class Options:
         if self.mixed_precision == "fp16" and layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
             raise ConfigError(
                 f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
-                "later ones under way by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
+                "later ones in flight by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
             )
         routing, size = self.routing, layout.cp
         if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):
             raise ConfigError(
-                f"routing={routing} takes tokens in the order of the whole sequence, or draws for all of it, and each "
+                f"routing={routing} needs the tokens of full sequences (for capacity, or random draws), and each "
                 f"of cp_size={size} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
             )
 

@@ -143,14 +143,16 @@ class ParallelConfig(ParallelismConfig):
         check_choice("gradient_compression", given, GRADIENT_COMPRESSIONS)
         if given != "no" and self.dp_replicate == 1:
             raise ConfigError(
-                f"gradient_compression={given!r} is of what replicas send each other, and dp_replicate_size is 1: use "
-                "dp_replicate_size=2 or more, or leave it out (shards are reduced as they are)"
+                f"gradient_compression={given!r} compresses gradients between replicas, and dp_replicate_size is 1: "
+                "use dp_replicate_size=2 or more, or leave it out (shards are reduced uncompressed)"
             )
         if self.powersgd_rank is not None:
             check_count("powersgd_rank", self.powersgd_rank)
         rank = _default("powersgd_rank", self.powersgd_rank, None)
         if rank is not None and given != "powersgd":
-            raise ConfigError(f"powersgd_rank={rank} belongs to gradient_compression='powersgd': set that too")
+            raise ConfigError(
+                f"powersgd_rank={rank} needs gradient_compression='powersgd': set that too, or leave it out"
+            )
         self.powersgd_rank = _positive("powersgd_rank", 4 if rank is None else rank) if given == "powersgd" else None
 
     def _place_experts(self, may_add_data: bool) -> None:

@@ -75,7 +75,7 @@ class RoutingConfig:
             check_number("noise_std", self.noise_std, least=0)
             if self.router != "noisy_topk":
                 raise ConfigError(
-                    f"noise_std={self.noise_std} belongs to router='noisy_topk': set that, or leave it out"
+                    f"noise_std={self.noise_std} needs router='noisy_topk': set that too, or leave it out"
                 )
         if self.capacity_factor is not None:
             check_number("capacity_factor", self.capacity_factor, above=0, infinite=True)

@@ -203,7 +203,7 @@ def next_save(directory: str) -> str:
 
 def test_the_next_save_tells_of_a_failed_one(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(next_save, str(tmp_path / "state")):
-        assert "behind the steps failed" in message
+        assert "asynchronous save of" in message
         assert "rank 1: MemoryError" in message
 
 

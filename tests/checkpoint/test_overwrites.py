@@ -162,7 +162,7 @@ def test_what_is_drawn_is_the_same_on_every_rank() -> None:
 
 def test_what_depends_on_the_loaded_values_is_refused(tmp_path: Path) -> None:
     directory = _saved(ComputingLlama(tiny("llama")), None, str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"q_proj.weight from those that were loaded"):
+    with pytest.raises(CheckpointError, match=r"q_proj.weight from the loaded ones"):
         hfscale.from_pretrained(directory, auto_class=ComputingLlama)
 
 

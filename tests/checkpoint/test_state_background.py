@@ -82,7 +82,7 @@ def test_errors_are_told_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for messages in pools(2).run(failing, str(tmp_path)):
         for message in messages:
-            assert "behind the steps failed" in message
+            assert "asynchronous save of" in message
             assert "rank 0: [Errno 17] File exists" in message
     assert (tmp_path / "good" / "complete.json").exists()
 

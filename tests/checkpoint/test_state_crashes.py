@@ -223,7 +223,7 @@ def test_damaged(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, damage:
     save(run, tmp_path / "step-1", 1)
     save(run, tmp_path / "step-2", 2)
     change(tmp_path / "step-2")
-    with pytest.raises(CheckpointError, match=rf"step-2 cannot be used.*{words}.*no whole state"):
+    with pytest.raises(CheckpointError, match=rf"step-2 cannot be used.*{words}.*no complete state"):
         load(run, tmp_path / "step-2")
     assert load(run, tmp_path) == 1
     assert load(run, tmp_path / "latest") == 1
@@ -238,7 +238,7 @@ def test_nothing_whole(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path) -
         load(run, tmp_path)
     save(run, tmp_path / "step-1", 1)
     (tmp_path / "step-1" / MARK).unlink()
-    with pytest.raises(CheckpointError, match="there is no whole state in"):
+    with pytest.raises(CheckpointError, match="there is no complete state in"):
         load(run, tmp_path)
 
 

@@ -73,7 +73,7 @@ def test_transfers_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     without, with_transfers = _run(capsys, *argv), _run(capsys, *argv, "--transfer", "0.5")
     assert "bubble 100.0 % of the work" in without
     assert "bubble 133.3 % of the work" in with_transfers  # two transfers, each half a forward pass
-    assert "use a time of at least 0" in _refused(capsys, *argv, "--transfer", "-1")
+    assert "must be a time of at least 0, got -1" in _refused(capsys, *argv, "--transfer", "-1")
 
 
 @pytest.mark.parametrize("width", [30, 47, 60, 200])

@@ -76,7 +76,7 @@ def test_stages_and_data_ranks(pools: Pools) -> None:
 
 
 def test_layers_that_read_pictures_are_on_one_stage() -> None:
-    with pytest.raises(PlanError, match=r"inside of its layers .*cross_attention_states.*: use pp_size=1"):
+    with pytest.raises(PlanError, match=r"inside its layers .*cross_attention_states.*: use pp_size=1"):
         hfscale.plan(with_pictures("mllama"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
 
 
@@ -104,7 +104,7 @@ def test_pictures_that_are_added_behind_the_first_layers(pools: Pools, schedule:
     ids=str,
 )
 def test_layers_behind_which_pictures_are_added_are_on_the_first_stage(layout: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match=f"pictures are added behind its first 2 layers, .*{words}"):
+    with pytest.raises(PlanError, match=f"images are added after each of its first 2 layers, .*{words}"):
         hfscale.plan(behind_two_layers(4), ParallelConfig(**layout), auto_class=AutoModelForImageTextToText)
 
 
@@ -201,7 +201,7 @@ def _cut(config: Any, batch: Any) -> str:
 def test_pictures_are_not_cut_by_rows(pools: Pools) -> None:
     case = PictureCase(with_pictures("llava"))
     for said in pools(2).run(_cut, case.config, case.batches(1)[0][0][0]):
-        assert "nothing says which pictures belong to which rows: give train_step a list" in said
+        assert "images cannot be assigned to their rows: pass train_step a list" in said
 
 
 def test_no_pictures_anywhere(pools: Pools) -> None:

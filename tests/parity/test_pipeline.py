@@ -332,9 +332,9 @@ def test_layers_that_return_a_view(pools: Pools) -> None:
     )  # fmt: skip
     _equal(pools, Case(config, accumulation=4), pp_size=2, pipeline_schedule="zbv")
     config.layerdrop = 0.2
-    with pytest.raises(PlanError, match=r"layerdrop=0\.2 leaves out layers at random.*use config\.layerdrop = 0"):
+    with pytest.raises(PlanError, match=r"layerdrop=0\.2 skips layers at random.*use config\.layerdrop = 0"):
         hfscale.plan(config, ParallelConfig(pp_size=2))
-    with pytest.raises(PlanError, match=r"layerdrop=0\.2 leaves out layers at random, others on every rank"):
+    with pytest.raises(PlanError, match=r"layerdrop=0\.2 skips layers at random, different ones on every rank"):
         hfscale.plan(config, ParallelConfig(dp_shard_size=2))
 
 

@@ -41,7 +41,7 @@ def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timelin
     if not transfer:
         return planned
     if transfer < 0:
-        raise ConfigError(f"--transfer {transfer} is impossible: use a time of at least 0")
+        raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
     costs = replace(costs, communication=transfer * costs.forward)
     return simulate_communicators(asked.order, costs, asked.schedule, asked.microbatches)
 
@@ -126,7 +126,9 @@ def measured_costs(timeline: Timeline) -> Costs:
     for _, span in timeline.spans():
         lengths[span.action.kind].append(span.end - span.start)
     if not lengths["forward"]:
-        raise ConfigError("a trace without forwards cannot be compared with a plan")
+        raise ConfigError(
+            "a trace must have forward actions to be compared with a plan, and this one has none: record a step"
+        )
     forward = sum(lengths["forward"]) / len(lengths["forward"])
     found = {
         kind: sum(values) / len(values) if values else DEFAULT_COSTS.of(kind) * forward

@@ -125,7 +125,9 @@ def simulate_communicators(
     for first, second in halves.values():
         first.other, second.other = second, first
     if not _play(queues):
-        raise ConfigError(f"{name or 'this order'} can never end: its transfers wait for each other")
+        raise ConfigError(
+            f"{name or 'this order'} would deadlock: its transfers wait for each other; reorder the actions"
+        )
     rows = [[task for task in queues[rank, "computing"] if task.action] for rank in range(len(order))]
     spans = (tuple(Span(t.action, t.start, t.end or 0.0) for t in row if t.action) for row in rows)
     return Timeline(tuple(spans), name=name, microbatches=microbatches)

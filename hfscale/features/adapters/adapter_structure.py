@@ -72,8 +72,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         wrapper: Any = modules[wrapper_name]
         if not is_known(kept_in):
             raise ConfigError(
-                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale cannot say the cuts of: "
-                "use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
+                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
+                "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
             )
         path, inner = stock_name(wrapper_name), unwrapped(wrapper)
         adapted = ".".join(rest[1:]) if kept_in == COPY else adapted_parameter(wrapper) or "weight"
@@ -101,7 +101,9 @@ def _is_transposed(adapted: nn.Module) -> bool:
 
 def _planned_base(plan: Plan, name: str) -> str:
     if name not in plan.by_name:
-        raise ConfigError(f"an adapter is around {name}, and the model has no such parameter")
+        raise ConfigError(
+            f"an adapter is on {name}, and the model has no such parameter: correct target_modules or target_parameters"
+        )
     return name
 
 

@@ -144,11 +144,16 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
         if not plan.is_local(mesh.pp_rank, adapter.name):
             continue
         if adapter.name not in here:
-            raise PlanError(f"PEFT has not put {adapter.name} around this rank's part of the model")
+            raise PlanError(
+                f"PEFT did not create {adapter.name}, which the plan has on this rank: report it with the peft_config"
+            )
         planned, old = plan.by_name[adapter.name], here[adapter.name]
         shape = planned.model_shape(mesh.ranks)
         if tuple(old.shape) != shape and adapter.kept_in != LORA_EMBEDDING_A:
-            raise PlanError(f"{adapter.name} has the shape {tuple(old.shape)} on this rank, and should have {shape}")
+            raise PlanError(
+                f"{adapter.name} must have the shape {shape} on this rank, got {tuple(old.shape)}: report it with the "
+                "peft_config"
+            )
         owner = adapter.tied_to or adapter.name
         if owner not in made:
             base = shares[plan.by_name[adapter.base].tied_to or adapter.base].dtype

@@ -46,9 +46,9 @@ def _refuse_parts(model: Any) -> None:
     plan = runtime.plan
     if plan.stages is not None or any(plan.by_name[adapter.name].cuts for adapter in plan.adapters):
         raise ConfigError(
-            f"{plan.layout.describe()}: PEFT's get_peft_model_state_dict would return this rank's part of the adapter: "
-            "call hfscale.save_pretrained(model, directory), on every rank, which writes the whole one in PEFT's "
-            "format; hfscale.stream_weights(model) yields its tensors under PEFT's keys"
+            f"{plan.layout.describe()}: PEFT's get_peft_model_state_dict would return only this rank's shard of the "
+            "adapter: call hfscale.save_pretrained(model, directory), on every rank, which writes the full one in "
+            "PEFT's format; hfscale.stream_weights(model) yields its tensors under PEFT's keys"
         )
 
 
@@ -60,6 +60,6 @@ def give_back_methods(stock: nn.Module) -> None:
 
 def _refusing(name: str, instead: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise ConfigError(f"PEFT's {name} knows nothing of the other ranks, nor of hfscale's plan: {instead}")
+        raise ConfigError(f"PEFT's {name} does not work on a sharded model: {instead}")
 
     return refuse

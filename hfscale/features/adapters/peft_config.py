@@ -47,13 +47,13 @@ def read_config(source: Any) -> tuple[Any, str | None]:
         return copy.deepcopy(source), None
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
-            f"peft_config={type(source).__name__}(...) is neither a PEFT config nor the path of a saved adapter: pass "
+            f"peft_config must be a PEFT config or the path of a saved adapter, got a {type(source).__name__}: pass "
             "peft.LoraConfig(...)"
         )
     path = str(source)
     finish_move(path)
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
-        raise ConfigError(f"peft_config={path!r} is a directory without adapter_config.json: give that of an adapter")
+        raise ConfigError(f"peft_config={path!r} has no adapter_config.json: give the directory of a saved adapter")
     if not os.path.isdir(path) and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise ConfigError(f"peft_config={path!r} does not exist: give the directory of a saved adapter, or a Hub id")
     try:
@@ -70,7 +70,7 @@ def check_config(config: Any) -> None:
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in _METHODS:
         raise ConfigError(
-            f"peft_type {method} is not known to hfscale, which cannot say how its parameters are cut: use "
+            f"peft_type {method} is not supported, since hfscale does not know how to shard its parameters: use "
             f"{', '.join(_METHODS)} (LORA includes DoRA, rsLoRA, PiSSA and OLoRA)"
         )
     if method != "LORA":
@@ -95,7 +95,7 @@ def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
     """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over 4- or 8-bit weights."""
     method = getattr(config.peft_type, "value", config.peft_type)
     if method == "LOHA":
-        raise ConfigError(f"LoHa is for weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3")
+        raise ConfigError(f"LoHa needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3")
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise ConfigError(
@@ -104,8 +104,8 @@ def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
         )
     if getattr(config, "use_dora", False) and (bits != 4 or batch_world > 1):
         raise ConfigError(
-            f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale has only of 4-bit weights "
-            "that no data ranks share: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"
+            f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale computes only for 4-bit "
+            "weights without data ranks: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"
         )
 
 

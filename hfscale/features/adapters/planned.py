@@ -99,8 +99,8 @@ def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | 
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))
             raise ConfigError(
-                f"modules_to_save={wanted!r} is trained whole, and {inside[0]} is in {quantized.bits} bits, which take "
-                f"no gradients: leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
+                f"modules_to_save={wanted!r} trains all weights, and {inside[0]} is in {quantized.bits} bits, which "
+                f"have no gradients: leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
             )
 
 
@@ -118,8 +118,8 @@ def _refuse_own_dropout(config: Any, plan: Plan) -> None:
     for field in ("rank_dropout", "module_dropout"):
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
-                f"{type(config).__name__}({field}=...) draws by the size of each rank's part, so ranks would no longer "
-                "draw alike: leave it out, or use one process"
+                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
+                "would draw different ones: leave it out, or use one process"
             )
 
 
@@ -128,8 +128,8 @@ def _refuse_cut_norms(plan: Plan) -> None:
         embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
         if embeds and adapter.kept_in == DORA_MAGNITUDES:
             raise ConfigError(
-                f"{plan.embedding}: DoRA on an embedding that is cut along the vocabulary is not known to hfscale: "
-                "leave it out of target_modules, or use tp_size=1"
+                f"{plan.embedding}: hfscale does not support DoRA on an embedding that is sharded along the "
+                "vocabulary: leave it out of target_modules, or use tp_size=1"
             )
 
 
@@ -139,7 +139,7 @@ def _refuse_several_stages(plan: Plan) -> None:
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
-                f"{path} computes on several pipeline stages, where adapters around it would train apart: leave it out "
+                f"{path} runs on several pipeline stages, where adapters around it would diverge: leave it out "
                 f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
             )
 

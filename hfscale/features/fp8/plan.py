@@ -35,7 +35,7 @@ def plan_float8(draft: Draft) -> None:
     chosen = tuple(name for name, why in reasons.items() if not why)
     if not chosen:
         draft.problem(
-            "mixed_precision='fp8' is of linear projections within layers whose sizes are multiples of "
+            "mixed_precision='fp8' needs linear projections in the layers whose sizes are multiples of "
             f"{_MULTIPLE}, and none was found: use mixed_precision='bf16'"
         )
     _refuse_parts(draft, chosen)
@@ -89,7 +89,7 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
         found = [name for name in parts if parts[name] == axis]
         names = sorted({name.rpartition(".")[2] for name in found})
         draft.problem(
-            f"mixed_precision='fp8' with {axis}_size={draft.layout.size(axis)}: each rank has one term of the gradient "
-            f"of what {', '.join(dict.fromkeys(map(wild_name, found)))} return, and rounded terms are not the rounded "
-            f"sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
+            f"mixed_precision='fp8' with {axis}_size={draft.layout.size(axis)}: each rank computes one term of the "
+            f"gradient of what {', '.join(dict.fromkeys(map(wild_name, found)))} compute, and rounding terms is not "
+            f"rounding their sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
         )

@@ -27,7 +27,7 @@ def plan_memory(draft: Draft) -> None:
     if given == "none":
         return
     if not draft.layers:
-        draft.problem(f"recompute={given!r} is of layers, and none were found: use recompute='none'")
+        draft.problem(f"recompute={given!r} needs layers, and none were found: use recompute='none'")
         return
     _refuse_unknown_operators(draft)
     if given == "selective":
@@ -59,11 +59,11 @@ def _plan_offload(draft: Draft) -> None:
     asked = draft.options.memory_levers
     if asked.offload_parameters and draft.layout.data_world == 1:
         draft.problem(
-            "offload_parameters=True keeps shards of data ranks on the host, which FSDP2 gathers layer by layer, and "
-            "there are none: use dp_shard_size=2 or more, or offload_optimizer=True"
+            "offload_parameters=True keeps FSDP2's shards on the host, and parameters are not sharded: use "
+            "dp_shard_size=2 or more, or offload_optimizer=True"
         )
     if asked.least_offloaded is not None and not draft.layers:
-        draft.problem("offload_activations= is of layers, and none were found: leave it out")
+        draft.problem("offload_activations= needs layers, and none were found: leave it out")
     if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
         offload = OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
         draft.features.append(offload)
@@ -74,14 +74,14 @@ def _plan_compression(draft: Draft) -> None:
     if least is None:
         return
     if not draft.layers:
-        draft.problem("compress_activations= is of layers, and none were found: leave it out")
+        draft.problem("compress_activations= needs layers, and none were found: leave it out")
     elif find_spec("bitsandbytes") is None:
         draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
     again = draft.options.memory_levers.recompute
     if draft.mixtures and again not in ("none", "selective"):
         draft.problem(
             f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
-            "computed again from a rounded input may send tokens to other experts than before: use recompute='none' or "
+            "recomputed from a rounded input may send tokens to other experts: use recompute='none' or "
             "'selective', or offload_activations=True in place of 8 bits"
         )
     draft.features.append(CompressPlan(least))
@@ -106,8 +106,8 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
     for block in draft.blocks:
         if block.name in found and block.dropout > 0:
             draft.problem(
-                f"recompute={list(given)}: {wild_name(block.name)} drops activations out, cut over tp_size={draft.tp} "
-                "ranks from where it begins, and recomputing it alone would drop others: use recompute='full', or "
+                f"recompute={list(given)}: {wild_name(block.name)} applies dropout to activations sharded over "
+                f"tp_size={draft.tp} ranks, and recomputing it alone would draw another mask: use recompute='full', or "
                 "set its dropout to 0"
             )
         alone = [name for name in block.column if any(f"{name}.".startswith(f"{module}.") for module in found)]
@@ -124,8 +124,8 @@ def _refuse_other_attention(draft: Draft) -> None:
     size = draft.layout.cp
     if size > 1:
         draft.problem(
-            f"recompute='selective' with cp_size={size}: attention over cut sequences keeps no scores that could be "
-            "computed again: use recompute='none', 'full', or names of modules such as ['mlp']"
+            f"recompute='selective' with cp_size={size}: attention over sharded sequences keeps no scores that could "
+            "be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
     kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}

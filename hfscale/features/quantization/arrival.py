@@ -69,7 +69,7 @@ class Quantizing:
             why = f"its shape is {shape}, and the model's is {planned.shape}"
         if why is not None:
             raise CheckpointError(
-                f"{wild_name(name)} is stored in 4 bits and cannot be cut, since {why}: use smaller tp_size and "
+                f"{wild_name(name)} is stored in 4 bits and cannot be sharded, since {why}: use smaller tp_size and "
                 "dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
             )
         self.stored[name] = packed
@@ -133,7 +133,7 @@ class Quantizing:
             parameter: Any = own_parameters(module)[attribute]
             if parameter.is_meta or not is_quantized_already(parameter):
                 raise CheckpointError(
-                    f"the checkpoint has no {name}, and there is no quantizing what is not there: load it without "
+                    f"the checkpoint has no {name}, which was to be quantized: load it without "
                     "quantization_config, or with the config it was saved with"
                 )
             if self.plan.bits == 8 and self.mesh.data_world > 1:

@@ -26,7 +26,8 @@ def refuse_quantized(quantized: QuantizedPlan | None, directory: Path) -> None:
     """Raise :class:`ConfigError` for weights in 4 or 8 bits: a checkpoint would keep their error for good."""
     if quantized is not None:
         raise ConfigError(
-            f"the model is held in {quantized.bits} bits, and {str(directory)!r} would keep their error for "
-            "good: merge it into 16 bits first, with hfscale.merge_and_unload(model, dtype=torch.bfloat16), or train "
-            "an adapter (load the model with peft_config=...), which save_pretrained writes by itself"
+            f"the weights are in {quantized.bits} bits, and saving them to {str(directory)!r} would make their "
+            "rounding error permanent: merge it into 16 bits first, with hfscale.merge_and_unload(model, "
+            "dtype=torch.bfloat16), or train an adapter (load the model with peft_config=...), which save_pretrained "
+            "writes by itself"
         )

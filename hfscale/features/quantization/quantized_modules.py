@@ -51,7 +51,7 @@ def check_quantization(config: Any) -> None:
         )
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigError(
-            "llm_int8_has_fp16_weight=True keeps the weights in 16 bits and quantizes them anew in every pass: leave "
+            "llm_int8_has_fp16_weight=True keeps the weights in 16 bits and quantizes them in every pass: leave "
             "it out, or use load_in_4bit=True"
         )
     if config.llm_int8_enable_fp32_cpu_offload:
@@ -91,7 +91,7 @@ def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
     for name in weights:
         if name in kept:
             raise ConfigError(
-                f"{name} would be quantized, and is the head's or shared with another module: add "
+                f"{name} cannot be quantized, since it is the head's or tied to another module: add "
                 f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (left out, "
                 "the host keeps it)"
             )
@@ -122,7 +122,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     if config.load_in_8bit and transposed and planned.layout.dp_shard > 1:
         raise ConfigError(
             f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "
-            "Conv1D weights are cut between data ranks across the rows that have a scale each: use load_in_4bit=True, "
+            "Conv1D weights are sharded over data ranks across the rows that have a scale each: use load_in_4bit=True, "
             "or dp_shard_size=1"
         )
     if config.load_in_4bit and not stored:

@@ -81,7 +81,7 @@ class FusedHead:
         if runtime.plan.stages is not None:
             if kwargs.get("output_router_logits"):
                 raise ConfigError(
-                    "the loss of a router is summed over layers, and each stage has some: use pp_size=1, or "
+                    "the router loss is a sum over layers, of which each stage has only some: use pp_size=1, or "
                     "router_aux_loss_coef=0.0"
                 )
             given = {name: value for name, value in kwargs.items() if value is not None}
@@ -112,7 +112,9 @@ class FusedHead:
             talk.answers.append(self._answer(None, kwargs))
             return talk.answers[-1]
         if not self._trains or talk.call:
-            raise ConfigError("this loss needs gradients of several passes, and stages run one: use pp_size=1")
+            raise ConfigError(
+                "this loss needs the gradients of several forward passes, and pipeline stages run one: use pp_size=1"
+            )
         talk.answers.append(_TRAINS)
         talk.call = {name: value for name, value in kwargs.items() if value is not None}
         return self.output(_unknown(kwargs["labels"]), kwargs)

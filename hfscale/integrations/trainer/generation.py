@@ -45,14 +45,14 @@ def check_predictions(trainer: Any) -> None:
         )
     if runtime.mesh.layout.cp > 1:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True needs whole sequences, and context ranks have parts of them: use "
+            f"{layout}: predict_with_generate=True needs full sequences, and each context rank has a part of them: use "
             "cp_size=1, or predict_with_generate=False"
         )
     if runtime.plan.stages is None:
         return
     if runtime.plan.quantized is not None:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True puts the whole model together on one rank, which weights in 4 or 8 "
+            f"{layout}: predict_with_generate=True gathers the full model on one rank, which weights in 4 or 8 "
             "bits do not allow: use pp_size=1, or predict_with_generate=False"
         )
     if is_accelerator(runtime.mesh.device):
@@ -65,7 +65,7 @@ def _check_room(runtime: Runtime, room: int) -> None:
     least = min(runtime.mesh.all_gather_object(room))
     if size > least:
         raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: predict_with_generate=True puts the whole model together on one rank: "
+            f"{runtime.mesh.layout.describe()}: predict_with_generate=True gathers the full model on one rank: "
             f"{size / 2**30:.1f} GiB, of {least / 2**30:.1f}: use pp_size=1 with a larger tp_size or dp_shard_size, or "
             "predict_with_generate=False"
         )

@@ -115,8 +115,8 @@ class TrainerMixin(Checkpoints, DataSets):
         if (own and not self._scores_tokens) or runtime.loss is None:
             whose = f"{type(self).__name__}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
             raise ConfigError(
-                f"{runtime.mesh.layout.describe()}: {whose} needs the model's whole output, which one stage has: use "
-                "pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
+                f"{runtime.mesh.layout.describe()}: {whose} needs the model's full output, which only one stage has: "
+                "use pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
                 "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
             )
         check_step(trainer, runtime, self.uses_train_step)

@@ -126,7 +126,7 @@ def _newest_whole(output: Path) -> str | bool | None:
             return str(path)
         problems[path] = problem
     if {*problems.values()} - {_UNFINISHED}:
-        raise CheckpointError(f"{output} has no whole checkpoint: {_listed(problems)}")
+        raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
     if not problems and not (output / ASIDE).exists():
         return True  # Trainer refuses it
     _log.warning("%s has no whole checkpoint, as its first save was stopped: training begins at step 0", output)

@@ -54,8 +54,8 @@ def check_run(arguments: Any) -> None:
         count_processes_on_cpu(arguments)
     if arguments.world_size != processes:
         raise ConfigError(
-            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: make it once the "
-            "processes are there, and of accelerate's state nothing before"
+            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: create it, and "
+            "any accelerate state, after the process group"
         )
     use_one_gpu(arguments)
 
@@ -71,7 +71,7 @@ def check_arguments(arguments: Any) -> None:
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
     if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
         raise ConfigError(
-            "TrainingArguments(train_sampling_strategy='batch_rebalance') shares rows out by process: use "
+            "TrainingArguments(train_sampling_strategy='batch_rebalance') distributes rows by process: use "
             "'group_by_length'"
         )
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:

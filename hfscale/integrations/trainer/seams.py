@@ -80,8 +80,8 @@ class Seams:
             return
         if cast_lm_head_to_fp32:
             raise ConfigError(
-                "cast_lm_head_to_fp32=True is for a whole head, and this one is cut: leave it out; its sums over the "
-                "vocabulary are in float32 in any case"
+                "cast_lm_head_to_fp32=True needs a full head, and this one is sharded: leave it out; sums over the "
+                "vocabulary are in float32 anyway"
             )
         self.heads.append(fused_head(model, temperature, tuple(outputs), trains=not self.heads))
 
@@ -95,7 +95,7 @@ class Seams:
     def _create_model_from_path(self, stock: Any, path: str, architecture: Any = None, **kwargs: Any) -> Any:
         if self.layout is None:
             raise ConfigError(
-                f"{path!r} would be loaded whole by every process: pass parallel=hfscale.ParallelConfig(...) to the "
+                f"{path!r} would be loaded in full by every process: pass parallel=hfscale.ParallelConfig(...) to the "
                 "trainer, or a model of hfscale.from_pretrained"
             )
         given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}

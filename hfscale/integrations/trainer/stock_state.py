@@ -91,8 +91,8 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
 def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
     if "absmax1" in state and planned.cuts:
         raise CheckpointError(
-            f"{checkpoint / OPTIMIZER} has states in 8 bits, in blocks of whole tensors, and this layout cuts them: go "
-            "on in one process, or from a checkpoint of hfscale.Trainer"
+            f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
+            "resume in one process, or from a checkpoint of hfscale.Trainer"
         )
 
 

@@ -79,8 +79,8 @@ class ContextParallel(Part, ContextAxis):
         """Refuse a ``loss_fn``, which would see the outputs of this rank's tokens alone."""
         if user_loss and runtime.mesh.cp_group is not None:
             raise ConfigError(
-                f"{runtime.mesh.layout.describe()}: a loss_fn is given outputs of whole sequences, and context ranks "
-                "have parts of them: use cp_size=1, or a score_loss, which sees the scores of all tokens"
+                f"{runtime.mesh.layout.describe()}: a loss_fn needs the outputs of full sequences, and each context "
+                "rank has a part of them: use cp_size=1, or a score_loss, which gets the scores of all tokens"
             )
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
@@ -94,8 +94,8 @@ class ContextParallel(Part, ContextAxis):
         whole, part = cut_batch(batch, size, rank, runtime.loss.shift, self._takes_positions, inside)
         if whole.padding is not None and not planned.pads:
             raise ConfigError(
-                f"{runtime.plan.family!r} counts from where padding ends, which a rank with a part of a sequence does "
-                "not see: pack the examples into rows without padding, or use cp_size=1"
+                f"{runtime.plan.family!r} counts positions from the end of padding, which a rank with a part of a "
+                "sequence does not see: pack the examples into rows without padding, or use cp_size=1"
             )
         own = Microbatch({**part, _BATCH: whole})
         own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump

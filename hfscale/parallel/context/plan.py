@@ -29,8 +29,9 @@ def plan_context(draft: Draft) -> None:
     family = draft.config.model_type
     if draft.no_step or draft.loss is None:
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: sequences are cut where train_step shifts the labels of a causal "
-            f"language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
+            f"cp_size={size} does not fit {family!r}: sequences are sharded where train_step shifts the labels of a "
+            f"causal language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use "
+            "cp_size=1"
         )
         return
     if family in UNWRITABLE:
@@ -39,8 +40,8 @@ def plan_context(draft: Draft) -> None:
     text = find_text_model(draft.model) or ""
     if uncut := _read_inside(draft, text):
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: its layers read what towers make of pictures by inputs that are "
-            f"not cut ({', '.join(uncut)}): use cp_size=1"
+            f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
+            f"sharded ({', '.join(uncut)}): use cp_size=1"
         )
         return
     layers = modules_in_layers(draft.model, text)
@@ -51,8 +52,8 @@ def plan_context(draft: Draft) -> None:
     whole = tuple(name for name, module in layers.items() if type(module).__name__ in found.kinds)
     if whole and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
-            f"cp_size={size} runs {wild_name(whole[0])} on whole sequences, and sequence_parallel=True cuts what it is "
-            "given: use sequence_parallel=False"
+            f"cp_size={size} runs {wild_name(whole[0])} on full sequences, and sequence_parallel=True shards its "
+            "input: use sequence_parallel=False"
         )
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)
@@ -132,7 +133,7 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
         return max(fitting)
     if heads and size not in fitting:
         draft.problem(
-            f"cp_method={method!r} shares {heads} heads, and {keys} of keys and values, out to cp_size={size} ranks, "
-            "and they do not divide: use cp_method='gather' or 'ring'"
+            f"cp_method={method!r} divides {heads} query heads and {keys} key/value heads over cp_size={size} ranks, "
+            "and they do not divide evenly: use cp_method='gather' or 'ring'"
         )
     return 1

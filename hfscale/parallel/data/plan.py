@@ -21,6 +21,7 @@ def _refuse_layers_left_out(draft: Draft) -> None:
     """Refuse LayerDrop: a rank that skips a layer would miss an all-gather of FSDP2, in which the others wait."""
     for name in draft.layer_drops():
         draft.problem(
-            f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} leaves out layers at random, others on "
-            f"every rank, and data ranks gather each layer's weights together: use config.{name} = 0, or one data rank"
+            f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} skips layers at random, different ones "
+            f"on every rank, and data ranks gather each layer's weights together: use config.{name} = 0, or one data "
+            "rank"
         )

@@ -155,7 +155,10 @@ def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Pla
 
 def _filled(empty: Tensor | None, share: Tensor, on_host: bool) -> nn.Parameter:
     if empty is None:
-        raise ConfigError("a parameter vanished between planning and loading")
+        raise ConfigError(
+            "a parameter of the plan was removed from the model before its weights were loaded: do not change it "
+            "meanwhile"
+        )
     placed = like_sharded(share, empty)
     if on_host and isinstance(placed, DTensor):
         placed = placed.to("cpu")

@@ -98,7 +98,7 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     ids = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if ids is None else ids
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        raise ConfigError("routing= looks at whole sequences and found neither input_ids nor inputs_embeds in a batch")
+        raise ConfigError("routing= needs input_ids or inputs_embeds in every batch, and found neither: add one")
     samples, length = tokens.shape[:2]
     mask = batch.get("attention_mask")
     if isinstance(mask, Mapping):  # by kind of layer
@@ -112,8 +112,8 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
         attends = itself > -1.0 if itself.is_floating_point() else itself.bool()
         return attends.expand(samples, length)
     raise ConfigError(
-        f"an attention mask of shape {tuple(mask.shape)} does not say which of {samples} x {length} tokens are "
-        "padding: pass one of shape [samples, tokens], or [samples, 1, tokens, tokens]"
+        f"attention_mask must have the shape [samples, tokens] or [samples, 1, tokens, tokens] for {samples} x "
+        f"{length} tokens, got {tuple(mask.shape)}: routing= needs it to know which tokens are padding"
     )
 
 

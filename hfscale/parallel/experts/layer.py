@@ -181,7 +181,8 @@ class LayerRouting:
         if rows != samples * own:
             raise ConfigError(
                 f"{self.planned.name} got {rows} tokens where the batch has {samples} x {tokens}, of which this rank "
-                f"has {samples * own}: routing= can only force_balanced and count in {self.planned.name!r}"
+                f"has {samples * own}: use RoutingConfig() (which only counts) or force_balanced alone, for "
+                f"{self.planned.name!r}"
             )
         return _OwnTokens(lengths, start, now.real.narrow(1, start, own) if lengths else now.real)
 

@@ -72,13 +72,13 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
     model, kind = runtime.model, class_name(runtime.model)
     if not runtime.plan.mixtures:
         raise ConfigError(
-            f"routing={options}: {kind} has no experts that transformers keeps as one module of 3-D parameters: leave "
-            "it out"
+            f"routing={options}: {kind} has no experts that transformers keeps in one module of 3-D parameters: leave "
+            "routing out"
         )
     if options.needs_tokens and getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"routing={options} looks at whole sequences, and {kind} has two of them, an encoder's and a decoder's: "
-            "RoutingConfig() counts there, and force_balanced works"
+            f"routing={options} needs one sequence per row, and {kind} has two, an encoder's and a decoder's: use "
+            "RoutingConfig() (which only counts), or force_balanced alone"
         )
     if options.balance_loss and getattr(model.config, "output_router_logits", False):
         raise ConfigError(
@@ -87,7 +87,10 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
         )
     most = min(planned.count for planned in runtime.plan.mixtures)
     if options.router == "gshard" and most < 2:
-        raise ConfigError("router='gshard' chooses two experts, and there is one: use router='switch'")
+        raise ConfigError(
+            "router='gshard' needs at least two experts in every layer, and one layer has a single one: use "
+            "router='switch'"
+        )
 
 
 def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:

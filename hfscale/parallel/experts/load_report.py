@@ -81,9 +81,9 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     part = runtime.part(ExpertRouting)
     if part is None or part.routing is None:
         raise ConfigError(
-            "nothing counts tokens in this model: give it routing=hfscale.RoutingConfig() when it is loaded"
+            "tokens are not counted in this model: load it with routing=hfscale.RoutingConfig()"
             if runtime.plan.mixtures
-            else f"{class_name(runtime.model)} has no experts that hfscale knows, so there is no load of theirs"
+            else f"{class_name(runtime.model)} has no experts that hfscale knows, so it has no expert load"
         )
     counters, mesh = part.routing.counters, runtime.mesh
     rows = []

@@ -47,17 +47,16 @@ class ExpertRouting(Part):
         parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
             raise ConfigError(
-                "output_router_logits=True adds the router's loss to every microbatch's share of the token mean, so "
-                f"it would count {parts} times in this step: set config.output_router_logits = False and load the "
-                "model with routing=hfscale.RoutingConfig(balance_loss=...), whose weight is the same however a step "
-                "is divided"
+                "output_router_logits=True adds the router loss once per microbatch and batch rank, so it would count "
+                f"{parts} times in this step: set config.output_router_logits = False and load the model with "
+                "routing=hfscale.RoutingConfig(balance_loss=...), whose weight does not depend on how a step is split"
             )
         asked = runtime.options.routing
         if user_loss and asked is not None and (asked.balance_loss or asked.z_loss):
             raise ConfigError(
-                "a loss_fn's gradients are divided at the end of the step, and with them those of RoutingConfig's "
-                "losses, which are means over tokens already: leave balance_loss and z_loss at 0, and add such a loss "
-                "in loss_fn, of the outputs' router_logits"
+                "RoutingConfig's losses cannot be combined with a loss_fn: the step divides the gradients of both, and "
+                "routing losses are means over tokens already. Use balance_loss=0 and z_loss=0, and compute such a "
+                "loss in loss_fn from the outputs' router_logits"
             )
 
     def around_step(

@@ -42,14 +42,15 @@ class ActivationTypes:
         kind = tuple(stream.shape[len(leading) :]), stream.dtype
         if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
             raise ConfigError(
-                f"the stream between stages has the shape {tuple(stream.shape)} and type {stream.dtype} for "
-                f"{leading[0]} samples of {leading[1]} tokens, so this model cannot be cut into stages: use pp_size=1"
+                f"the hidden states between stages have the shape {tuple(stream.shape)} and type {stream.dtype} for "
+                f"{leading[0]} samples of {leading[1]} tokens, so this model cannot be split into stages: use pp_size=1"
             )
         told = self._told.setdefault((stage, training), kind)
         if told is not kind:
             if told != kind:
                 raise ConfigError(
-                    f"the stream between stages is {kind} now and was {told}: change precision before the first step"
+                    f"the hidden states between stages were {told} and are {kind} now: change precision before the "
+                    "first step"
                 )
             return
         header = torch.zeros(_LENGTH, dtype=torch.int64)

@@ -98,8 +98,8 @@ class StageAgreement:
                 continue
             if has_accumulation_hook(parameter):
                 raise ConfigError(
-                    f"{name} has a hook that runs when its gradient is accumulated; through pipeline stages gradients "
-                    "are whole only when train_step returns: step the optimizer then, without such hooks"
+                    f"{name} has a hook that runs when its gradient is accumulated, and with pipeline stages gradients "
+                    "are complete only when train_step returns: remove the hook, and step the optimizer after it"
                 )
             if id(parameter) not in tied:
                 found.update(self._stages_with(name))

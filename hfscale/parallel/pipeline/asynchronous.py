@@ -187,7 +187,7 @@ class AsynchronousPipeline(Pipeline):
             self._trained = self._what_trains()
         elif self._trained != self._what_trains():
             raise ConfigError(
-                "parameters were frozen or thawed while microbatches are under way: take their gradients first (for "
+                "requires_grad of parameters changed while microbatches are in flight: take their gradients first (for "
                 "loss in hfscale.drain(model): optimizer.step())"
             )
         self._trains, self._losses, (worker,) = True, [], self.workers
@@ -235,8 +235,8 @@ class AsynchronousPipeline(Pipeline):
     def _refuse_broken(self) -> None:
         if self._broken:
             raise ConfigError(
-                f"an earlier call of train_step under {self._layout.pipeline_schedule} was broken off by an error, and "
-                "what the stages had sent each other is lost: build the model again"
+                f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, "
+                "and the microbatches in flight are lost: build the model again"
             )
 
     def _step_back(self, worker: Any) -> None:

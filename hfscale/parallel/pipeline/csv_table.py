@@ -98,7 +98,9 @@ def _complete(order: Order, path: Path) -> None:
             f"{path}: stages {stages} and microbatches {microbatches} of the forwards are not numbered 0, 1, 2 ..."
         )
     if len(stages) % len(order):
-        raise ConfigError(f"{path}: {len(stages)} stages cannot be shared evenly by {len(order)} ranks")
+        raise ConfigError(
+            f"{path}: {len(stages)} stages do not divide evenly over {len(order)} ranks: give each rank as many"
+        )
     counts: dict[tuple[int, int], tuple[int, ...]] = {
         (stage, index): tuple(seen.pop((stage, kind, index), 0) for kind in _KIND.values() if kind != "update")
         for stage in stages
@@ -111,4 +113,4 @@ def _complete(order: Order, path: Path) -> None:
                 "B, or one I and one W"
             )
     if seen:
-        raise ConfigError(f"{path}: {sorted(seen)[0]} has no forward")
+        raise ConfigError(f"{path}: {sorted(seen)[0]} has no forward: add an F for it")

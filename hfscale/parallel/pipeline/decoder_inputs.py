@@ -56,7 +56,7 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
         handle.remove()
     if not seen or not isinstance(seen[0], Tensor):
         raise ConfigError(
-            f"{class_name(model)} does not say what its decoder reads for labels, which only the last stage has: give "
-            "decoder_input_ids"
+            f"{class_name(model)} does not make decoder inputs from labels by itself, and only the last stage has "
+            "labels: pass decoder_input_ids"
         )
     return {**batch, "decoder_input_ids": seen[0]}

@@ -52,9 +52,8 @@ def share_out(
 def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
     if any(is_of_towers(value) for batch in given for value in batch.values()):
         raise ConfigError(
-            f"a step of {len(given)} batches goes through stages as {parts} microbatches, and nothing says which "
-            "pictures belong to which rows: give train_step a list of that many microbatches, each with the pictures "
-            "of its texts"
+            f"the schedule splits {len(given)} batches into {parts} microbatches, and images cannot be assigned to "
+            "their rows: pass train_step a list of that many microbatches, each with the images of its texts"
         )
 
 
@@ -93,7 +92,7 @@ def tokens_of(batch: Batch) -> tuple[int, int]:
         if isinstance(found, Tensor) and found.ndim > 1:
             return found.shape[0], found.shape[1]
     raise ConfigError(
-        f"a pipelined step cuts its batch by samples and found neither input_ids nor inputs_embeds in it, only "
+        f"a batch must have input_ids or inputs_embeds, by whose rows a pipeline splits it, and has only "
         f"{', '.join(batch)}"
     )
 
@@ -113,8 +112,8 @@ def _part(name: str, value: Any, rows: int, start: int, size: int) -> Any:
     if value.shape[0] == 1:  # the same for every sample
         return value
     raise ConfigError(
-        f"{name} of shape {tuple(value.shape)} cannot be shared out to microbatches with the batch's {rows} rows: give "
-        "the microbatches as a list"
+        f"{name} of shape {tuple(value.shape)} cannot be split into microbatches with the batch's {rows} rows: pass "
+        "train_step a list of microbatches"
     )
 
 

@@ -27,6 +27,6 @@ class PipelineStages(Part):
         given = (batch.get("output_router_logits") for batch in batches)
         if runtime.plan.stages is not None and any(asked if each is None else each for each in given):
             raise ConfigError(
-                "output_router_logits=True makes a loss of what the layers of all stages compute: leave it out, and "
+                "output_router_logits=True makes a loss of the router logits of all stages: leave it out, and "
                 "load the model with routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
             )

@@ -64,7 +64,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         return stage_ranks(order(schedule, pp_size, count or given, virtual))
     if schedule in ASYNCHRONOUS and layout.data_world > 1:
         raise ConfigError(
-            f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 cannot: use "
+            f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 cannot: use "
             "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
         )
     check(schedule, pp_size, count or 2 * pp_size, virtual)  # the default is a number that all schedules accept
@@ -80,8 +80,8 @@ def check_stages(plan: Plan) -> None:
     if plan.stages is not None and plan.ties and plan.layout.pipeline_schedule == "pipedream":
         names = " = ".join(plan.stages.ties[0].names)
         raise PlanError(
-            f"pipedream updates every stage with another microbatch, so {names}, which are on several stages, would "
-            "drift apart: use pipedream_2bw, a schedule with a flush, or tie_word_embeddings=False"
+            f"pipedream updates each stage with another microbatch's gradient, so the copies of {names} on several "
+            "stages would diverge: use pipedream_2bw, a schedule with a flush, or tie_word_embeddings=False"
         )
 
 
@@ -161,7 +161,7 @@ class Pipeline(Executor):
     def check_plain_call(self, call: str) -> None:
         """Refuse ``loss.backward()``: backward passes run between the stages."""
         raise ConfigError(
-            f"{self._layout.describe()}: backward passes run between the stages, so {call} has none to start: use loss "
+            f"{self._layout.describe()}: {call} cannot run backward through pipeline stages: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
         )
 
@@ -285,8 +285,8 @@ class Pipeline(Executor):
             missed = arrived is not None and not passage.arrived
         if missed or (leaving is None and not last):
             raise ConfigError(
-                f"{class_name(self._runtime.model)} left out layers at the border of stage {stage.index} in this "
-                "pass, so the stream did not get through: switch off what skips layers, or use pp_size=1"
+                f"{class_name(self._runtime.model)} skipped layers at the ends of stage {stage.index} in this "
+                "pass, so no hidden states reached it: switch off LayerDrop, or use pp_size=1"
             )
         if last:
             return loss
@@ -327,8 +327,8 @@ class Pipeline(Executor):
 
     def _refuse_generate(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            f"{self._layout.describe()}: generate needs the whole model for every token, and stages pass tokens on one "
-            "after the other. Save it (hfscale.save_pretrained(model, directory), on every rank), and generate with "
+            f"{self._layout.describe()}: generate needs all layers for every token, and a rank has only some. Save it "
+            "(hfscale.save_pretrained(model, directory), on every rank), and generate with "
             "hfscale.from_pretrained(directory, parallel=hfscale.ParallelConfig(tp_size=...)), or with stock "
             "transformers"
         )

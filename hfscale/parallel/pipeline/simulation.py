@@ -76,7 +76,9 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
                 moved = True
     if any(at < len(actions) for at, actions in zip(place, order, strict=True)):
         stuck = [f"rank {rank} at {_say(order[rank][at])}" for rank, at in enumerate(place) if at < len(order[rank])]
-        raise ConfigError(f"{name or 'this order'} can never end, each rank waits for another: {', '.join(stuck)}")
+        raise ConfigError(
+            f"{name or 'this order'} would deadlock, each rank waits for another: {', '.join(stuck)}; reorder them"
+        )
     return Timeline(tuple(map(tuple, spans)), name=name, microbatches=microbatches)
 
 

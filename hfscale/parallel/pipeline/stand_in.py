@@ -104,9 +104,9 @@ class _StandIn(nn.Module):
         """
         if not self._passage.under_way:
             raise ConfigError(
-                f"another pipeline stage holds the {type(self._absent).__name__} that is needed: modules of the model "
-                "(model.model, for one) cannot be called by themselves here. Use hfscale.train_step(model, batch, "
-                "loss_fn=...), hfscale.eval_step or hfscale.token_scores, which run all stages"
+                f"the {type(self._absent).__name__} is on another pipeline stage: modules of the model (model.model, "
+                "for example) cannot be called by themselves here. Use hfscale.train_step(model, batch, loss_fn=...), "
+                "hfscale.eval_step or hfscale.token_scores, which run all stages"
             )
         return self.forward(*args, **kwargs)
 

@@ -57,7 +57,7 @@ class TiedGradients:
             parameter = copy.parameter
             if parameter.grad is not None and not used:
                 raise ConfigError(
-                    "a tensor that several stages hold had no gradient in the first step and has one now: build the "
+                    "a tied tensor had no gradient in the first step and has one now: build the "
                     "model again for batches of another kind"
                 )
             if used:

@@ -32,7 +32,10 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
         ConfigError: ``order`` updates weights within a step, or a pair of actions can never begin.
     """
     if any(action.kind == "update" for actions in order for action in actions):
-        raise ConfigError(f"{name} has updates (U) inside a step, which are for drawing: the optimizer runs after it")
+        raise ConfigError(
+            f"{name} has updates (U) inside a step, which can only be drawn, not run: leave them out; the optimizer "
+            "runs after it"
+        )
     homes = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     programs: list[list[Step]] = [[] for _ in order]
     done: list[set[Step]] = [set() for _ in order]
@@ -48,8 +51,8 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
                     done[where].add(step)
     if any(waiting):
         raise ConfigError(
-            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its parts can, and one of "
-            "them waits for the other, or for something behind it: take them apart"
+            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its actions can, and one "
+            "of them waits for the other, or for something behind it: take them apart"
         )
     return programs
 

@@ -95,7 +95,7 @@ def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     wanted = kwargs.get("output_hidden_states")
     if torch.is_grad_enabled() and (model.config.output_hidden_states if wanted is None else wanted):
         raise ConfigError(
-            "output_hidden_states=True would return this rank's share of the tokens under sequence_parallel: ask for "
+            "output_hidden_states=True would return only this rank's tokens under sequence_parallel: ask for "
             "hidden states under torch.no_grad(), or use sequence_parallel=False"
         )
 

@@ -73,7 +73,7 @@ def install_vocab_parallel_embedding(
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
     """Cut an embedding along the vocabulary; return whether the class computes after the lookup and so sums inside."""
     if not isinstance(module, nn.Embedding):
-        raise ConfigError(f"{planned.name} is not an embedding cut over tp")
+        raise ConfigError(f"{planned.name} must belong to an nn.Embedding, got {type(module).__name__}: use tp_size=1")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ConfigError(
             f"{planned.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut along "

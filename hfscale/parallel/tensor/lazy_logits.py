@@ -127,7 +127,7 @@ class LazyLogits(Tensor):
     ) -> Any:
         # Reached only past __torch_function__ (an autograd.Function applied to it), where a graph would be lost.
         raise RuntimeError(
-            f"{func} looked past torch functions at logits that are not computed in a training step with labels: call "
+            f"{func} read logits directly that a training step with labels does not compute: call "
             "the model without labels, and compute the loss from its logits"
         )
 

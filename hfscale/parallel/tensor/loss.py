@@ -142,7 +142,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._called = True
         smoothing = self.label_smoothing if label_smoothing is None else label_smoothing
         if not 0.0 <= smoothing <= 1.0:
-            raise ConfigError(f"label_smoothing={smoothing!r} is not a share: use 0 to 1")
+            raise ConfigError(f"label_smoothing must be between 0 and 1, got {smoothing!r}")
         vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
@@ -172,8 +172,8 @@ class VocabParallelLoss(KeepsOutputs):
             targets = targets.to(logits.device)
         if targets.numel() != logits.shape[:-1].numel():
             raise ConfigError(
-                f"the loss got {targets.numel()} labels for logits of {logits.shape[:-1].numel()} positions: leave out "
-                "logits_to_keep in a forward pass with labels"
+                f"the loss must get a label per position, got {targets.numel()} for {logits.shape[:-1].numel()}: leave "
+                "out logits_to_keep in a forward pass with labels"
             )
         return given, targets
 
@@ -237,11 +237,11 @@ class VocabParallelLoss(KeepsOutputs):
         its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
         if self.group is not None:
             raise ConfigError(
-                f"{its} run on a cut vocabulary: call it without labels, and compute the loss from its logits"
+                f"{its} run on a sharded vocabulary: call it without labels, and compute the loss from its logits"
             )
         if self.count is not None:
             raise ConfigError(
-                f"{its} be divided by the labels of a whole step: loop over loss = model(**batch).loss and "
+                f"{its} be divided by the number of labels in a step: loop over loss = model(**batch).loss and "
                 "loss.backward() instead of train_step"
             )
         if isinstance(output, tuple):

@@ -124,7 +124,7 @@ def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
                 yield name
             elif free:
                 draft.problem(
-                    f"sequence_parallel=True: {wild_name(name)} holds parameters that are cut and others that are not: "
+                    f"sequence_parallel=True: {wild_name(name)} holds sharded and replicated parameters: "
                     "use sequence_parallel=False"
                 )
 

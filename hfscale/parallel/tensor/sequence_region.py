@@ -105,7 +105,7 @@ class SequenceRegion:
         if x.shape[_dim(x)] != (sum(lengths) if whole else lengths[self.rank]):
             raise ConfigError(
                 f"sequence_parallel=True: a block under {self.plan.owner!r} has {x.shape[_dim(x)]} tokens where "
-                f"{current.total} are shared out as {lengths}, so its family does not fit: use sequence_parallel=False"
+                f"{current.total} are sharded as {lengths}, so its family does not fit: use sequence_parallel=False"
             )
         return lengths
 
@@ -226,7 +226,7 @@ class SequenceRegion:
         if self.cut and not self._again:
             raise ConfigError(
                 f"sequence_parallel=True: {self.plan.owner!r} returned without having called {self.plan.exit!r}, where "
-                "its stream becomes whole again, so its family does not fit: use sequence_parallel=False"
+                "its hidden states are gathered, so its family does not fit: use sequence_parallel=False"
             )
 
 

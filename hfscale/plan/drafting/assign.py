@@ -118,7 +118,7 @@ def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
     if asked is None or sum(asked) == len(layers):
         return True
     draft.problem(
-        f"stage_layers={list(asked)} shares out {sum(asked)} layers, and {type(draft.model).__name__} has "
+        f"stage_layers={list(asked)} adds up to {sum(asked)} layers, and {type(draft.model).__name__} has "
         f"{len(layers)}: use numbers that sum up to {len(layers)}, or leave stage_layers out for a balanced split"
     )
     return False
@@ -128,7 +128,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
     """Return the names of the layer lists (one, or an encoder's and a decoder's); ``None`` if they cannot be split."""
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
-        stage_problem(draft, f"stages are cut from one list of layers, and there are {len(lists)} ({', '.join(lists)})")
+        stage_problem(draft, f"stages need one list of layers, and there are {len(lists)} ({', '.join(lists)})")
     elif not lists or not all(isinstance(draft.modules[name], nn.ModuleList) for name in lists):
         stage_problem(draft, "no list of layers was found", "pp_size=1, or a blueprint that names it")
     elif sum(len(draft.modules[name]) for name in lists) != len(layers):
@@ -147,12 +147,12 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)
-        return f"what its towers make of pictures is read inside of its layers ({inputs}){ALONE}", "pp_size=1"
+        return f"its towers' outputs are read inside its layers ({inputs}){ALONE}", "pp_size=1"
     if getattr(draft.config, "output_router_logits", False):
-        what = "output_router_logits=True makes a loss of what the layers of all stages compute"
+        what = "output_router_logits=True makes a loss of the router logits of all stages"
         return what, "config.output_router_logits = False, or pp_size=1"
     for name in draft.layer_drops()[:1]:
-        what = f"{name}={getattr(draft.config, name)} leaves out layers at random, at a border of stages too"
+        what = f"{name}={getattr(draft.config, name)} skips layers at random, also those at the ends of stages"
         return what, f"config.{name} = 0, or pp_size=1"
     return None
 
@@ -164,16 +164,16 @@ def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
     if asked is not None and asked[0] < first:
         stage_problem(
             draft,
-            f"pictures are added behind its first {first} layers, which must be on the first stage, and stage_layers="
-            f"{list(asked)} has {asked[0]} there",
+            f"images are added after each of its first {first} layers, which must be on the first stage, and "
+            f"stage_layers={list(asked)} has {asked[0]} there",
             f"at least {first} as the first of stage_layers",
         )
     elif asked is None and first + stages - 1 > layers:
         most = layers - first + 1
         stage_problem(
             draft,
-            f"pictures are added behind its first {first} layers, which must be on the first of {stages} stages, and "
-            f"it has {layers} layers",
+            f"images are added after each of its first {first} layers, which must be on the first of {stages} stages, "
+            f"and it has {layers} layers",
             f"at most {most} stages (pp_size x virtual_stages)" if most > 1 else "pp_size=1",
         )
     return first

@@ -203,7 +203,7 @@ def test_what_is_not_known_is_refused_by_name(start: str) -> None:
         (_lora(target_modules=["q_proj", "query"]), "target_modules names 'query', which matches nothing"),
         (_lora(modules_to_save=["classifier"]), "modules_to_save names 'classifier', which matches nothing"),
         ("nowhere/at/all", "does not exist"),
-        ({"r": 4}, "neither a PEFT config nor the path"),
+        ({"r": 4}, "must be a PEFT config or the path of a saved adapter, got a dict"),
     ]
     model = hfscale.from_pretrained(start)
     for config, message in refused:

@@ -224,7 +224,7 @@ def test_a_plain_loop_with_a_cache(config: Any, ways: list[str]) -> None:
         ({"recompute": "full", "recompute_keep": ["aten.add_"]}, {}, "llama", "changes a tensor in place"),
         ({"recompute": "selective"}, {"cp_size": 2}, "llama", "keeps no scores .*: use recompute='none', 'full'"),
         ({"recompute": ["mlp"]}, LAYOUTS["regather"], "llama", "use recompute='full', or sequence_regather=False"),
-        ({"recompute": ["attn"]}, {"tp_size": 2}, "gpt2", "drops activations out, cut over tp_size=2"),
+        ({"recompute": ["attn"]}, {"tp_size": 2}, "gpt2", "applies dropout to activations sharded over tp_size=2"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_plan(
@@ -242,11 +242,11 @@ def test_what_does_not_fit_is_refused_with_the_plan(
         ({"recompute": "8 bits"}, "use one of none, full, selective, a number n"),
         ({"recompute": 0}, "use a whole number of at least 1"),
         ({"recompute": True}, "is unknown"),
-        ({"recompute": []}, "names nothing"),
+        ({"recompute": []}, "must have at least one name"),
         ({"recompute": ["mlp", 3]}, "pass a list of names"),
         ({"recompute_keep": ["aten.mm"]}, "recompute='none' recomputes none"),
         ({"recompute": "full", "recompute_keep": True}, "recompute_keep=True is impossible: pass a list of names"),
-        ({"tokens": 12}, "is for a budget"),
+        ({"tokens": 12}, "needs a memory budget"),
         ({"recompute": "1GB", "tokens": 0}, "at least 1"),
         ({"recomputes": "full"}, "did you mean 'recompute'"),
     ],

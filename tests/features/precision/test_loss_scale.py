@@ -264,16 +264,20 @@ def test_losses_that_nobody_scales_are_refused() -> None:
     ("given", "layout", "message"),
     [
         ({"loss_scaling": GradScalerKwargs()}, {}, "is for mixed_precision='fp16', and this is 'no'"),
-        ({"mixed_precision": "fp16", "loss_scaling": {"init_scale": 2}}, {}, "pass accelerate.GradScalerKwargs"),
+        (
+            {"mixed_precision": "fp16", "loss_scaling": {"init_scale": 2}},
+            {},
+            "must be an accelerate.GradScalerKwargs, got",
+        ),
         (
             {"mixed_precision": "fp16", "loss_scaling": GradScalerKwargs(growth_factor=0.5)},
             {},
-            "growth_factor is",
+            "growth_factor above 1",
         ),
         (
             {"mixed_precision": "fp16", "loss_scaling": GradScalerKwargs(enabled=False)},
             {},
-            "not train with enabled",
+            "and enabled=True, got",
         ),
         ({"mixed_precision": "fp16"}, {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"}, "a schedule with a flush"),
         ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, fp16, fp8"),

@@ -89,7 +89,7 @@ def test_what_does_not_align_is_refused(pools: Pools, tmp_path: Path) -> None:
     config = wide("llama", intermediate_size=192)
     stock(save(config, tmp_path / "plain"), four_bits()).save_pretrained(tmp_path / "stored")
     for message in pools(2).run(refused, str(tmp_path / "stored")):
-        assert "model.layers.*.mlp.down_proj.weight is stored in 4 bits and cannot be cut" in message
+        assert "model.layers.*.mlp.down_proj.weight is stored in 4 bits and cannot be sharded" in message
         assert "use smaller tp_size and dp_shard_size, or a checkpoint with 16-bit weights" in message
     table = str(hfscale.plan(tmp_path / "stored", ParallelConfig(tp_size=2)))
     assert "4-bit blocks of 2 weights do not align with their shards: they cannot be loaded" in table

@@ -135,7 +135,7 @@ def test_the_newest_whole_checkpoint_is_taken(saved: Path, tmp_path: Path, caplo
         with pytest.raises(CheckpointError, match=r"checkpoint-4 cannot be used.*checkpoint-2' is whole"):
             resumed_from(str(out / "checkpoint-4"), out, mesh)
     damage(out / "checkpoint-2" / "trainer_state.json")
-    with pytest.raises(CheckpointError, match=r"has no whole checkpoint: .*checkpoint-4 .*checkpoint-2 "):
+    with pytest.raises(CheckpointError, match=r"has no complete checkpoint: .*checkpoint-4 .*checkpoint-2 "):
         resumed_from(True, out, mesh)
     with pytest.raises(CheckpointError, match="must be a directory"):
         resumed_from(str(out / "checkpoint-9"), out, mesh)

@@ -151,7 +151,7 @@ def test_what_was_not_given_is_not_to_be_left_out(pools: Pools, path: str, tmp_p
         assert "num_microbatches" not in message
 
 
-@pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "whole output")])
+@pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "full output")])
 def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, advice: str, tmp_path: Path) -> None:
     for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name, PP2):
         assert advice in message

@@ -223,7 +223,9 @@ def _left_padded(directory: str) -> str:
 def test_padding_that_counts_is_refused(pools: Pools, tmp_path: Path) -> None:
     """OPT counts positions from where padding ends."""
     AutoModelForCausalLM.from_config(config_of("opt")).save_pretrained(tmp_path)
-    assert all("counts from where padding ends" in found for found in pools(2).run(_left_padded, str(tmp_path)))
+    assert all(
+        "counts positions from the end of padding" in found for found in pools(2).run(_left_padded, str(tmp_path))
+    )
 
 
 @pytest.mark.parametrize(

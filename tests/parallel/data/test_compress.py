@@ -222,7 +222,7 @@ def test_training(pools: Pools, tmp_path: Path, layout: str) -> None:
     [
         ({"gradient_compression": "bf16"}, "use dp_replicate_size=2 or more"),
         ({"gradient_compression": "int8", "dp_replicate_size": 2}, "is unknown: use one of no, bf16, fp16, powersgd"),
-        ({"powersgd_rank": 2, "dp_replicate_size": 2}, "belongs to gradient_compression='powersgd'"),
+        ({"powersgd_rank": 2, "dp_replicate_size": 2}, "needs gradient_compression='powersgd'"),
         ({"gradient_compression": "powersgd", "powersgd_rank": 0, "dp_replicate_size": 2}, "at least 1"),
     ],
 )

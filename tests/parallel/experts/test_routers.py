@@ -41,7 +41,7 @@ def _layers(model: Any) -> list[Any]:
         ({"z_loss": math.inf}, "z_loss=inf is impossible"),
         ({"capacity_factor": 0}, "capacity_factor=0 is impossible: use a number above 0"),
         ({"capacity": 1.0}, "no field 'capacity'; did you mean 'capacity_factor'"),
-        ({"noise_std": 0.1}, "belongs to router='noisy_topk'"),
+        ({"noise_std": 0.1}, "needs router='noisy_topk'"),
         ({"force_balanced": 1}, "force_balanced=1 is not a switch"),
         ({"balance_scores": "tanh"}, "balance_scores='tanh' is unknown"),
     ],
@@ -64,7 +64,7 @@ def test_a_model_that_lacks_what_is_asked_for_is_refused() -> None:
         _model(RoutingConfig(bias_update_rate=0.001))
     with pytest.raises(ConfigError, match="would balance experts twice"):
         _model(RoutingConfig(balance_loss=0.01), output_router_logits=True)
-    with pytest.raises(ConfigError, match=r"pass hfscale.RoutingConfig\("):
+    with pytest.raises(ConfigError, match=r"routing must be a hfscale.RoutingConfig, got"):
         _model({"balance_loss": 0.01})  # type: ignore[arg-type]
 
 
@@ -340,5 +340,5 @@ def test_slots_exchange_no_counts(pools: Any) -> None:
 def test_a_mask_that_does_not_say_what_is_padding_is_refused() -> None:
     model = _model(RoutingConfig(z_loss=0.1))
     ids = torch.ones(2, 5, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="does not say which of 2 x 5 tokens are padding"):
+    with pytest.raises(ConfigError, match=r"for 2 x 5 tokens, got \(2, 3\)"):
         model(input_ids=ids, attention_mask=torch.ones(2, 3))

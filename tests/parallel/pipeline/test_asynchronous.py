@@ -177,7 +177,7 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
     several, none = pools(2).run(_refused, str(tmp_path))[0]
     assert "pass one batch per train_step" in several
     assert "empty list" in none
-    with pytest.raises(ConfigError, match="pipedream keeps several versions of the weights"):
+    with pytest.raises(ConfigError, match="pipedream keeps several weight versions"):
         hfscale.plan(tiny("llama"), ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule="pipedream"))
 
 

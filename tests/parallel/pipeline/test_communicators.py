@@ -68,5 +68,5 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hfscale.cli.schedule_drawing.communicators.rank_programs", lambda _: crossed)
-        with pytest.raises(ConfigError, match="mine can never end: its transfers wait for each other"):
+        with pytest.raises(ConfigError, match="mine would deadlock: its transfers wait for each other"):
             simulate_communicators(order_of, name="mine")

@@ -103,7 +103,7 @@ def test_a_pair_sends_when_both_are_done() -> None:
 
 
 def test_a_deadlock_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"this order can never end.*rank 0 at backward of stage 0, microbatch 0"):
+    with pytest.raises(ConfigError, match=r"this order would deadlock.*rank 0 at backward of stage 0, microbatch 0"):
         simulate(((Action(0, "backward", 0), Action(0, "forward", 0)),))
 
 

@@ -235,9 +235,9 @@ def test_asked_for_by_hand() -> None:
     assert plan.imbalance > 1.2
     plan = cut("gpt2", pp_size=2, virtual_stages=2, pipeline_schedule="zbv", stage_layers="1,2,1,1")
     assert [(stage.rank, len(stage.layers)) for stage in plan.stages] == [(0, 1), (1, 2), (1, 1), (0, 1)]
-    with pytest.raises(PlanError, match=r"stage_layers=\[2, 2\] shares out 4 layers, .* has 5: use numbers that sum"):
+    with pytest.raises(PlanError, match=r"stage_layers=\[2, 2\] adds up to 4 layers, .* has 5: use numbers that sum"):
         cut("llama", pp_size=2, stage_layers=[2, 2])
-    with pytest.raises(PlanError, match=r"stage_layers=\[2\] shares out 2 layers"):
+    with pytest.raises(PlanError, match=r"stage_layers=\[2\] adds up to 2 layers"):
         build_plan(on_meta(_config("llama")), ParallelConfig(stage_layers=[2]))
 
 
@@ -369,7 +369,7 @@ def test_what_tokens_do_not_reach_is_refused() -> None:
 
 
 def test_a_router_loss_is_refused() -> None:
-    with pytest.raises(PlanError, match="output_router_logits=True makes a loss of what the layers of all stages"):
+    with pytest.raises(PlanError, match="output_router_logits=True makes a loss of the router logits of all stages"):
         cut("mixtral", changes={"output_router_logits": True}, pp_size=2)
 
 
