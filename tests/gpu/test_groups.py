@@ -1,12 +1,14 @@
 """A process group of one rank over NCCL: what it is made with, split into, and asked to do."""
 
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hfscale._compat.torch_flight import collectives_under_way
 from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.distributed.processes import (
     TIMEOUT,
@@ -27,6 +29,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")  # the flight recorder, which the watchdog reads
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     # A launcher that shows each process one GPU: the seventh process of the machine has the first one that it sees.
@@ -57,3 +60,17 @@ def test_groups_on_a_gpu(device: torch.device) -> None:
         assert torch.equal(start_all_gather(x, [6], 1, split).result(), x)
         assert torch.equal(start_all_reduce(x.clone(), split).result(), x)
     assert dict(traffic.calls) == {"reduce_scatter": 1, "allgather": 1, "allreduce": 1}
+
+
+def test_the_watchdog_sees_that_work_has_ended(device: torch.device) -> None:
+    """Collectives, and the halves of a batch of transfers, which NCCL's recorder leaves open (pytorch#137969)."""
+    x, y = torch.randn(1 << 14, device=device), torch.empty(1 << 14, device=device)
+    dist.all_reduce(x)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]):
+        work.wait()
+    torch.cuda.synchronize()
+    deadline = time.monotonic() + 5
+    while (waiting := collectives_under_way()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # torch's own thread looks now and then
+    assert not waiting
+    assert torch.equal(x, y)

@@ -189,17 +189,21 @@ def test_loops_of_other_libraries_log_what_they_did(own: str, tmp_path: Path) ->
     assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("option", ["mixture", "lora", "fp8"])
-def test_waits_do_not_grow_with_microbatches(option: str, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize("option", ["mixture", "lora", "qlora", "fp8"])
+def test_waits_do_not_grow_with_microbatches(option: str, recwarn: pytest.WarningsRecorder, tmp_path: Path) -> None:
     """A mixture looks once a pass; the rest nowhere between the first microbatch and the last."""
     peft = pytest.importorskip("peft")
     given: dict[str, Any] = {"dtype": torch.bfloat16}
-    if option == "lora":
+    if "lora" in option:
         given["peft_config"] = peft.LoraConfig(target_modules=["q_proj"])
+    if option == "qlora":
+        pytest.importorskip("bitsandbytes")
+        given["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True)
     if option == "fp8" and torch.cuda.get_device_capability() >= (8, 9):
         given["mixed_precision"] = "fp8"
     config = qwen3_moe() if option == "mixture" else tiny("llama", hidden_size=64, intermediate_size=128)
-    model, waits = hfscale.from_config(config, **given).train(), []
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model, waits = hfscale.from_pretrained(str(tmp_path), **given).train(), []
     hfscale.train_step(model, BATCH)
     for passes in (2, 6):
         torch.cuda.synchronize()

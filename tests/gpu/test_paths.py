@@ -1,11 +1,14 @@
 """Paths that only a GPU takes: its grouped products, LLM.int8, flash attention, states on it, and waits of the host."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
 
 import hfscale
 from hfscale.parallel.context.kernels import FlashOnCuda, ScoreBlock, ScoreKernel
@@ -81,15 +84,32 @@ def test_resuming_is_going_on(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(ends[1][key], value, rtol=1e-5, atol=1e-6)
 
 
+def varlen_flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> tuple[Any, None]:
+    """Attend within documents by torch's own flash kernel, which needs no other package."""
+    kernel, borders = varlen.varlen_attn, given["cu_seq_lens_q"]
+    causal = "is_causal" in inspect.signature(kernel).parameters  # until torch 2.11; then a window
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (
+        x.transpose(1, 2).flatten(0, 1) for x in (query, *(x.repeat_interleave(groups, 1) for x in (key, value)))
+    )
+    longest = int(given["max_length_q"])
+    window: dict[str, Any] = {"is_causal": True} if causal else {"window_size": (-1, 0)}
+    return kernel(q, k, v, borders, borders, longest, longest, **window).unflatten(0, (len(query), -1)), None
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "varlen_flash"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_packed_rows_under_flash_attention(tmp_path: Path, rows: int) -> None:
-    pytest.importorskip("flash_attn")
+def test_packed_rows_under_flash_attention(tmp_path: Path, rows: int, attention: str) -> None:
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    AttentionInterface.register("varlen_flash", varlen_flash)
+    AttentionMaskInterface.register("varlen_flash", lambda *_, **__: None)
     path = saved(tmp_path, tiny("llama"), torch.bfloat16)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(rows, -1)
     batch = {name: value[:rows] for name, value in BATCH.items()} | {"position_ids": positions}
     losses = []
-    for attention in ("sdpa", "flash_attention_2"):
-        model = hfscale.from_pretrained(path, dtype=torch.bfloat16, attn_implementation=attention).train()
+    for chosen in ("sdpa", attention):
+        model = hfscale.from_pretrained(path, dtype=torch.bfloat16, attn_implementation=chosen).train()
         losses.append(hfscale.train_step(model, batch).item())
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 

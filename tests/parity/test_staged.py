@@ -79,9 +79,9 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def steps(layout: dict[str, Any], built: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Losses and gradients of two steps, the second adding to the first."""
-    model = hfscale.from_config(
-        tiny("llama", num_hidden_layers=2), parallel=ParallelConfig(**layout), dtype=torch.float64, **built
-    ).train()
+    parallel = ParallelConfig(**layout)
+    config = tiny("llama", num_hidden_layers=2 * parallel.pp_size)
+    model = hfscale.from_config(config, parallel=parallel, dtype=torch.float64, **built).train()
     generator = torch.Generator().manual_seed(hfscale.batch_rank(model))
     ids = torch.randint(3, 60, (2, 2, 12), generator=generator)
     losses = [hfscale.train_step(model, {"input_ids": one, "labels": one}) for one in ids]
