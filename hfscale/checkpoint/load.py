@@ -29,6 +29,7 @@ from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
 from ..train.runtime.local_weights import LocalWeights
 from ..train.runtime.parameter_names import put_buffer, put_parameter
+from .carried import note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 
@@ -51,6 +52,8 @@ class _Loader:
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
+        named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        note_carried(model, files, stored, {key for key, found in targets.items() if found.name in named})
         leave_out(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)

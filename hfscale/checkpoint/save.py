@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers.saving import AsStored, write_configs
 from ..distributed.files.directories import target_of
+from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
 from ..features.adapters import Adapters
 from ..features.adapters.storage import save_adapter
@@ -23,6 +24,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.atomic_directory import atomic_directory
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, saving, warn_of_not_finite
+from .carried import carried_tensors, copy_files
 
 _WAIT = timedelta(minutes=2)
 
@@ -39,7 +41,8 @@ def save_pretrained(
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
     Call it on every rank. Earlier weights in ``directory`` are replaced at the very end, all at once; other files in it
-    stay. For a model with adapters, only the adapter is written, in PEFT's format.
+    stay. What the model was loaded with and does not train is copied: tensors that its class ignores (``mtp.*``), files
+    of a tokenizer or processor. For a model with adapters, only the adapter is written, in PEFT's format.
 
     Args:
         max_shard_size: the maximum size of one file, as for transformers' ``save_pretrained``.
@@ -69,9 +72,11 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = AsStored(runtime.model, contents)
     with atomic_directory(target, runtime.mesh, stale=STALE) as staging:
-        writer, wrong = None, ""
+        writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
         if is_writer(runtime.mesh):
-            writer = staging.attempt(CheckpointWriter, staging.path, stored.layout, max_shard_size)
+            carried = staging.attempt(carried_tensors, runtime.model) or carried
+            others = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in carried.items()}
+            writer = staging.attempt(CheckpointWriter, staging.path, {**stored.layout, **others}, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
@@ -79,7 +84,9 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
                 staging.attempt(_add, writer, stored, name, tensor)
                 wrong = wrong or (staging.attempt(not_finite, {name: tensor}) if entry.planned else "") or ""
         if writer is not None:
+            staging.attempt(_copy, writer, carried)
             staging.attempt(write_configs, runtime.model, staging.path)
+            staging.attempt(copy_files, runtime.model, staging.path, target)
             staging.attempt(writer.finish)
     warn_of_not_finite(runtime.mesh, wrong, str(target))
 
@@ -87,3 +94,8 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
 def _add(writer: CheckpointWriter, stored: AsStored, name: str, tensor: Tensor) -> None:
     for stored_name, part in stored.made_of(name, tensor).items():
         writer.add(stored_name, part)
+
+
+def _copy(writer: CheckpointWriter, carried: dict[str, TensorOnDisk]) -> None:
+    for name, tensor in carried.items():
+        writer.add(name, tensor[...])
