@@ -3,31 +3,40 @@
 import argparse
 from pathlib import Path
 
+from ..errors import ConfigError
 from .amounts import bytes_of
-from .look import add_json, print_json
+from .look import add_json, check_directory, print_json
 from .output_directory import add_overwrite, check_target
 
 HELP = "make a Hugging Face directory of a saved state"
 DESCRIPTION = (
     "Write the weights of a state that hfscale.save_state wrote, in whatever layout, as an ordinary Hugging Face "
-    "directory; of a model with adapters, the adapter. One process, one tensor in memory at a time, no GPU."
+    "directory; of a model with adapters, the adapter. One process, one tensor in memory at a time, no GPU. With "
+    "--adapter-for, write a saved adapter of stacked experts as factors of each expert, which engines load."
 )
+ENGINES = ("vllm", "sglang")
 EXAMPLE = "hfscale convert states/step-500 out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale convert``."""
-    parser.add_argument("state", metavar="DIR", type=Path, help="of a state, or of several: the newest whole one")
+    parser.add_argument(
+        "state", metavar="DIR", type=Path, help="of a state, or of several (the newest whole one), or an adapter's"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
+    parser.add_argument("--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads")
+    parser.add_argument("--base", metavar="BASE", type=Path, help="with --adapter-for: the checkpoint that it adapts")
     add_overwrite(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert the state, and print what was written."""
+    """Convert the state or adapter, and print what was written."""
     check_target(arguments.out, arguments.overwrite, DIR=arguments.state)
+    if arguments.adapter_for:
+        return _convert_adapter(arguments)
     from ..checkpoint.convert import convert_state
 
     index = convert_state(
@@ -42,4 +51,22 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     at = "" if index.step is None else f" of step {index.step}"
     print(f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
+    return 0
+
+
+def _convert_adapter(arguments: argparse.Namespace) -> int:
+    """Rewrite an adapter for an engine."""
+    if arguments.base is None:
+        raise ConfigError("--adapter-for needs --base, the directory of the checkpoint that the adapter is of")
+    check_directory(arguments.base, "the checkpoint that the adapter is of")
+    check_directory(arguments.state, "an adapter, which has adapter_config.json")
+    from ..api.engine_adapter import adapter_for_engine
+
+    written = adapter_for_engine(
+        arguments.base, arguments.state, arguments.out, trust_remote_code=arguments.trust_remote_code
+    )
+    if arguments.json:
+        print_json({"directory": arguments.out, "holds": "an adapter", "tensors": written})
+        return 0
+    print(f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors")
     return 0

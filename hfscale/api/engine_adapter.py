@@ -1,0 +1,113 @@
+"""Rewrite a saved adapter for engines, which know experts one by one.
+
+PEFT keeps the factors of a parameter that stacks all experts side by side: ``lora_A`` is ``[experts * rank, in]``,
+``lora_B`` ``[out, rank * experts]``. If a family's checkpoints store the projections of each expert by themselves, vLLM
+and SGLang look for factors under the same names::
+
+    experts.base_layer.lora_A  ->  experts.3.gate_proj.lora_A [rank, in]    experts.3.up_proj.lora_A [rank, in]
+    experts.base_layer.lora_B  ->  experts.3.gate_proj.lora_B [out, rank]   experts.3.up_proj.lora_B [out, rank]
+
+Values are copied. Families whose checkpoints store stacked experts (gpt-oss) are served from PEFT's own format.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .._compat.peft import LORA_A, LORA_B
+from .._compat.transformers.classes import empty_model
+from .._compat.transformers.saving import AsStored
+from ..config.parallel import ParallelConfig
+from ..distributed.files.reader import open_tensors
+from ..errors import ConfigError
+from ..features.adapters.adapter_structure import adapter_parameters, quietly
+from ..features.adapters.peft_config import read_config
+from ..features.adapters.plan import plan_adapters
+from ..features.adapters.storage import WEIGHTS, stored_names
+from ..plan import AdapterParameter
+from ..train.runtime.atomic_directory import atomic_directory
+from .build_plan import build_plan
+
+_NAME, _PREFIX = "default", "base_model.model."
+
+
+def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:
+    """Write the LoRA adapter in ``adapter``, of the checkpoint in ``base``, for an engine; return the tensors written.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        ConfigError: the experts' adapter is of a form that engines do not load.
+    """
+    config, _ = read_config(str(adapter))
+    model, wrapped = empty_model(base, trust_remote_code), empty_model(base, trust_remote_code)
+    plan = build_plan(model, ParallelConfig())
+    whole = quietly(wrapped, config, _NAME)
+    adapters = adapter_parameters(whole, plan)
+    keys = stored_names(whole, _NAME, plan_adapters(plan, adapters), True)
+    stored = {key: tensor[...] for key, tensor in open_tensors([adapter / WEIGHTS]).items()}
+    contents = {name: p.detach() for name, p in model.named_parameters()}
+    as_stored, settings = AsStored(model, contents), json.loads((adapter / "adapter_config.json").read_text())
+    factors: dict[str, dict[str, AdapterParameter]] = {}
+    for each in adapters:
+        if each.experts:
+            factors.setdefault(each.base, {})[each.kept_in] = each
+    for parameter, pair in factors.items():
+        pieces = _pieces(as_stored, parameter, contents[parameter])
+        if list(pieces) != [parameter]:
+            a, b = (stored.pop(keys[pair[kind].name]) for kind in (LORA_A, LORA_B))
+            stored |= _per_expert(a, b, pair[LORA_A].experts, pieces)
+            _note(settings, len(a) // pair[LORA_A].experts, {name.rpartition(".")[2] for name in pieces})
+    with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
+        save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
+        (staging.path / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    return len(stored)
+
+
+def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tuple[int, Tensor]]:
+    """Return, for each stored module that is made of a stack of experts, its expert and its rows of that one's matrix.
+
+    Args:
+        like: the parameter, of shape ``[experts, out, in]``, on the meta device.
+    """
+    rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
+    found: dict[str, tuple[int, Tensor]] = {}
+    for key, piece in as_stored.made_of(parameter, rows).items():
+        if piece.shape == like.shape:
+            return {parameter: (0, rows)}
+        if piece.dim() != 2 or not torch.equal(piece, piece[:, :1].expand_as(piece)):
+            break
+        found[key.removesuffix(".weight")] = int(piece[0, 0]) // like.shape[1], piece[:, 0] % like.shape[1]
+    else:
+        if found:
+            return found
+    raise ConfigError(
+        f"the adapter of {parameter} must be of experts that the checkpoint stores one by one, [out, in], or "
+        "stacked as they are: merge it into the weights (hfscale merge) for this family"
+    )
+
+
+def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
+    """Return the factors of each stored module, by key in an adapter's file."""
+    by_expert, found = b.view(len(b), -1, experts), dict[str, Tensor]()
+    for module, (expert, rows) in pieces.items():
+        found[f"{_PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
+        found[f"{_PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
+    return found
+
+
+def _note(settings: dict[str, Any], rank: int, projections: set[str]) -> None:
+    """Note in an adapter's config that it has factors for the experts' ``projections``, of this rank."""
+    if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
+        raise ConfigError(
+            "alpha_pattern must not name experts, which engines scale as the rest: train with one lora_alpha"
+        )
+    known = settings.get("target_modules") or []
+    settings["target_modules"] = sorted({*([known] if isinstance(known, str) else known), *projections})
+    settings["target_parameters"] = None
+    if rank != settings["r"]:
+        ranks = {rf"experts\.\d+\.{name}": rank for name in projections}
+        settings["rank_pattern"] = {**(settings.get("rank_pattern") or {}), **ranks}
