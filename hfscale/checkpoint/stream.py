@@ -20,6 +20,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
 from ..train.runtime.parameter_names import stock_name
 from ..train.runtime.writing import is_writer
+from .carried import carried_tensors
 
 _NONE = torch.empty(0)  # on ranks that get nothing
 
@@ -35,7 +36,8 @@ def stream_weights(
 
     Call it on every rank and exhaust it: every rank sends its shards. Ranks that are not chosen get nothing. No rank
     holds more than one full tensor, and its conversion to the checkpoint's format (one tensor per expert, say). A
-    tensor is valid until the next one is requested, and must not be changed.
+    tensor is valid until the next one is requested, and must not be changed. Tensors that the stock class does not load
+    (``mtp.*``) come last, as the checkpoint has them.
 
     Args:
         ranks: the global ranks that get the tensors, or ``"all"``.
@@ -107,6 +109,8 @@ class _Stored:
                 continue
             for key, made in as_stored.made_of(entry.name, tensor).items():
                 yield from self._encoded(entry.name, key, made).items()
+        for key, carried in carried_tensors(self._model).items() if self._here else ():
+            yield key, carried[...]
 
     def _encoded(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._encoder is None or not self._encoder.wants(name):

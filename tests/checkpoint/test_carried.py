@@ -59,6 +59,20 @@ def test_nothing_of_a_checkpoint_is_lost(pools: Pools, tmp_path: Path, layout: d
     assert index == before.keys()
 
 
+def streamed(source: str, layout: ParallelConfig) -> dict[str, torch.Tensor]:
+    model = hfscale.from_pretrained(source, parallel=layout, dtype=torch.float32)
+    return {name: tensor.clone() for name, tensor in hfscale.stream_weights(model, ranks=(1,))}
+
+
+def test_an_engine_gets_it_too(pools: Pools, tmp_path: Path) -> None:
+    drafter = checkpoint(tmp_path / "in")
+    nothing, found = pools(2).run(streamed, str(tmp_path / "in"), ParallelConfig(tp_size=2))
+    assert not nothing
+    assert found.keys() == stored(tmp_path / "in").keys()
+    assert list(found)[-len(drafter) :] == sorted(drafter)
+    assert all(torch.equal(found[name], tensor) for name, tensor in drafter.items())
+
+
 def test_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint(tmp_path / "in")
     model = hfscale.from_pretrained(str(tmp_path / "in"), dtype=torch.float32)
