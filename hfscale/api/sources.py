@@ -24,7 +24,8 @@ from ..config.parallel import ParallelConfig
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..features.quantization.quantized_modules import plan_quantized
-from ..parallel.pipeline import check_stages, leave_out, stage_places
+from ..parallel.pipeline.run import check_stages, stage_places
+from ..parallel.pipeline.stand_in import leave_out
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..train.runtime.initialize import initialize_local_weights

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.distributed.processes import (
     TIMEOUT,
     backend_of,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,12 +16,10 @@ from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.local_weights import LocalWeights
 from .cut_batch import CutBatch, cut_batch
+from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
+from .key_sources import gather_sequences
 from .methods import ContextAttention
-from .mixers import WholeSequences
-from .rotary import ask_for_all_positions
 from .seam import Seam, attention_configs, learn
-from .text import cut_inside
-from .whole_sequences import TokenGather
 
 _BATCH = "context_batch"
 """The argument of a forward pass that says of which sequences it computes a part; the model itself never sees it."""
@@ -55,7 +54,7 @@ class ContextParallel(Part, ContextAxis):
             cut_inside(text, self._learn)
         if planned.whole:
             self._passes = ForwardPasses()
-        mixers = WholeSequences(TokenGather(group), self._recomputed)
+        mixers = WholeSequences(partial(gather_sequences, group=group), self._recomputed)
         for name in filter(runtime.is_local, planned.whole):
             mixers.install(model.get_submodule(name))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -106,7 +105,7 @@ class ContextParallel(Part, ContextAxis):
         """All-gather a per-token output over the context ranks, in the order of the sequences."""
         group = self._runtime.mesh.cp_group
         assert group is not None
-        return TokenGather(group)(own, batch[_BATCH])
+        return gather_sequences(own, batch[_BATCH], group)
 
     def local_view(self, module: str) -> str | None:
         """Return a sentence on how the tokens of ``module`` are local to this rank; ``None`` where they are not."""

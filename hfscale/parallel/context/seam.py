@@ -39,9 +39,7 @@ class AttentionCall:
     """Hold the scaling of one attention call.
 
     Attributes:
-        scale: factor on the scores.
         softcap: bound of the scores after tanh; ``None``: no softcap.
-        dropout: probability of dropping an attention weight.
         sinks: ``[h]`` logits of a key without value; ``None``: no sinks.
     """
 
@@ -65,11 +63,7 @@ _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequenc
 
 
 class Seam:
-    """Replace the attention of one model.
-
-    Args:
-        configs: configs of its modules whose attention reads sequences that may be cut.
-    """
+    """Replace the attention of one model."""
 
     def __init__(self, configs: list[Any]) -> None:
         self._configs = [(config, implementation_of(config)) for config in configs]

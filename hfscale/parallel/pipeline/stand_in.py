@@ -38,8 +38,6 @@ class StageForward:
 
     Attributes:
         first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
-        shape: samples and tokens of the batch.
-        under_way: whether a pass is running.
         arriving: hidden states from the previous stage; ``None`` on the first stage.
         arrived: whether they were used.
         leaving: hidden states after the stage's last layer, once computed.
@@ -59,10 +57,6 @@ class StageForward:
         """Return zeros for all tokens, ``[b, s, h]``, also where the hidden states are cut along the sequence.
 
         In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
-
-        Args:
-            target: for those of a decoder.
-            width: other than the stream's.
         """
         stream = next(found for found in (self.arriving, self.leaving, self.memory) if found is not None)
         shape = self.target if target else self.shape

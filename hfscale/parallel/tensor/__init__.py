@@ -1,6 +1,6 @@
 """Tensor parallelism: blocks of ordinary local modules, with collectives at their edges."""
 
-from .apply import cut_parameters
+from .local_parameters import cut_parameters
 from .loss import VocabParallelLoss
 from .part import RandomStreams, TensorParallel, VocabularyLoss
 from .router_loss import router_loss_counted_once, share_of_router_loss
