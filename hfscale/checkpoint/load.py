@@ -24,7 +24,7 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.quantization.arrival import Quantizing
 from ..features.quantization.stored import split_packed
-from ..parallel.pipeline.stand_in import leave_out
+from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
 from ..train.runtime.local_weights import LocalWeights
@@ -51,7 +51,7 @@ class _Loader:
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        leave_out(model, self.plan, self.mesh.pp_rank)
+        drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
         parts = self._merged(stored, targets)

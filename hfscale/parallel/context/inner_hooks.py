@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
+from .attention_override import AttentionCall, current_batch, learn
 from .cut_batch import LABELS, CutBatch, cut_inputs
 from .key_sources import OwnBlocks
 from .masks import MaskBlocks
 from .methods import read
-from .seam import AttentionCall, current_batch, learn
 
 Gather = Callable[[Tensor, CutBatch], Tensor]
 """``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""

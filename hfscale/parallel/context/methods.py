@@ -7,12 +7,12 @@ from torch.nn import functional as F
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import context_groups
 from ...plan.sequence_split import choose, heads_fit
+from .attention_override import AttentionCall
 from .engine import Reading, Source, attend
 from .exchanged_heads import HeadExchange, replicated
 from .kernels import kernel_for, padded_width
 from .key_sources import GatheredBlocks, OwnBlocks, RingBlocks
 from .masks import MaskBlocks
-from .seam import AttentionCall
 
 
 def read(
@@ -49,7 +49,7 @@ class ContextAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
     ) -> Tensor:
-        """See :data:`hfscale.parallel.context.seam.Attend`."""
+        """See :data:`hfscale.parallel.context.attention_override.Attend`."""
         split = mask.batch.split
         method = choose(self._method, q.shape[1], k.shape[1], split.size)
         if method == "heads":

@@ -36,8 +36,8 @@ from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv
 from .microbatches import Batch, hidden_shape, is_of_towers, share_out, targets_of, tokens_of, with_targets
 from .orders import check, order
+from .placeholders import run_stages_apart
 from .split import splits_exactly
-from .stand_in import run_stages_apart
 from .timeline import Order, stage_ranks
 from .transfers import Step, rank_programs, run_program
 from .worker import StagePlace, StageWorker
