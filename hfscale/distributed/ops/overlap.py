@@ -53,7 +53,7 @@ class Products:
 
 
 def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
-    """Set the ``products`` of a projection, which :mod:`.overlap` then uses.
+    """Set the ``products`` of a projection, which :func:`column_parallel_linear` then uses.
 
     Args:
         products: returns those of a pass that begins: a function, or an object that deep copies of the module may

@@ -16,12 +16,6 @@ from .csv_table import read_csv
 from .timeline import Action, Kind, Order
 
 
-def several_stages_order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:
-    """Return, per rank, its actions; ``schedule`` must be able to run these numbers."""
-    row = _ROWS[schedule]
-    return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
-
-
 def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
     """Return the actions that run all microbatches stage by stage, backward in reverse (Lamy-Poirier 2023)."""
     stages = range(rank, pp_size * virtual_stages, pp_size)
@@ -217,7 +211,8 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         )
     if schedule == "1f1b":  # torch's own listing starts the last stage at microbatch 1; what it runs is this
         return tuple(tuple(one_forward_one_backward(stage, pp_size, num_microbatches)) for stage in range(pp_size))
-    return several_stages_order(schedule, pp_size, num_microbatches, virtual_stages)
+    row = _ROWS[schedule]
+    return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
 
 
 def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> None:
