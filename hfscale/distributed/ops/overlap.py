@@ -1,20 +1,24 @@
-"""Compute weight gradients while the collective on the gradient of their projections' input is under way.
+"""Enter a tensor-parallel region with the backward collective hidden behind the weight gradients of its projections.
 
 Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that of
-its weight, which nobody waits for. Here one autograd node takes the input of a tensor-parallel region and the weights
-of all projections that read it, and returns both as the projections must use them::
+its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
+the youngest of the nodes that are ready, finds them in this order::
 
-    forward    x, W1, W2 --enter--> x inside, W1, W2 --> projections 1, 2 --> ...
-    backward   projections 2, 1 (input gradients) -> enter: the collective starts, gradients of W1 and W2, it has ended
+    forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
+    backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
 
-The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's (the
-asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), for projections that stay modules.
+The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's
+(``gradient_accumulation_fusion`` and asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), put
+into the graph instead of one node, so that the projections stay modules of their own, and so that a backward pass in
+two halves (zero-bubble schedules) leaves weights to the second: ``ctx.needs_input_grad`` is that of the forward pass,
+so one node for the input and the weights would compute both in either half.
 
 A projection with products other than torch's own (in 8 bits, say) registers them by :func:`multiply_by`.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,11 +82,18 @@ Derive = Callable[[Tensor], Tensor]
 """Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
 
 
+@dataclass
+class _Flight:
+    """The collective between ``launch`` and ``await``."""
+
+    started: Started | None = None
+
+
 class Regather:
     """A second gather of a tensor in the backward pass, for projections that read it or a tensor derived from it."""
 
-    def __init__(self, gather: Start, early: bool, whole: Tensor | None = None) -> None:
-        self.gather, self.early, self.readers, self.left = gather, early, 0, 0
+    def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
+        self.gather, self.readers, self.left = gather, 0, 0
         self._known: list[tuple[weakref.ref[Tensor], int, Derive]] = []
         if whole is not None:
             self._know(whole, as_it_is)
@@ -109,9 +120,8 @@ class Regather:
         if self._pass != current:
             self._pass, self._started, self._whole = current, self.gather(x), None
 
-    def take(self, x: Tensor) -> Tensor:
-        """Return the tensor gathered from ``x`` as ``[n, h]``, and drop it with the last reader."""
-        self.start(x)
+    def take(self) -> Tensor:
+        """Return the gathered tensor as ``[n, h]``, and drop it with the last reader."""
         if self._started is not None:
             gathered = self._started.result()
             self._whole, self._started, self.left = gathered.reshape(-1, gathered.shape[-1]), None, self.readers
@@ -136,66 +146,74 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
 
 
 class DeferredWeightGrad:
-    """How the gradient of one projection's weight is computed in a pass, and when.
+    """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`.
 
     Attributes:
+        token: the weight, as the projection must use it: by :func:`column_parallel_linear`, once.
         products: computes the projection's matrix products.
-        deferred: whether the gradient waits for the node that entered the region.
         regather: gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept.
         narrow: the shard in autocast's type, and the gather of it.
     """
 
-    def __init__(self, transposed: bool, products: Products) -> None:
-        self.transposed, self.products, self.deferred = transposed, products, False
-        self.own: Tensor | None = None
+    def __init__(self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None) -> None:
+        self.transposed, self.products, self.own = transposed, products, own
         self.regather: Regather | None = None
         self.narrow: tuple[Tensor, Regather] | None = None
         self.derive: Derive = as_it_is
-        self.operands: tuple[Tensor, Tensor] | None = None  # input [n, in] or its shard, d output [n, out]
-
-    def gradient(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight's gradient, from the operands that the projection's backward pass has left here."""
-        assert self.operands is not None
-        (x, grad), self.operands = self.operands, None
-        if self.regather is not None:
-            x = self.derive(self.regather.take(x)).to(grad.dtype)
-        return self.products.to_weight(grad, x, self.transposed).to(dtype)
+        self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        self.token: Any = _Weight.apply(weight, self)
 
 
-class _Enter(torch.autograd.Function):
+class _Await(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gather: Start | None, reduce: Start, later: Sequence[DeferredWeightGrad], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.reduce, ctx.later, ctx.dtypes = reduce, later, [weight.dtype for weight in weights]
-        ctx.set_materialize_grads(False)
-        whole = x.view_as(x) if gather is None else gather(x).result()
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(whole)
-        return whole, *(weight.view_as(weight) for weight in weights)
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *read: Tensor | None) -> tuple[Tensor | None, ...]:
-        started = ctx.reduce(grad) if grad is not None and ctx.needs_input_grad[0] else None
-        wanted = zip(ctx.later, ctx.dtypes, read, ctx.needs_input_grad[4:], strict=True)
-        to_weights = [
-            each.gradient(dtype) if needed and placeholder is not None else None
-            for each, dtype, placeholder, needed in wanted
-        ]
-        return None if started is None else started.result(), None, None, None, *to_weights
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        started, ctx.flight.started = ctx.flight.started, None
+        return started.result(), None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight, gather: Start | None, reduce: Start) -> Tensor:
+        ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
+        return x.view_as(x) if gather is None else gather(x).result()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.flight.started = ctx.reduce(grads[0])
+        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
+        return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, later: DeferredWeightGrad) -> Tensor:
+        ctx.later, ctx.dtype = later, weight.dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        later = ctx.later
+        (x, grad), later.operands = later.operands, None
+        x = later.derive(later.regather.take()).to(grad.dtype) if x is None else x
+        return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, own: Tensor | None, later: DeferredWeightGrad
-    ) -> Tensor:
-        ctx.later, ctx.dtype = later, weight.dtype
-        multiplied = later.products.kept(weight)
+    def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
+        ctx.later, ctx.dtype = later, token.dtype
+        weight = later.products.kept(token)
         kept = x if own is None else own
-        ctx.save_for_backward(multiplied, kept if ctx.needs_input_grad[1] else None)
-        return later.products.output(x, multiplied.t() if later.transposed else multiplied, bias)
+        ctx.save_for_backward(weight, kept if ctx.needs_input_grad[1] else None)
+        return later.products.output(x, weight.t() if later.transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -204,52 +222,48 @@ class _ColumnParallelLinear(torch.autograd.Function):
         later, grad = ctx.later, grads[0].reshape(-1, grads[0].shape[-1])
         to_input = to_weight = None
         if ctx.needs_input_grad[1]:
-            if later.regather is None:
-                kept = kept.reshape(-1, kept.shape[-1])
-            elif later.regather.early:
+            if later.regather is not None:
                 later.regather.start(kept)
-            later.operands = kept, grad
+            later.operands = None if later.regather else kept.reshape(-1, kept.shape[-1]), grad
+            # Autograd needs something of the right shape to get to the weight's own node.
+            to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         if ctx.needs_input_grad[0]:
             to_input = later.products.to_input(grad, weight.t() if later.transposed else weight)
             to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
-        if ctx.needs_input_grad[1]:
-            # Where the gradient is deferred, autograd needs something of the right shape to get to its node.
-            placeholder = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
-            to_weight = placeholder if later.deferred else later.gradient(ctx.dtype)
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None, None
 
 
 def enter_overlapped(
     x: Tensor,
-    weights: Sequence[Tensor],
-    later: Sequence[DeferredWeightGrad],
+    weights: Sequence[tuple[Tensor, bool, Products]],
     reduce: Start,
     gather: Start | None = None,
     regather: bool = False,
-    early: bool = True,
-) -> tuple[Tensor, list[Tensor]]:
-    """Return ``x`` inside the region, and ``weights`` as the projections that read it must use them, once each.
+) -> tuple[Tensor, list[DeferredWeightGrad]]:
+    """Return ``x`` inside the region, and the weights of the projections that read it.
 
     Args:
+        weights: each with whether it is stored transposed, ``[in, out]``, and its products.
         reduce: starts the backward collective, on the gradient of the tensor inside.
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
-        early: start that gather with the gradient of the input; else with those of weights, which may come much later.
     """
+    flight = _Flight()
+    x = _Await.apply(x, flight)
     own = x.detach() if regather and gather is not None else None
-    whole, *inside = _Enter.apply(x, gather, reduce, later, *weights)
-    for each in later:
-        each.deferred = True
+    # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
+    later = [DeferredWeightGrad(*each, own) for each in weights]
+    whole = _Launch.apply(x, flight, gather, reduce)
     if own is not None and gather is not None:
-        again, cast = Regather(gather, early, whole), autocasted(own)
-        narrow = None if cast is own else (cast, Regather(gather, early))
+        again, cast = Regather(gather, whole), autocasted(own)
+        narrow = None if cast is own else (cast, Regather(gather))
         for each in later:
-            each.own, each.regather, each.narrow = own, again, narrow
-    return whole, inside
+            each.regather, each.narrow = again, narrow
+    return whole, later
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrad) -> Tensor:
+def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias`` (``x @ weight`` if it is stored transposed), ``[..., in]`` -> ``[..., out]``.
 
     ``x`` is kept for the gradient of the weight, unless it is the gathered tensor, which can be gathered again, or
@@ -267,7 +281,7 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, later
         later.regather.readers += 1
         later.derive = derive
     x, bias = autocasted(x), None if bias is None else autocasted(bias)
-    return _ColumnParallelLinear.apply(x, weight, bias, own, later)
+    return _ColumnParallelLinear.apply(x, later.token, bias, own, later)
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:

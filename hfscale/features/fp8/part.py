@@ -79,5 +79,5 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 def compute(projection: Any, x: Tensor) -> Tensor:
     """Return the output of a projection whose products :func:`hfscale.distributed.ops.overlap.multiply_by` has set."""
-    how = DeferredWeightGrad(is_transposed(projection), products_of(projection))
-    return column_parallel_linear(x, projection.weight, projection.bias, how)
+    later = DeferredWeightGrad(projection.weight, is_transposed(projection), products_of(projection))
+    return column_parallel_linear(x, later, projection.bias)

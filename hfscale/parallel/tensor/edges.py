@@ -56,13 +56,12 @@ class Overlap:
         group: dist.ProcessGroup,
         stream: SequenceRegion | None,
         regather: bool,
-        early: bool,
     ) -> None:
-        self.group, self.stream, self.regather, self._early = group, stream, regather, early
+        self.group, self.stream, self.regather = group, stream, regather
         # exact types: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
-        self._waiting: dict[nn.Module, tuple[Tensor, DeferredWeightGrad]] = {}
+        self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
         self.gathered: Regather | None = None
         for module in self.columns:
             self._take_apart(module)
@@ -75,14 +74,13 @@ class Overlap:
             return copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
         reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
-        weights = [read(module.weight) for module, read in reads.items()]
-        later = [DeferredWeightGrad(is_transposed(module), products_of(module)) for module in reads]
+        weights = [(read(each.weight), is_transposed(each), products_of(each)) for each, read in reads.items()]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
-        x, weights = enter_overlapped(x, weights, later, reduce, gather, self.regather, self._early)
-        self._waiting = dict(zip(reads, zip(weights, later, strict=True), strict=True))
+        x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
+        self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x
 
@@ -100,10 +98,8 @@ class Overlap:
         forward = module.forward
 
         def forward_apart(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if module not in self._waiting:
-                return forward(x, *args, **kwargs)
-            weight, later = self._waiting.pop(module)
-            return column_parallel_linear(x, weight, module.bias, later)
+            later = self._waiting.pop(module, None)
+            return forward(x, *args, **kwargs) if later is None else column_parallel_linear(x, later, module.bias)
 
         module.forward = forward_apart
 

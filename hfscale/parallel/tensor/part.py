@@ -84,7 +84,6 @@ class TensorParallel(Part, SequenceAxis):
             sums.group,
             self.region_of(block.name),
             regather=bool(plan.layout.sequence_regather),
-            early=plan.stages is None,  # a schedule may run weight gradients much later
         )
 
     def region_of(self, name: str) -> SequenceRegion | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from hfscale.distributed.ops.overlap import DeferredWeightGrad, Products, column_parallel_linear, enter_overlapped
+from hfscale.distributed.ops.overlap import Products, column_parallel_linear, enter_overlapped
 from hfscale.testing import RankPool
 
 from .pieces import loss, piece, values
@@ -31,7 +31,7 @@ def _of_outputs(rank: int) -> tuple[Tensor, Tensor]:
     return tuple(piece(values(seed, ROWS, sum(LENGTHS), sum(OUT)), OUT, -1, rank) for seed in (20, 21))  # type: ignore[return-value]
 
 
-def overlapped(sequence: bool, regather: bool, early: bool) -> dict[str, Tensor]:
+def overlapped(sequence: bool, regather: bool) -> dict[str, Tensor]:
     rank, group = dist.get_rank(), dist.group.WORLD
     whole = values(0, ROWS, sum(LENGTHS), IN)
     x = (piece(whole, LENGTHS, 1, rank) if sequence else whole).clone().requires_grad_()
@@ -39,10 +39,9 @@ def overlapped(sequence: bool, regather: bool, early: bool) -> dict[str, Tensor]
     scatter = partial(start_reduce_scatter, lengths=LENGTHS, dim=1, group=group)
     reduce: Any = scatter if sequence else lambda grad: start_all_reduce(grad.clone(), group)
     one, other, bias = _weights(rank)
-    later = [DeferredWeightGrad(transposed, Products()) for transposed in (False, True)]
-    inside, read = enter_overlapped(x, [one, other], later, reduce, gather, regather, early)
-    first = column_parallel_linear(inside, read[0], bias, later[0])
-    second = column_parallel_linear(inside, read[1], None, later[1])
+    projections = [(one, False, Products()), (other, True, Products())]
+    inside, later = enter_overlapped(x, projections, reduce, gather, regather)
+    first, second = column_parallel_linear(inside, later[0], bias), column_parallel_linear(inside, later[1], None)
     weights = _of_outputs(rank)
     (loss(first, weights[0]) + loss(second, weights[1])).backward()
     found = {"first": first.detach(), "second": second.detach()}
@@ -63,15 +62,10 @@ def _plain() -> tuple[Tensor, list[dict[str, Tensor]]]:
     return x.grad, [{k: v.grad if k in grads else v.detach() for k, v in rank.items()} for rank in ranks]  # type: ignore[misc, return-value]
 
 
-@pytest.mark.parametrize(
-    ("sequence", "regather", "early"),
-    [(False, False, True), (True, False, True), (True, True, True), (True, True, False)],
-)
-def test_equals_plain_projections(
-    pools: Callable[[int], RankPool], sequence: bool, regather: bool, early: bool
-) -> None:
+@pytest.mark.parametrize(("sequence", "regather"), [(False, False), (True, False), (True, True)])
+def test_equals_plain_projections(pools: Callable[[int], RankPool], sequence: bool, regather: bool) -> None:
     to_input, expected = _plain()
-    for rank, found in enumerate(pools(2).run(overlapped, sequence, regather, early)):
+    for rank, found in enumerate(pools(2).run(overlapped, sequence, regather)):
         wanted = {**expected[rank], "x": piece(to_input, LENGTHS, 1, rank) if sequence else to_input}
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
