@@ -20,7 +20,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli.schedule_drawing.schedule_plot import IDLE, draw
-from hfscale.parallel.pipeline import Costs, order, simulate
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.simulation import Costs, simulate
 from hfscale.plan import ParameterPlan
 from hfscale.plan.sequence_split import Split
 

@@ -8,7 +8,8 @@ PipeDream-2BW (Narayanan et al. 2021)::
 
     w(t+1) = w(t) - lr * gradient of batch t at w(t-1)
 
-where negative versions are version 0. Which version a stage really uses comes from the order of its actions
+where negative versions are version 0: PipeDream keeps up to ``p - s`` of them on stage ``s``, 2BW two.
+Which version a stage really uses comes from the order of its actions
 (:func:`weight_versions`), not from these formulas.
 """
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hfscale.parallel.pipeline.versions import asynchronous_order, update_interval, weight_versions
+from hfscale.parallel.pipeline.orders import asynchronous_order
+from hfscale.parallel.pipeline.timeline import RELEASE, Order, stage_ranks
 
 Weights = dict[str, Tensor]
 
@@ -92,3 +94,55 @@ def _copy(weights: Weights, leaf: bool = False) -> Weights:
 
 def _sum(a: Weights, b: Weights) -> Weights:
     return {name: a[name] + b[name] for name in a}
+
+
+def update_interval(schedule: str, num_microbatches: int) -> int:
+    """Return the number of microbatches whose gradients make one update."""
+    return 1 if schedule == "pipedream" else num_microbatches
+
+
+def weight_versions(schedule: str, order: Order, num_microbatches: int) -> dict[tuple[int, int], int]:
+    """Return the weight version of each (stage, microbatch), used in its forward and backward.
+
+    Read off the order: PipeDream takes what the updates so far have made; 2BW takes the version before the batch's
+    own, and it is an error in the order if that is not there yet.
+
+    Raises:
+        ValueError: 2BW would need a version that does not exist at that point of the order.
+    """
+    every = update_interval(schedule, num_microbatches)
+    versions = {}
+    for actions in order:
+        made = dict.fromkeys({action.stage for action in actions}, 0)
+        for action in actions:
+            if action.kind == "update":
+                made[action.stage] += 1
+            elif action.kind == "forward":
+                newest = made[action.stage]
+                used = newest if schedule == "pipedream" else max(action.microbatch // every - 1, 0)
+                if used > newest:
+                    raise ValueError(
+                        f"stage {action.stage} has no version {used} for microbatch {action.microbatch} yet"
+                    )
+                versions[action.stage, action.microbatch] = used
+    return versions
+
+
+def stashed_versions(schedule: str, order: Order, num_microbatches: int) -> tuple[int, ...]:
+    """Return, per stage, the most weight versions to keep at once, the newest included."""
+    versions = weight_versions(schedule, order, num_microbatches)
+    peak = [1] * len(stage_ranks(order))
+    for actions in order:
+        alive: dict[int, dict[int, int]] = {action.stage: {} for action in actions}
+        newest = dict.fromkeys(alive, 0)
+        for action in actions:
+            here = alive[action.stage]
+            if action.kind == "forward":
+                here[action.microbatch] = versions[action.stage, action.microbatch]
+            elif action.kind in RELEASE:
+                del here[action.microbatch]
+            elif action.kind == "update":
+                newest[action.stage] += 1
+            kept = {*here.values(), newest[action.stage]}
+            peak[action.stage] = max(peak[action.stage], len(kept))
+    return tuple(peak)

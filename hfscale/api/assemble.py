@@ -22,7 +22,7 @@ from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
 from ..parallel.data import DataParallel
 from ..parallel.experts import ExpertParallel, ExpertRouting
-from ..parallel.pipeline import PipelineStages
+from ..parallel.pipeline.part import PipelineStages
 from ..parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
 from ..plan import Plan
 from ..train.guards.packed_rows import PackedRows

@@ -24,7 +24,8 @@ from ..config.parallel import ParallelConfig
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..features.quantization.quantized_modules import plan_quantized
-from ..parallel.pipeline import check_stages, leave_out, stage_places
+from ..parallel.pipeline.placeholders import drop_other_stages
+from ..parallel.pipeline.run import check_stages, stage_places
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..train.runtime.initialize import initialize_local_weights
@@ -163,7 +164,7 @@ class FromSeed:
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
         model = copy.deepcopy(self._outline.model)
-        leave_out(model, plan, mesh.pp_rank)
+        drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
         tensors, buffers = initialize_local_weights(copy.deepcopy(self._outline.model), plan, mesh, self._seed)
         materialize_buffers(model, buffers, mesh.device)
@@ -189,7 +190,7 @@ class InMemory:
         model = self._model
         _refuse_different(model, mesh)
         modules = list(model.modules())
-        leave_out(model, plan, mesh.pp_rank)
+        drop_other_stages(model, plan, mesh.pp_rank)
         _give_up_memory(modules, kept=model)
         cut_parameters(model, plan, mesh)
         model.to(mesh.device)

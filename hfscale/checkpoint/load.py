@@ -24,7 +24,7 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.quantization.arrival import Quantizing
 from ..features.quantization.stored import split_packed
-from ..parallel.pipeline import leave_out
+from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
 from ..train.runtime.local_weights import LocalWeights
@@ -54,7 +54,7 @@ class _Loader:
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         note_carried(model, files, stored, {key for key, found in targets.items() if found.name in named})
-        leave_out(model, self.plan, self.mesh.pp_rank)
+        drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
         parts = self._merged(stored, targets)

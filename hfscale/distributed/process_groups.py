@@ -42,9 +42,6 @@ def build_mesh(
         replicas: sizes of further groups of consecutive tensor ranks; the same on every rank, in the same order.
         ties: sets of pipeline ranks that hold one tied tensor, likewise.
         neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
-
-    Raises:
-        MeshError: the number of processes is not ``layout.total_size``.
     """
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     if world != layout.total_size:

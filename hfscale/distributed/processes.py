@@ -115,12 +115,7 @@ def _machine() -> str:
 
 
 class _LostRanks:
-    """An exception hook: for a lost connection it prints which rank is gone instead of a traceback.
-
-    Attributes:
-        before: the exception hook for all other errors.
-        processes: by rank, its machine and its process id.
-    """
+    """An exception hook: for a lost connection it prints which rank is gone instead of a traceback."""
 
     def __init__(self, before: Callable[..., Any], processes: list[tuple[str, int]]) -> None:
         self.before, self.processes = before, processes

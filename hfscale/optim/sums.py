@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.mesh import Mesh
-from ..distributed.ops.exchange import all_reduce
+from ..distributed.ops.collectives import all_reduce
 from ..plan.flat_blocks import some_share_is_empty
 from .sharded import Member
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from hfscale.parallel.experts.dispatch import plan_routes
 from hfscale.parallel.experts.mixture import through_experts
-from hfscale.parallel.experts.routes import plan_routes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ model with fewer layers. Of the k rows for each token that a rank routes, there 
 ``even`` is what leaves the rank if experts are chosen evenly, (ranks - 1) / ranks, and ``as routed`` what leaves it as
 the model chooses, where the rank has a contiguous part of the tokens and of the experts. Over two tensor ranks hfscale
 sums instead, which is as many bytes as ``even``: what is counted as all-to-all there are these sums and attention's,
-which gloo sends faster so (hfscale/distributed/ops/exchange.py).
+which gloo sends faster so (hfscale/distributed/ops/collectives.py).
 """
 
 import argparse

@@ -15,7 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hfscale.distributed.ops import LinearRows, VocabularySlice, head_cross_entropy
+from hfscale.distributed.ops.head_cross_entropy import LinearRows, head_cross_entropy
+from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
 
 CLASSES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 

@@ -36,19 +36,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 import hfscale
 from hfscale.config.schedules import default_virtual_stages
-from hfscale.parallel.pipeline import (
-    Action,
-    Costs,
-    Order,
-    Recorder,
-    Timeline,
-    merge_records,
-    order,
-    simulate,
-    stage_ranks,
-    write_trace,
-)
-from hfscale.parallel.pipeline.timeline import GRADIENT
+from hfscale.parallel.pipeline.chrome_trace import Recorder, merge_records, write_trace
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.simulation import Costs, simulate
+from hfscale.parallel.pipeline.timeline import GRADIENT, Action, Order, Timeline, stage_ranks
 from hfscale.parallel.pipeline.transfers import rank_programs, run_program
 from hfscale.parallel.pipeline.worker import StagePlace, StageWorker
 from hfscale.testing import RankPool

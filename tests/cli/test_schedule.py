@@ -12,7 +12,11 @@ from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.cli.schedule_drawing.schedule_plot import draw, title
 from hfscale.cli.schedule_drawing.terminal import render
-from hfscale.parallel.pipeline import Action, Costs, Timeline, order, read_csv, read_trace, simulate, write_trace
+from hfscale.parallel.pipeline.chrome_trace import read_runs, write_trace
+from hfscale.parallel.pipeline.csv_table import read_csv
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.simulation import Costs, simulate
+from hfscale.parallel.pipeline.timeline import Action, Timeline
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -109,7 +113,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
     out = _run(capsys, "--pp", "2", "--microbatches", "4", "--schedule", "dualpipev", *files)
     assert read_csv(tmp_path / "a.csv") == order("dualpipev", 2, 4, 2)
-    assert read_trace(tmp_path / "a.json").ranks == simulate(order("dualpipev", 2, 4, 2)).ranks
+    assert read_runs(tmp_path / "a.json")[0].ranks == simulate(order("dualpipev", 2, 4, 2)).ranks
     data = (tmp_path / "a.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", data[16:24])

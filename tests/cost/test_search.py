@@ -21,8 +21,9 @@ from hfscale.cost.tools.meta_model import run_spec
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
 from hfscale.cost.tools.recipe_of_layout import learning_rates
 from hfscale.cost.tools.search import search
-from hfscale.parallel.pipeline import fullest_live, order, peak_live, stage_ranks
 from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.timeline import fullest_live, peak_live, stage_ranks
 from hfscale.recipes.read import read_recipe
 
 from ..sweeps import pairs

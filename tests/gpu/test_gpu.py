@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.distributed.ops import LinearRows, VocabularySlice, head_cross_entropy
+from hfscale.distributed.ops.head_cross_entropy import LinearRows, head_cross_entropy
+from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
 from hfscale.features.fp8.scaled_matmul import Float8Groups, Float8Products
 
 from ..mixtures import qwen3_moe

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedConfig
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.models.precision import keep_float64
-from hfscale.parallel.pipeline import order, write_csv
+from hfscale.parallel.pipeline.csv_table import write_csv
+from hfscale.parallel.pipeline.orders import order
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForTokenCla
 
 from hfscale import ParallelConfig
 from hfscale.models.clone import tiny_clone
-from hfscale.parallel.pipeline.decoder_inputs import with_targets
+from hfscale.parallel.pipeline.microbatches import with_targets
 from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.testing.sample_batches import changes_for
 from tests.sweeps import cases

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfscale.distributed.ops import exchange
+from hfscale.distributed.ops import collectives
 
 # What NCCL sends.
 DTYPES = {
@@ -131,12 +131,12 @@ def races(seed: int) -> Iterator[Races]:
     """
     found = Races(seed)
     before = {name: getattr(dist, name) for name in (*_COLLECTIVES, "batch_isend_irecv") if hasattr(dist, name)}
-    aliases = {name: getattr(exchange, name) for name in ("_all_gather", "_reduce_scatter")}
+    aliases = {name: getattr(collectives, name) for name in ("_all_gather", "_reduce_scatter")}
     for name in before.keys() & _COLLECTIVES.keys():
         setattr(dist, name, found.collective(name, before[name]))
     dist.batch_isend_irecv = found.point_to_point(before["batch_isend_irecv"])
     for name, function in aliases.items():
-        setattr(exchange, name, found.collective(function.__name__, function))
+        setattr(collectives, name, found.collective(function.__name__, function))
     try:
         yield found
         if found.open:
@@ -145,7 +145,7 @@ def races(seed: int) -> Iterator[Races]:
         for name, function in before.items():
             setattr(dist, name, function)
         for name, function in aliases.items():
-            setattr(exchange, name, function)
+            setattr(collectives, name, function)
 
 
 def _mark(x: Tensor) -> Any:

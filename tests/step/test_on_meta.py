@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.distributed.ops import exchange
+from hfscale.distributed.ops import collectives
 from hfscale.parallel.tensor import RandomStreams
 from hfscale.train.runtime import runtime_of
 
@@ -83,7 +83,7 @@ def test_sequence_parallel() -> None:
 def test_mixtures_look_once_a_pass(layout: dict[str, int], microbatches: int) -> None:
     seen = _step(ParallelConfig(**layout), microbatches, mixture=True)
     assert {name for name, _ in seen.looks} == {"_to_copy"}
-    assert {where.partition(":")[0] for _, where in seen.looks} == {"hfscale/parallel/experts/routes.py"}
+    assert {where.partition(":")[0] for _, where in seen.looks} == {"hfscale/parallel/experts/dispatch.py"}
     assert seen.looks.total() == microbatches * LAYERS
 
 
@@ -114,8 +114,8 @@ def _faults(call: Any) -> Seen:
 
 def test_what_the_guard_sees() -> None:
     def wrong(group: Any) -> None:
-        exchange.all_reduce(torch.ones(4, 6, device=GPU).t(), group)
-        exchange.all_reduce(torch.ones(4, device=GPU, dtype=torch.int16), group)
+        collectives.all_reduce(torch.ones(4, 6, device=GPU).t(), group)
+        collectives.all_reduce(torch.ones(4, device=GPU, dtype=torch.int16), group)
         torch.ones(4, device=GPU).index_select(0, torch.tensor([1]))
 
     found = _faults(wrong)

@@ -11,8 +11,7 @@ from transformers import MixtralConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.distributed.ops import all_to_all
-from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import all_to_all, start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 

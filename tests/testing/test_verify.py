@@ -14,8 +14,8 @@ from hfscale import ParallelConfig
 from hfscale.cli import main
 from hfscale.config.parallel import SCHEDULES
 from hfscale.models.clone import tiny_clone
-from hfscale.parallel.pipeline import order, write_csv
-from hfscale.parallel.pipeline.orders import check
+from hfscale.parallel.pipeline.csv_table import write_csv
+from hfscale.parallel.pipeline.orders import check, order
 from hfscale.testing import Case, Parity, RankPool, measure_parity, sample_batches, verify
 from hfscale.testing.picture_parity import PictureCase
 from hfscale.testing.verify import _heads_that_fit

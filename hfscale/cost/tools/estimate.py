@@ -12,7 +12,9 @@ from ...api.arguments import load_config
 from ...api.build import plan as make_plan
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError, check_count
-from ...parallel.pipeline import Costs, Timeline, order, simulate
+from ...parallel.pipeline.orders import order
+from ...parallel.pipeline.simulation import Costs, simulate
+from ...parallel.pipeline.timeline import Timeline
 from ...plan import Plan
 from ...plan.table import aligned, human
 from ..model.job import Job, job_of, places_of, with_host_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from math import floor, log10
 
-from ...parallel.pipeline import Timeline
+from ...parallel.pipeline.timeline import Timeline
 from ...plan.table import human
 from .estimate import Estimate
 from .fast_cost import CandidateCost

@@ -20,8 +20,8 @@ from ...config.options import Options
 from ...config.parallel import ParallelConfig
 from ...distributed.mesh import Mesh
 from ...features.adapters.peft_config import read_config
-from ...parallel.pipeline.stand_in import leave_out
-from ...parallel.tensor.apply import cut_parameters
+from ...parallel.pipeline.placeholders import drop_other_stages
+from ...parallel.tensor.local_parameters import cut_parameters
 from ...plan import Plan
 from ...train import train_step
 from ...train.runtime import runtime_of
@@ -60,7 +60,7 @@ class _WithoutValues(FromSeed):
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model and its weights on the meta device, in this rank's sizes."""
         model = self.template(None)
-        leave_out(model, plan, mesh.pp_rank)
+        drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
         materialize_buffers(model, {}, META)
         shapes = {name: plan.by_name[name].local_shape(mesh.ranks) for name in plan.local_names(mesh.pp_rank)}

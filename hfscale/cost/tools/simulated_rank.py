@@ -22,7 +22,7 @@ from ..._compat.torch_autocast import autocast_on_meta
 from ..._compat.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
 from ...distributed import process_groups
 from ...distributed.mesh import Mesh
-from ...parallel.pipeline import Pipeline
+from ...parallel.pipeline.run import Pipeline
 from ...parallel.tensor import RandomStreams
 from ...train.runtime import Runtime
 from ..model.links import ring_share

@@ -9,7 +9,11 @@ the youngest of the nodes that are ready, finds them in this order::
 
 The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's
 (``gradient_accumulation_fusion`` and asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), put
-into the graph instead of one node, so that the projections stay modules of their own.
+into the graph instead of one node, so that the projections stay modules of their own, and so that a backward pass in
+two halves (zero-bubble schedules) leaves weights to the second: ``ctx.needs_input_grad`` is that of the forward pass,
+so one node for the input and the weights would compute both in either half.
+
+A projection with products other than torch's own (in 8 bits, say) registers them by :func:`multiply_by`.
 """
 
 import weakref
@@ -18,13 +22,60 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ..._compat.torch import backward_pass, version_of
-from .exchange import Started
-from .products import Products
-from .shared_casts import autocasted
+from .collectives import Started
+from .shared_casts import autocasted, autocasted_weight
+
+_ATTRIBUTE = "_hfscale_products"
+
+
+class Products:
+    """Torch's own products. An instance serves one pass: it may note operands of the output for the gradients.
+
+    Weights are ``[out, in]`` here, whichever way round a module keeps them.
+    """
+
+    def kept(self, weight: Tensor) -> Tensor:
+        """Return the form of the weight to save for the backward pass."""
+        return autocasted_weight(weight)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output ``[..., out]`` of ``x [..., in]``."""
+        return F.linear(x, weight, bias)
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the input's gradient ``[n, in]``, given that of the output, ``grad [n, out]``."""
+        return grad.mm(weight)
+
+    def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        """Return the weight's gradient ``[out, in]``, or ``[in, out]``, of ``grad [n, out]`` and ``x [n, in]``."""
+        return x.t().mm(grad) if transposed else grad.t().mm(x)
+
+
+def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
+    """Set the ``products`` of a projection, which :func:`column_parallel_linear` then uses.
+
+    Args:
+        products: returns those of a pass that begins: a function, or an object that deep copies of the module may
+            share.
+    """
+    setattr(module, _ATTRIBUTE, products)
+
+
+def multiplied_by(module: Any) -> Callable[[], Products]:
+    """Return what :func:`multiply_by` set, or torch's own."""
+    chosen: Callable[[], Products] = module.__dict__.get(_ATTRIBUTE, Products)
+    return chosen
+
+
+def products_of(module: Any) -> Products:
+    """Return the products of a projection for the pass that begins."""
+    return multiplied_by(module)()
+
 
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
@@ -94,19 +145,18 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
     return x is known or (same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous())
 
 
-class WeightLater:
+class DeferredWeightGrad:
     """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`.
 
     Attributes:
-        token: the weight, as the projection must use it: by :func:`project`, once.
+        token: the weight, as the projection must use it: by :func:`column_parallel_linear`, once.
         products: computes the projection's matrix products.
         regather: gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept.
         narrow: the shard in autocast's type, and the gather of it.
     """
 
-    def __init__(self, weight: Tensor, transposed: bool, own: Tensor | None) -> None:
-        self.transposed, self.own = transposed, own
-        self.products = Products()
+    def __init__(self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None) -> None:
+        self.transposed, self.products, self.own = transposed, products, own
         self.regather: Regather | None = None
         self.narrow: tuple[Tensor, Regather] | None = None
         self.derive: Derive = as_it_is
@@ -143,7 +193,7 @@ class _Launch(torch.autograd.Function):
 
 class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, later: WeightLater) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, later: DeferredWeightGrad) -> Tensor:
         ctx.later, ctx.dtype = later, weight.dtype
         return weight.view_as(weight)
 
@@ -156,7 +206,7 @@ class _Weight(torch.autograd.Function):
         return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
 
 
-class _Project(torch.autograd.Function):
+class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, own: Tensor | None, later: Any) -> Tensor:
         ctx.later, ctx.dtype = later, token.dtype
@@ -186,15 +236,15 @@ class _Project(torch.autograd.Function):
 
 def enter_overlapped(
     x: Tensor,
-    weights: Sequence[tuple[Tensor, bool]],
+    weights: Sequence[tuple[Tensor, bool, Products]],
     reduce: Start,
     gather: Start | None = None,
     regather: bool = False,
-) -> tuple[Tensor, list[WeightLater]]:
+) -> tuple[Tensor, list[DeferredWeightGrad]]:
     """Return ``x`` inside the region, and the weights of the projections that read it.
 
     Args:
-        weights: each with whether it is stored transposed, ``[in, out]``.
+        weights: each with whether it is stored transposed, ``[in, out]``, and its products.
         reduce: starts the backward collective, on the gradient of the tensor inside.
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
@@ -203,7 +253,7 @@ def enter_overlapped(
     x = _Await.apply(x, flight)
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
-    later = [WeightLater(weight, transposed, own) for weight, transposed in weights]
+    later = [DeferredWeightGrad(*each, own) for each in weights]
     whole = _Launch.apply(x, flight, gather, reduce)
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)
@@ -213,7 +263,7 @@ def enter_overlapped(
     return whole, later
 
 
-def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
+def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias`` (``x @ weight`` if it is stored transposed), ``[..., in]`` -> ``[..., out]``.
 
     ``x`` is kept for the gradient of the weight, unless it is the gathered tensor, which can be gathered again, or
@@ -231,7 +281,7 @@ def project(x: Tensor, later: WeightLater, bias: Tensor | None) -> Tensor:
         later.regather.readers += 1
         later.derive = derive
     x, bias = autocasted(x), None if bias is None else autocasted(bias)
-    return _Project.apply(x, later.token, bias, own, later)
+    return _ColumnParallelLinear.apply(x, later.token, bias, own, later)
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:

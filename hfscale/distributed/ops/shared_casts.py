@@ -8,13 +8,12 @@ one copy serves; each microbatch's gradient is made in 16 bits and added to the 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..._compat.torch import storage_key
+from .collectives import apply_mapping
 
 _Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -39,11 +38,7 @@ _current: Casts | None = None  # not by thread: backward passes, which recompute
 
 @contextmanager
 def sharing(casts: Casts | None) -> Iterator[None]:
-    """Share ``casts`` between all passes inside the ``with`` block, in which weights must not change.
-
-    Args:
-        casts: found there, and added to; ``None`` to share none.
-    """
+    """Share ``casts`` between all passes inside the ``with`` block, in which weights must not change."""
     global _current
     before, _current = _current, casts
     try:
@@ -85,24 +80,12 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return plain
     if key not in _current.in_graph:
-        _current.in_graph[key] = _Cast.apply(weight, plain)
+        # Saves nothing, so that the backward passes of several microbatches may go through it.
+        own = weight.dtype
+        _current.in_graph[key] = apply_mapping(weight, lambda _: plain.view_as(plain), lambda grad: grad.to(own))
     return _current.in_graph[key]
 
 
 def is_shared_cast(tensor: Tensor) -> bool:
     """Return whether the tensor lies in the memory of a shared copy."""
     return _current is not None and storage_key(tensor.untyped_storage()) in _current.memory
-
-
-class _Cast(torch.autograd.Function):
-    """A cast that saves nothing, so that the backward passes of several microbatches may go through it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
-        return cast.view_as(cast)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None

@@ -10,14 +10,7 @@ import torch.distributed as dist
 
 @dataclass(eq=False)
 class Waiting:
-    """A send or receive that a thread waits for.
-
-    Attributes:
-        call: ``send`` or ``recv``.
-        peer: the global rank of the other side.
-        group: the process group it goes over.
-        since: its start, by the clock of ``time.monotonic``.
-    """
+    """A send or receive that a thread waits for."""
 
     call: str
     peer: int

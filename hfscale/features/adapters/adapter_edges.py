@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.peft import BASE, COPY, LORA_B, dora_modules, dropouts, first_factors, note_casts
-from ...distributed.ops.drawn_again import drawn_again
 from ...parallel.tensor import TensorParallel
-from ...parallel.tensor.deferred_weights import Overlap
+from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
-from ...parallel.tensor.random import drop_again, drop_alike, drop_own
+from ...parallel.tensor.random import drawn_again, drop_again, drop_alike, drop_own
 from ...parallel.tensor.sequence_region import SequenceRegion
 from ...plan import BlockPlan
 from ...train.runtime import Runtime

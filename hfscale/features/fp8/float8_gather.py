@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..._compat.torch_device import keep_for_stream
 from ..._compat.torch_fsdp import gather_encoded
 from ...distributed.mesh import Mesh
-from ...distributed.ops.products import multiplied_by
+from ...distributed.ops.overlap import multiplied_by
 from ...plan import Plan
 from ...plan.products_plan import gathered_in_8_bits
 from ...train.runtime import Part, Runtime

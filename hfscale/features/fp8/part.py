@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config.schedules import ASYNCHRONOUS
-from ...distributed.ops import WeightLater, project
-from ...distributed.ops.products import multiply_by, products_of
+from ...distributed.ops.overlap import DeferredWeightGrad, column_parallel_linear, multiply_by, products_of
 from ...models.projections import is_transposed, weight_dims
 from ...plan.products_plan import Float8Plan
 from ...train.runtime import Part, Runtime, local_tensor
@@ -79,7 +78,6 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
-    """Return the output of a projection whose products :func:`hfscale.distributed.ops.products.multiply_by` has set."""
-    later = WeightLater(projection.weight, is_transposed(projection), None)
-    later.products = products_of(projection)
-    return project(x, later, projection.bias)
+    """Return the output of a projection whose products :func:`hfscale.distributed.ops.overlap.multiply_by` has set."""
+    later = DeferredWeightGrad(projection.weight, is_transposed(projection), products_of(projection))
+    return column_parallel_linear(x, later, projection.bias)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...distributed.ops.products import Products
+from ...distributed.ops.overlap import Products
 from .weight import Float8Weight
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2

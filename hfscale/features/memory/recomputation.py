@@ -23,8 +23,8 @@ from ..._compat.transformers.attention import answer, implementation_of, set_imp
 from ..._compat.transformers.computing import without_cache
 from ...cost.model.activation_bytes import Situation, layers_to_recompute
 from ...models.expert_modules import experts_per_token
+from ...parallel.context.attention_override import attention_configs
 from ...parallel.context.cut_batch import shape_of
-from ...parallel.context.seam import attention_configs
 from ...parallel.pipeline.in_flight import most_in_flight
 from ...plan.recompute_plan import recomputed
 from ...train.runtime import Batch, Part, Runtime

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ..._compat.bitsandbytes import is_quantized_already, keep_layout, scales_of_rows, set_state
 from ..._compat.torch import own_parameters
 from ...distributed.mesh import Mesh
-from ...distributed.ops.four_bit import Packing, pack, unpack_state
-from ...distributed.ops.packed import register_packed, scales_name
+from ...distributed.ops.four_bit import Packing, pack, register_packed, scales_name, unpack_state
 from ...errors import CheckpointError
 from ...models.names import wild_name
 from ...plan import ParameterPlan, Plan

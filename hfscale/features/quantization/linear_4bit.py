@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.bitsandbytes import drop_state
-from ...distributed.ops.four_bit import Packing, unpack_state
-from ...distributed.ops.frozen_linear import frozen_linear
-from ...distributed.ops.packed import packings_of, read_packed, register_packed
+from ...distributed.ops.four_bit import Packing, packings_of, read_packed, register_packed, unpack_state
+from ...distributed.ops.grouped_linear import frozen_linear
 
 bnb: Any = bitsandbytes  # its annotations are incomplete
 

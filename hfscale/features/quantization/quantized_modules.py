@@ -27,8 +27,7 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.four_bit import gathered, unpack
-from ...distributed.ops.packed import mark, packings_of, register_packed, scales_name
+from ...distributed.ops.four_bit import gathered, mark, packings_of, register_packed, scales_name, unpack
 from ...errors import ConfigError
 from ...models.projections import is_transposed
 from ...plan import Plan

@@ -2,7 +2,7 @@
 
 Labels are shifted before the cut, since the label of a rank's last token may be on another rank. A multimodal model
 gets all ids and pictures, computes the embeddings of all tokens, and is cut at the input of its text model
-(:mod:`.text`).
+(:mod:`.inner_hooks`).
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,6 @@ class CutBatch:
     """Describe the full sequences of which one context rank computes a part.
 
     Attributes:
-        split: who has which tokens.
-        rank: this rank, of those that have parts of the same sequences.
         padding: ``[b, s]`` of the whole sequences, False where a token is padding; ``None``: none is.
         position_ids: ``[..., s]`` of the whole sequences, where the batch gives them: ``[1 or b, s]``, or with three or
             four rows in front for time, height and width, and the text before them.
@@ -84,16 +82,12 @@ def cut_batch(
     """Return the part of a batch that context rank ``rank`` of ``size`` computes.
 
     Args:
-        batch: the keyword arguments of a forward pass over whole sequences.
         shift: how far behind its token a label is that it predicts: 1 for causal language models.
         takes_positions: whether the model takes ``position_ids``; it gets those of its tokens.
         inside: whether only labels are cut here, and the rest where the text begins.
 
     Returns:
         what it should know of the whole, and the same arguments of its own tokens; ``labels`` are shifted.
-
-    Raises:
-        ConfigError: an argument that it does not know how to cut, or fewer tokens than ranks.
     """
     samples, total = shape_of(batch)
     if total < size:
@@ -119,11 +113,7 @@ def cut_batch(
 
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay.
-
-    Raises:
-        ConfigError: an argument that it does not know how to cut.
-    """
+    """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay."""
     total, places = batch.split.total, batch.places
     found = dict[str, Any]()
     for name, value in given.items():

@@ -34,33 +34,11 @@ class Source(Protocol):
         """Return the gradients of this rank's k and v, summed over the ranks that read them; collective."""
 
 
-class OwnBlocks:
-    """Provide the keys and values of this rank alone."""
-
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See :class:`Source`."""
-        yield 0, k, v
-
-    def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """See :class:`Source`."""
-        dk, dv = wide_zeros(k), wide_zeros(v)
-        backward(0, k, v, dk, dv)
-        return dk, dv
-
-
-def wide_zeros(x: Tensor) -> Tensor:
-    """Return zeros of the shape of ``x`` to sum gradients in, in 32 bits at least."""
-    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
 @dataclass(frozen=True)
 class Reading:
     """Describe one attention call for all its blocks.
 
     Attributes:
-        mask: the attention mask.
-        kernel: computes attention over a block.
-        source: provides blocks of keys and values.
         seed: seed of dropout; that of each pair of intervals is derived from it.
     """
 

@@ -10,13 +10,12 @@ travel around a ring of such groups (Fang and Zhao 2024).
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.ops.all_to_all import all_to_all
+from ...distributed.ops.collectives import all_to_all, apply_mapping
 
 
 def replicated(x: Tensor, size: int) -> Tensor:
@@ -29,7 +28,6 @@ class HeadExchange:
 
     Args:
         members: for each rank of ``group``, the positions of its tokens in the group's tokens.
-        group: the ranks that exchange.
     """
 
     def __init__(self, members: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -39,46 +37,27 @@ class HeadExchange:
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in sequence order."""
-        found: Tensor = _Exchange.apply(x, self, True)
-        return found
+        return apply_mapping(x, self._to_heads, self._to_tokens)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
-        found: Tensor = _Exchange.apply(x, self, False)
-        return found
+        return apply_mapping(x, self._to_tokens, self._to_heads)
 
+    def _to_heads(self, x: Tensor) -> Tensor:
+        b, h, _, d = x.shape
+        size = len(self.members)
+        shapes = [(b, h // size, len(member), d) for member in self.members]
+        received = self._exchanged(list(x.chunk(size, 1)), shapes)
+        return torch.cat(received, 2).index_select(2, self.order.to(x.device))
 
-class _Exchange(torch.autograd.Function):
-    """Exchange in one direction forward and in the other backward."""
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        b, h, _, d = x.shape
+        parts = [x.index_select(2, member.to(x.device)) for member in self.members]
+        return torch.cat(self._exchanged(parts, [(b, h, len(self.members[self.own]), d)] * len(parts)), 1)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
-        ctx.exchange, ctx.back = exchange, _to_tokens if to_heads else _to_heads
-        return (_to_heads if to_heads else _to_tokens)(x, exchange)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.back(grads[0], ctx.exchange), None, None
-
-
-def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    b, h, _, d = x.shape
-    size = len(exchange.members)
-    shapes = [(b, h // size, len(member), d) for member in exchange.members]
-    received = _exchanged(list(x.chunk(size, 1)), shapes, exchange.group)
-    return torch.cat(received, 2).index_select(2, exchange.order.to(x.device))
-
-
-def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
-    b, h, _, d = x.shape
-    parts = [x.index_select(2, member.to(x.device)) for member in exchange.members]
-    own = len(exchange.members[exchange.own])
-    return torch.cat(_exchanged(parts, [(b, h, own, d)] * len(parts), exchange.group), 1)
-
-
-def _exchanged(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send ``parts[r]`` to rank ``r``, and return the tensors received, ``shapes[r]`` from rank ``r``."""
-    sizes = [prod(shape) for shape in shapes]
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    received = all_to_all(flat, [part.numel() for part in parts], sizes, group)
-    return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    def _exchanged(self, parts: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Send ``parts[r]`` to rank ``r``, and return the tensors received, ``shapes[r]`` from rank ``r``."""
+        sizes = [prod(shape) for shape in shapes]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        received = all_to_all(flat, [part.numel() for part in parts], sizes, self.group)
+        return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]

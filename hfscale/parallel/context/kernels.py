@@ -34,9 +34,7 @@ class ScoreBlock:
     Attributes:
         causal: each row reads the columns up to its own number.
         bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``.
-        seed: seed of dropout.
         idle: ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
-        first: the number of the first row.
     """
 
     causal: bool = False
@@ -150,9 +148,7 @@ class FlashOnCuda:
 
 @dataclass(frozen=True)
 class ScoreKernel:
-    """Scores of some rows of a block in memory at a time, in 32 bits at least; softcap (Gemma Team 2024) and dropout
-    on probabilities.
-    """
+    """Hold the scores of some rows at a time, in 32 bits at least; with softcap (Gemma Team 2024) and dropout."""
 
     scale: float
     softcap: float | None = None

@@ -27,10 +27,8 @@ class MaskBlocks:
     """Hold the mask of one forward pass.
 
     Attributes:
-        batch: the full sequences, ``[b, s]``.
         function: transformers' mask function of full-sequence positions: (sample, head, query, key) -> whether it
             attends.
-        samples: b.
         idle: ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing.
         attend: computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``.
     """

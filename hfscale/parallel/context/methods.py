@@ -1,24 +1,41 @@
 """Run one attention call over context ranks, by the method that the plan or its shapes choose."""
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import context_groups
 from ...plan.sequence_split import choose, heads_fit
-from .attention_call import read
-from .engine import OwnBlocks, Source
+from .attention_override import AttentionCall
+from .engine import Reading, Source, attend
 from .exchanged_heads import HeadExchange, replicated
-from .gathered import GatheredBlocks
+from .kernels import kernel_for, padded_width
+from .key_sources import GatheredBlocks, OwnBlocks, RingBlocks
 from .masks import MaskBlocks
-from .ring import RingBlocks
-from .seam import AttentionCall
+
+
+def read(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: MaskBlocks, call: AttentionCall, source: Source
+) -> Tensor:
+    """Return the attention of ``q`` to all keys of ``source``; heads of queries and of values may differ in width."""
+    width = v.shape[-1]
+    widest = padded_width(max(q.shape[-1], width), q.device)
+    if {q.shape[-1], width} != {widest}:  # zeros add nothing to scores, and are cut off an output
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    if sinks is not None:
+        mask = mask.without_idle()  # the sink is what is left to read
+    kernel = kernel_for(q, call.scale, call.softcap, call.dropout, mask.idle is not None)
+    seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
+    return attend(q.contiguous(), k.contiguous(), v.contiguous(), sinks, Reading(mask, kernel, source, seed))[
+        ..., :width
+    ]
 
 
 class ContextAttention:
     """Compute the attention of a model whose sequences are sharded over the context ranks.
 
     Args:
-        method: one of :data:`hfscale.names.CP_METHODS`.
         together: for ``heads_ring``: the number of ranks per group that exchanges heads.
     """
 
@@ -32,7 +49,7 @@ class ContextAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
     ) -> Tensor:
-        """See :data:`hfscale.parallel.context.seam.Attend`."""
+        """See :data:`hfscale.parallel.context.attention_override.Attend`."""
         split = mask.batch.split
         method = choose(self._method, q.shape[1], k.shape[1], split.size)
         if method == "heads":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,13 +15,11 @@ from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.local_weights import LocalWeights
+from .attention_override import AttentionOverride, attention_configs, learn
 from .cut_batch import CutBatch, cut_batch
+from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
+from .key_sources import gather_sequences
 from .methods import ContextAttention
-from .mixers import WholeSequences
-from .rotary import ask_for_all_positions
-from .seam import Seam, attention_configs, learn
-from .text import cut_inside
-from .whole_sequences import TokenGather
 
 _BATCH = "context_batch"
 """The argument of a forward pass that says of which sequences it computes a part; the model itself never sees it."""
@@ -32,7 +31,7 @@ class ContextParallel(Part, ContextAxis):
     _runtime: Runtime
 
     def __init__(self) -> None:
-        self._seam: Seam | None = None
+        self._override: AttentionOverride | None = None
         self._attend: ContextAttention | None = None
         self._stack: list[ExitStack] = []
         self._passes: ForwardPasses[CutBatch | None] | None = None  # where a recomputed layer has to know its own
@@ -44,7 +43,7 @@ class ContextParallel(Part, ContextAxis):
         if group is None:
             return
         runtime.context, self._runtime = self, runtime
-        self._seam = Seam(attention_configs(model))
+        self._override = AttentionOverride(attention_configs(model))
         planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)
@@ -55,7 +54,7 @@ class ContextParallel(Part, ContextAxis):
             cut_inside(text, self._learn)
         if planned.whole:
             self._passes = ForwardPasses()
-        mixers = WholeSequences(TokenGather(group), self._recomputed)
+        mixers = WholeSequences(partial(gather_sequences, group=group), self._recomputed)
         for name in filter(runtime.is_local, planned.whole):
             mixers.install(model.get_submodule(name))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -63,8 +62,8 @@ class ContextParallel(Part, ContextAxis):
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
         """Restore the model's own attention."""
-        if self._seam is not None:
-            self._seam.remove()
+        if self._override is not None:
+            self._override.remove()
 
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
@@ -106,7 +105,7 @@ class ContextParallel(Part, ContextAxis):
         """All-gather a per-token output over the context ranks, in the order of the sequences."""
         group = self._runtime.mesh.cp_group
         assert group is not None
-        return TokenGather(group)(own, batch[_BATCH])
+        return gather_sequences(own, batch[_BATCH], group)
 
     def local_view(self, module: str) -> str | None:
         """Return a sentence on how the tokens of ``module`` are local to this rank; ``None`` where they are not."""
@@ -132,9 +131,9 @@ class ContextParallel(Part, ContextAxis):
         stack = ExitStack()
         if self._passes is not None:
             self._passes.begin(batch)
-        if batch is not None and self._seam is not None and self._attend is not None:
+        if batch is not None and self._override is not None and self._attend is not None:
             device = next(model.parameters()).device
-            stack.enter_context(self._seam.passing(batch.to(device), self._attend))
+            stack.enter_context(self._override.passing(batch.to(device), self._attend))
         self._stack.append(stack)
         return args, kwargs
 

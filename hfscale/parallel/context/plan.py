@@ -72,9 +72,7 @@ class _Reading:
 
     Attributes:
         mixing: why sequences cannot be sharded; empty if they can.
-        pads: whether rows may have padding.
         kinds: names of classes of modules that mix tokens, and can be run on full sequences.
-        seen: names of classes of modules in layers that were tried.
     """
 
     mixing: str

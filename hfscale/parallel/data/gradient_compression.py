@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.torch_fsdp import ParameterGroup, parameter_groups
+from ..._compat.torch_fsdp import parameter_groups
 from ...distributed.mesh import Mesh
 from ...plan import Plan
 from ...plan.reductions import data_axes
@@ -43,14 +43,7 @@ class NarrowMean:
 
 
 class PowerSGD:
-    """Average the matrices in a flat gradient buffer over replicas by low-rank factors.
-
-    Args:
-        sizes: of the parts of the buffer, in order.
-        rank: of the factors.
-        seed: of the first factors, the same on all replicas.
-        unit: by what gradients are multiplied now.
-    """
+    """Average the matrices in a flat gradient buffer over replicas by low-rank factors."""
 
     def __init__(
         self,
@@ -80,7 +73,8 @@ class PowerSGD:
         left = {i: torch.linalg.qr(factor)[0] for i, factor in left.items()}
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
-        numbers = _are_numbers([*right.values(), *vectors])  # averaged already, so all replicas agree
+        averaged = [*right.values(), *vectors]  # so all replicas agree, without a device synchronization
+        numbers = torch.stack([torch.isfinite(tensor).all() for tensor in averaged]).all()
         for i, matrix in matrices.items():
             error, factor = self._error(i, matrix), self._factor(i, whole[i])
             matrix.copy_(left[i] @ right[i].T)
@@ -132,11 +126,6 @@ class PowerSGD:
             tensor.copy_(part.view_as(tensor))
 
 
-def _are_numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all entries are finite, as a tensor, without a device synchronization."""
-    return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
-
-
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
     """Return a random normal ``[columns, rank]``, for matrix ``number`` of a buffer."""
     return torch.randn(columns, rank, generator=torch.Generator().manual_seed(1000 * seed + number))
@@ -150,9 +139,6 @@ def compresses(plan: Plan) -> bool:
 def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]) -> list[PowerSGD]:
     """Replace FSDP2's average over replicas by a compressed one.
 
-    Args:
-        unit: by what gradients are multiplied in the step that runs.
-
     Returns:
         what has a state.
     """
@@ -161,16 +147,9 @@ def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable
     for number, group in enumerate(parameter_groups(model)):
         replicas = mesh.group(data_axes(f"{group.module}.".startswith(experts) if experts else False)[0])
         if replicas is not None:
-            hook = _hook(plan, replicas, group, number, unit)
-            group.average_by(hook)
-            kept += [hook] if isinstance(hook, PowerSGD) else []
+            if plan.layout.gradient_compression != "powersgd":
+                group.average_by(NarrowMean(replicas, NARROW[str(plan.layout.gradient_compression)]))
+                continue
+            kept.append(PowerSGD(replicas, group.sizes, int(plan.layout.powersgd_rank or 1), number, unit))
+            group.average_by(kept[-1])
     return kept
-
-
-def _hook(
-    plan: Plan, replicas: dist.ProcessGroup, group: ParameterGroup, number: int, unit: Callable[[], float]
-) -> Any:
-    layout = plan.layout
-    if layout.gradient_compression == "powersgd":
-        return PowerSGD(replicas, group.sizes, int(layout.powersgd_rank or 1), number, unit)
-    return NarrowMean(replicas, NARROW[str(layout.gradient_compression)])

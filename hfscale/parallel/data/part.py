@@ -19,9 +19,10 @@ from .shard import (
     install_local_weights,
     one_reduction,
     reduce_microbatch,
+    refuse_calls_past_the_model,
+    reshard,
     set_gradient_sync,
 )
-from .whole_weights import refuse_calls_past_the_model, reshard
 
 
 class DataParallel(Part, DataAxes):

@@ -14,12 +14,8 @@ def plan_data(draft: Draft) -> None:
                 f"{draft.layout.describe()}: {wild_name(name)} is a scalar, which FSDP2 cannot hold: use "
                 "dp_shard_size=1 and dp_replicate_size=1"
             )
-    _refuse_layers_left_out(draft)
-
-
-def _refuse_layers_left_out(draft: Draft) -> None:
-    """Refuse LayerDrop: a rank that skips a layer would miss an all-gather of FSDP2, in which the others wait."""
     for name in draft.layer_drops():
+        # A rank that skips a layer would miss an all-gather of FSDP2, in which the others wait.
         draft.problem(
             f"{draft.layout.describe()}: {name}={getattr(draft.config, name)} skips layers at random, different ones "
             f"on every rank, and data ranks gather each layer's weights together: use config.{name} = 0, or one data "

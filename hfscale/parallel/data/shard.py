@@ -4,6 +4,7 @@ FSDP2 wraps the plain local tensors that the other axes left (ZeRO stage 3, Rajb
 One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HSDP), also where nothing is sharded.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from ..._compat.torch_device import accelerators
-from ..._compat.torch_fsdp import agree_on_gradients, reduce_now, shard_by_type
+from ..._compat.torch_fsdp import agree_on_gradients, gather_root, managed_places, reduce_now, shard_by_type
+from ..._compat.transformers.classes import class_name
 from ...config.options import MIXED_PRECISIONS
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
@@ -31,7 +33,65 @@ from ...plan.towers import TowersPlan
 from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
 from .gradient_compression import compresses
-from .whole_weights import give_up_whole_weights, reshard
+
+
+def reshard(model: nn.Module) -> None:
+    """Free all gathered weights, also those that a forward pass without a backward pass has kept."""
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def refuse_calls_past_the_model(model: Any) -> None:
+    """Refuse calls of the base model alone: FSDP2 gathers weights around the layers only when the model is called."""
+    inside = getattr(model, "base_model", model)
+    if inside is model:
+        return
+    modules = set(inside.modules())
+    around = next((place for place in managed_places(model, inner=False) if place.module in modules), None)
+    if around is None:
+        return
+
+    def refuse(*_: Any) -> None:
+        if not around.is_gathered():
+            raise ConfigError(
+                f"{type(inside).__name__} was called past {class_name(model)}, for which alone FSDP2 gathers the "
+                f"weights around the layers ({around.name} of {type(around.module).__name__}, for one): call the model "
+                "itself (output_hidden_states=True gives what its layers make), or load the class without a head"
+            )
+
+    inside.register_forward_pre_hook(refuse)
+
+
+def give_up_whole_weights(model: Any) -> None:
+    """Reshard the model's parameters after a pass without gradients.
+
+    FSDP2 keeps the weights around the layers, and those of unsharded layers, for a backward pass. Where none follows,
+    the gathered weights stay registered as the parameters: an optimizer made then would update them in vain, and
+    ``zero_grad`` would miss every gradient.
+    """
+    generating: list[bool] = []
+    generate = getattr(model, "generate", None)
+
+    def after(*_: Any) -> None:
+        if not generating and not torch.is_grad_enabled():
+            reshard(model)
+
+    model.register_forward_hook(after)
+    if generate is None:
+        return
+
+    @functools.wraps(generate)
+    def generate_then_reshard(*args: Any, **kwargs: Any) -> Any:
+        generating.append(True)
+        gather_root(model)  # an encoder is called by itself
+        try:
+            return generate(*args, **kwargs)  # for as many steps on all ranks: the host knows FSDP2's models
+        finally:
+            generating.pop()
+            reshard(model)
+
+    model.generate = generate_then_reshard
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
@@ -51,7 +111,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Resharding after the forward pass saves memory only where weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
-    offload = _offload_policy(plan)
+    on_host = offloaded(plan).parameters
+    offload = CPUOffloadPolicy(pin_memory=accelerators().is_available()) if on_host else OffloadPolicy()
     alone = _shard_experts(model, plan, mesh, policy, offload)
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
     towers = plan.feature(TowersPlan)
@@ -86,10 +147,6 @@ def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
     for group in mesh.loss_groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [bool(each) for each in found.tolist()]
-
-
-def _offload_policy(plan: Plan) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=accelerators().is_available()) if offloaded(plan).parameters else OffloadPolicy()
 
 
 def _shard_experts(

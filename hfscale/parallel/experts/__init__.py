@@ -1,7 +1,6 @@
 """Expert parallelism: complete experts on each rank, the exchange of tokens between them, routing and balance."""
 
-from .history import ExpertLoadHistory
-from .load_report import ExpertLoad, LayerLoad, expert_load
+from .load_report import ExpertLoad, ExpertLoadHistory, LayerLoad, expert_load
 from .mixture import Mixture
 from .part import ExpertParallel, ExpertRouting
 

@@ -10,30 +10,12 @@ Experts see tokens of several batches; for what that means for gradients see :mo
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ...distributed.ops import all_to_all
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float
-    ) -> Tensor:
-        ctx.back, ctx.factor = (receive, send, group), factor
-        return all_to_all(rows, send, receive, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return all_to_all(grads[0] * ctx.factor, *ctx.back), None, None, None, None
+from ...distributed.ops.collectives import all_to_all, apply_mapping
 
 
 def through_slots(
@@ -49,14 +31,9 @@ def through_slots(
     """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
 
     Args:
-        hidden: ``[n, h]``, the tokens.
-        weights: ``[n, k]``, the weights of their routes.
         places: ``[n, k]``: the slot of each route, ``expert * slots + place``; ``count * slots`` for dropped ones.
-        count: the number of experts on all ranks.
         slots: how many rows each rank of ``group`` sends to each expert.
         compute: rows ``[r, h]``, and how many of them each of this rank's experts has -> ``[r, h]``.
-        group: the expert ranks; ``None`` for one.
-        batches: the number of distinct batches among those ranks.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local, own, width = count // ranks, slots[rank], hidden.shape[-1]
@@ -66,12 +43,21 @@ def through_slots(
     buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
     send, receive = [local * own] * ranks, [local * other for other in slots]
     if group is not None:
-        buffer = _Exchange.apply(buffer, send, receive, group, float(batches))
+        buffer = _exchanged(buffer, send, receive, group, float(batches))
     by_sender = [part.view(local, other, width) for part, other in zip(buffer.split(receive), slots, strict=True)]
     grouped = torch.cat(by_sender, 1).flatten(0, 1)
     out = compute(grouped, [sum(slots)] * local).view(local, sum(slots), -1)
     leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
     if group is not None:
-        leaving = _Exchange.apply(leaving, receive, send, group, 1.0 / batches)
+        leaving = _exchanged(leaving, receive, send, group, 1.0 / batches)
     back = torch.cat((leaving, leaving.new_zeros(1, leaving.shape[-1])))
     return (back[places] * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _exchanged(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float) -> Tensor:
+    """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
+    return apply_mapping(
+        rows,
+        lambda rows: all_to_all(rows, send, receive, group),
+        lambda grad: all_to_all(grad * factor, receive, send, group),
+    )

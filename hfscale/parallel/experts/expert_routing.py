@@ -1,74 +1,110 @@
-"""Keep the routing state of a model: its forward passes, its counters, and what begins and ends a step."""
-
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+"""Find routers and their biases, and give every layer its routing."""
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..._compat.peft import ORIGINAL
+from ..._compat.torch import own_buffers
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.experts import router_logits
 from ...config.routing import RoutingConfig
+from ...errors import ConfigError
+from ...models.code import scores_by_sigmoid
+from ...models.names import wild_name
+from ...plan import ExpertsPlan
 from ...train.runtime import Runtime
-from .balance import bias_step
-from .forward_contexts import ForwardContexts, real_tokens
-from .token_counts import Counters, LayerCounter
+from ...train.runtime.parameter_names import stock_name
+from .layer import LayerRouting, RouterLogits, Routing
+
+_BIAS = "e_score_correction_bias"  # the host's name, in every family that has one
 
 
-class Routing:
-    """Hold the routing state that all mixtures of a model use.
+def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
+    """Return the routing state of the model, and the routing of every mixture that this rank holds."""
+    chosen = options or RoutingConfig()
+    _check(runtime, chosen)
+    routing = Routing(runtime.mesh, chosen)
+    here = [(number, planned) for number, planned in enumerate(runtime.plan.mixtures) if runtime.is_local(planned.name)]
+    return routing, [_routing_of(runtime, routing, planned, number) for number, planned in here]
 
-    Attributes:
-        options: the user's choices.
-        passes: contexts of the model's forward passes; ``None`` where no layer needs them.
-        counters: tokens per expert.
-        biases: the router biases to update, by the name of the experts' module.
+
+def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number: int) -> LayerRouting:
+    options, layout = routing.options, runtime.mesh.layout
+    block = runtime.model.get_submodule(planned.name.rpartition(".")[0])
+    if options.bias_update_rate:
+        routing.biases[planned.name] = _bias(block, planned)
+    logits, scores, times = None, options.balance_scores or "softmax", 1.0
+    if options.needs_logits:
+        name, router, place = _router(runtime, planned)
+        logits = RouterLogits(router, place)
+        if options.balance_scores is None and scores_by_sigmoid(router):
+            scores = "sigmoid"
+        if any("tp" in runtime.plan.by_name[f"{name}.{p}"].partial for p, _ in router.named_parameters()):
+            times = 1 / layout.tp
+
+    def is_cut() -> bool:
+        return layout.slices_tokens and runtime.sequence.is_seq_sharded(planned.layer)
+
+    return LayerRouting(planned, number, routing, is_cut, logits, scores, times)
+
+
+def _check(runtime: Runtime, options: RoutingConfig) -> None:
+    model, kind = runtime.model, class_name(runtime.model)
+    if not runtime.plan.mixtures:
+        raise ConfigError(
+            f"routing={options}: {kind} has no experts that transformers keeps in one module of 3-D parameters: leave "
+            "routing out"
+        )
+    if options.needs_tokens and getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"routing={options} needs one sequence per row, and {kind} has two, an encoder's and a decoder's: use "
+            "RoutingConfig() (which only counts), or force_balanced alone"
+        )
+    if options.balance_loss and getattr(model.config, "output_router_logits", False):
+        raise ConfigError(
+            f"balance_loss={options.balance_loss} and config.output_router_logits=True would balance experts twice: "
+            "set config.output_router_logits = False"
+        )
+    most = min(planned.count for planned in runtime.plan.mixtures)
+    if options.router == "gshard" and most < 2:
+        raise ConfigError(
+            "router='gshard' needs at least two experts in every layer, and one layer has a single one: use "
+            "router='switch'"
+        )
+
+
+def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
+    """Return name and module of the router whose logits the model records, and the logits' index in its output.
+
+    A router is what transformers records logits of; a few families keep it in the layer, beside the MoE block.
     """
-
-    def __init__(self, runtime: Runtime, options: RoutingConfig) -> None:
-        self.options, self._mesh = options, runtime.mesh
-        self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        self.counters = Counters()
-        self.biases: dict[str, Tensor] = {}
-
-    @contextmanager
-    def step(self, microbatches: Sequence[Mapping[str, Any]], train: bool) -> Iterator[None]:
-        """Run the forward passes of one step over this rank's ``microbatches`` inside the with block."""
-        self.counters.begin()
-        if self.passes is None:
-            yield
-            return
-        if self.options.has_loss:
-            real = torch.stack([real_tokens(microbatch).sum() for microbatch in microbatches]).sum()
-            for group in self._mesh.loss_groups:
-                dist.all_reduce(real, group=group)
-            self.passes.tokens = real
-        try:
-            yield
-        finally:
-            self.passes.tokens = None
-        if train and self.biases:
-            self._move_biases()
-
-    def note_scale(self, scale: float) -> None:
-        """Record the loss gradient of the step for the latest pass's auxiliary losses, on a pipeline stage without the
-        loss.
-        """
-        if self.passes is not None and self.passes.latest.loss is not None:
-            self.passes.latest.scale = scale
-
-    @torch.no_grad()
-    def _move_biases(self) -> None:
-        """Update the router biases from the loads of all batches, equally on every rank with a layer."""
-        counters = [self.counters.layers[name] for name in self.biases]
-        flat = torch.cat([_wanted(counter, bias) for counter, bias in zip(counters, self.biases.values(), strict=True)])
-        for group in (*self._mesh.loss_groups, *self._mesh.groups("tp")):
-            dist.all_reduce(flat, group=group)
-        for bias, counts in zip(self.biases.values(), flat.split([c.count for c in counters]), strict=True):
-            bias += bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)
+    recorded = router_logits(runtime.model)
+    for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
+        found = [
+            (stock_name(f"{owner}.{name}"), module, place)
+            for name, module in runtime.model.get_submodule(owner).named_modules()
+            for kind, place in recorded.items()
+            # PEFT keeps a frozen copy of a router in modules_to_save, which is never called.
+            if name and isinstance(module, kind) and not name.endswith(ORIGINAL)
+        ]
+        if len(found) == 1:
+            return found[0]
+    family = runtime.plan.family
+    raise ConfigError(
+        f"{wild_name(planned.name)}: {family!r} does not say where its router's logits are (_can_record_outputs of its "
+        "PreTrainedModel class), and balance_loss, z_loss and other routers need them: use bias_update_rate, "
+        "capacity_factor or force_balanced, which do not"
+    )
 
 
-def _wanted(counter: LayerCounter, bias: Tensor) -> Tensor:
-    if counter.wanted is None:
-        return torch.zeros(counter.count, dtype=torch.int64, device=bias.device)
-    return counter.wanted
+def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
+    """Return the router's score-correction bias, in 32 bits at least: 16 bits would lose steps of 0.001."""
+    for module in block.modules():
+        found = own_buffers(module).get(_BIAS)
+        if found is not None and found.numel() == planned.count:
+            if found.dtype.itemsize < torch.float32.itemsize:
+                found = own_buffers(module)[_BIAS] = found.float()
+            return found
+    raise ConfigError(
+        f"bias_update_rate needs a buffer {_BIAS} beside {wild_name(planned.name)}, and there is none: use balance_loss"
+    )

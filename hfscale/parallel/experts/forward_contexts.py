@@ -20,7 +20,6 @@ class Pass:
     Attributes:
         real: ``[b, s]``, true for tokens that are not padding.
         tokens: the number of real tokens by which its router losses are divided.
-        seed: for random draws in it; ``None`` in evaluation.
         scale: the gradient of the step's loss, set in the backward pass; ``None`` without a loss.
         shapes: batch size and tokens per sequence on each expert rank; empty until a layer asks.
         loss: the sum of its layers' router losses, detached.
@@ -38,33 +37,22 @@ class Pass:
         self.loss = share.detach() if self.loss is None else self.loss + share.detach()
 
 
-class ForwardContexts:
+class ForwardContexts(ForwardPasses[Pass]):
     """Track the latest forward passes of a model.
 
     Attributes:
         tokens: the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``.
-        draws: whether layers draw random numbers in training.
     """
 
     def __init__(self, draws: bool) -> None:
+        super().__init__()
         self.tokens: Tensor | None = None
-        self.draws = draws
-        self._passes = ForwardPasses[Pass]()
-        self._with_labels = False
+        self.draws, self._with_labels = draws, False
 
     def install(self, model: nn.Module) -> None:
         """Install hooks on the model, so that each of its forward passes gets a context and adds its router losses."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
-
-    def current(self) -> Pass:
-        """Return the forward pass that the current computation, or recomputation, belongs to."""
-        return self._passes.current()
-
-    @property
-    def latest(self) -> Pass:
-        """The pass that began last."""
-        return self._passes.latest
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
@@ -72,7 +60,7 @@ class ForwardContexts:
         real = real_tokens(given)
         seed = int(torch.randint(2**31, ())) if self.draws and model.training else None
         tokens = real.sum() if self.tokens is None else self.tokens
-        self._passes.begin(Pass(real, tokens.clamp(min=1), seed))
+        self.begin(Pass(real, tokens.clamp(min=1), seed))
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         current = self.latest

@@ -9,7 +9,8 @@
                               +---- share of the loss ---------+    its gradient joins here
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +20,26 @@ from torch import Tensor, nn
 
 from ...config.routing import RoutingConfig
 from ...distributed.mesh import Mesh
-from ...distributed.ops import leave
-from ...distributed.ops.exchange import start_all_gather
+from ...distributed.ops.collectives import all_gather, reduce_from_tp_region
 from ...errors import ConfigError
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
-from .balance import balance_loss, expert_counts, expert_sums, z_loss
-from .capacity import count_each, queue_places, room
-from .forward_contexts import ForwardContexts, Pass, attach
-from .routers import gshard, noisy_topk, round_robin, switch
-from .token_counts import Counters, LayerCounter
+from .forward_contexts import ForwardContexts, Pass, attach, real_tokens
+from .router_functions import (
+    balance_loss,
+    bias_step,
+    expert_counts,
+    expert_sums,
+    gshard,
+    noisy_topk,
+    queue_places,
+    room,
+    round_robin,
+    switch,
+    z_loss,
+)
+from .token_counts import LayerCounter
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,8 @@ class Choice:
 
     Attributes:
         index: ``[n, k]``, the experts; the number of experts for none.
-        weights: ``[n, k]``, the weights of the routes.
         places: ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :mod:`.capacity_buffers`.
         slots: how many slots each rank has at each expert.
-        loss: this layer's router loss.
     """
 
     index: Tensor
@@ -51,7 +59,7 @@ class Choice:
     loss: Tensor | None = None
 
 
-class Logits:
+class RouterLogits:
     """Hold the router logits of the current call of the block."""
 
     def __init__(self, router: nn.Module, place: int) -> None:
@@ -73,20 +81,72 @@ class Logits:
         return found.reshape(n, count)
 
 
+class Routing:
+    """Hold the routing state that all mixtures of a model use.
+
+    Attributes:
+        passes: contexts of the model's forward passes; ``None`` where no layer needs them.
+        counters: tokens per expert, by the name of the experts' module.
+        biases: the router biases to update, by the same.
+        asked: whether the counts were read; without ``train_step`` they accumulate until then.
+    """
+
+    def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
+        self.options, self.mesh, self.asked = options, mesh, False
+        self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
+        self.counters: dict[str, LayerCounter] = {}
+        self.biases: dict[str, Tensor] = {}
+
+    def count_anew(self) -> None:
+        """Set all counters to zero."""
+        self.asked = False
+        for counter in self.counters.values():
+            counter.reset()
+
+    @contextmanager
+    def step(self, microbatches: Sequence[Mapping[str, Any]], train: bool) -> Iterator[None]:
+        """Run the forward passes of one step over this rank's ``microbatches`` inside the with block."""
+        self.count_anew()
+        if self.passes is None:
+            yield
+            return
+        if self.options.has_loss:
+            real = torch.stack([real_tokens(microbatch).sum() for microbatch in microbatches]).sum()
+            for group in self.mesh.loss_groups:
+                dist.all_reduce(real, group=group)
+            self.passes.tokens = real
+        try:
+            yield
+        finally:
+            self.passes.tokens = None
+        if train and self.biases:
+            self._move_biases()
+
+    def note_scale(self, scale: float) -> None:
+        """Record the loss gradient for the latest pass's auxiliary losses, on a pipeline stage without the loss."""
+        if self.passes is not None and self.passes.latest.loss is not None:
+            self.passes.latest.scale = scale
+
+    @torch.no_grad()
+    def _move_biases(self) -> None:
+        """Update the router biases from the loads of all batches, equally on every rank with a layer."""
+        counters = [self.counters[name] for name in self.biases]
+        flat = torch.cat(
+            [counter.wanted_on(bias.device) for counter, bias in zip(counters, self.biases.values(), strict=True)]
+        )
+        for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
+            dist.all_reduce(flat, group=group)
+        for bias, counts in zip(self.biases.values(), flat.split([c.count for c in counters]), strict=True):
+            bias += bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)
+
+
 @dataclass
 class LayerRouting:
     """Choose, limit and count the routes of one layer.
 
     Attributes:
-        planned: its experts.
         number: its index among the model's mixtures of experts.
-        options: the user's choices.
-        passes: contexts of the model's forward passes; ``None`` where nothing here needs them.
-        counters: the token counts of all layers.
-        counter: those of this layer.
-        mesh: the device mesh.
         is_cut: whether this rank has only a part of the tokens.
-        fixed: whether a limited capacity uses buffers of fixed size.
         logits: records the router's logits; ``None`` where they are not needed.
         scores: ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits.
         times: factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients.
@@ -94,21 +154,21 @@ class LayerRouting:
 
     planned: ExpertsPlan
     number: int
-    options: RoutingConfig
-    passes: ForwardContexts | None
-    counters: Counters
-    counter: LayerCounter
-    mesh: Mesh
+    routing: Routing
     is_cut: Callable[[], bool]
-    fixed: bool
-    logits: Logits | None = None
+    logits: RouterLogits | None = None
     scores: str = "softmax"
     times: float = 1.0
 
+    def __post_init__(self) -> None:
+        self.options, self.passes, self.mesh = self.routing.options, self.routing.passes, self.routing.mesh
+        self.fixed = not self.mesh.layout.slices_tokens  # whether a limited capacity uses buffers of fixed size
+        self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
+
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
         """Return the routes of ``n`` tokens, given the stock router's ``index`` and ``weights``, ``[n, k]`` each."""
-        if not recomputing():
-            self.counters.begin_if_asked()
+        if self.routing.asked and not recomputing():
+            self.routing.count_anew()
         if self.passes is not None:
             return self._choose(self.passes.current(), index, weights)
         if self.options.force_balanced:
@@ -125,10 +185,6 @@ class LayerRouting:
         """Count the routes that this rank sent to each expert."""
         if not recomputing() and (self.mesh.layout.slices_tokens or self._first):
             self.counter.add(counts)
-
-    def count_on_device(self, index: Tensor) -> None:
-        """Count the routes ``[n, k]`` on the device, without a host synchronization."""
-        self.count(count_each(index.flatten(), self.planned.count + 1)[:-1])
 
     @property
     def _first(self) -> bool:
@@ -211,9 +267,9 @@ class LayerRouting:
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
         """Return this layer's term of the step's loss."""
         if self.is_cut():
-            sums = leave(sums, self.mesh.tp_group)
+            sums = reduce_from_tp_region(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
-            sums = leave(sums, self.mesh.context)
+            sums = reduce_from_tp_region(sums, self.mesh.context)
         balance, z = balance_loss(sums), z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
         if not recomputing():
@@ -229,20 +285,21 @@ class LayerRouting:
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
         group = self.mesh.tp_group
         if own.are_a_part and group is not None:
-            whole = start_all_gather(whole, own.lengths, 1, group).result()
+            whole = all_gather(whole, own.lengths, 1, group)
         limits = room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
         places = queue_places(whole, count)
         kept = (places < limits) & (whole < count)
         return own.of(kept), own.of(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Return samples and tokens of the batch of each rank that sends tokens to these experts; exchanged once a
-        pass.
-        """
-        if not now.shapes:
-            own = (now.real.shape[0], now.real.shape[1])
-            now.shapes = [own] if self.mesh.expert_reports is None else _told(own, self.mesh.expert_reports)
-        return now.shapes
+        """Return samples and tokens of the batch of each rank that sends to these experts; exchanged once a pass."""
+        group = self.mesh.expert_reports
+        if not now.shapes and group is not None:  # on the host, without a device synchronization
+            own = torch.tensor(now.real.shape)
+            every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(every, own, group=group)
+            now.shapes = [(samples, tokens) for samples, tokens in torch.stack(every).tolist()]
+        return now.shapes or [(now.real.shape[0], now.real.shape[1])]
 
 
 @dataclass(frozen=True)
@@ -267,11 +324,3 @@ class _OwnTokens:
     def of(self, whole: Tensor) -> Tensor:
         """Return these tokens' entries of a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
-
-
-def _told(own: tuple[int, int], group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """All-gather two numbers of each rank on the host, without a device synchronization."""
-    mine = torch.tensor(own)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [(samples, tokens) for samples, tokens in torch.stack(every).tolist()]

@@ -6,7 +6,6 @@ experts, every one sends a share of the tokens, so that no token is computed twi
 but a share to begin with.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,46 +14,39 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.experts import runs_grouped_products
 from ...config.routing import RoutingConfig
-from ...distributed.ops import enter, gather, leave, scatter
+from ...distributed.ops.collectives import (
+    copy_to_tp_region,
+    gather_from_tp_region,
+    reduce_from_tp_region,
+    scatter_to_tp_region,
+)
+from ...distributed.ops.four_bit import packings_of
 from ...distributed.ops.grouped_linear import ALIGNED
-from ...distributed.ops.packed import packings_of
-from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime
 from ...train.runtime.mixed_weights import shares_casts
 from ...train.runtime.parameter_names import unwrapped
 from .capacity_buffers import through_slots
-from .dispatch import combine, dispatch
-from .expert_routing import Routing
+from .dispatch import Routes, combine, dispatch, plan_routes
+from .expert_routing import routing_of_layers
 from .grouped import compute_type, run_experts
-from .layer import LayerRouting
-from .layer_routing import routing_of_layers
-from .routes import Routes, plan_routes
+from .layer import LayerRouting, Routing
+from .router_functions import count_each
 
 
 class Mixture:
     """Run the experts of one layer, with tokens exchanged over ranks.
 
     Attributes:
-        plan: the experts' module, and the number of experts on all ranks.
         routing: changes and counts its routes.
-        group: the expert ranks; ``None`` for one.
         batches: the number of distinct batches among them.
         shares: the tensor ranks with the same batch, if each of them sends a part of it.
-        is_cut: whether the tokens that arrive are sharded over them already.
     """
 
-    def __init__(
-        self,
-        plan: ExpertsPlan,
-        routing: LayerRouting,
-        group: dist.ProcessGroup | None,
-        batches: int = 1,
-        shares: dist.ProcessGroup | None = None,
-        is_cut: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.plan, self.routing, self.group, self.batches = plan, routing, group, batches
-        self.shares, self.is_cut = shares, is_cut
+    def __init__(self, routing: LayerRouting) -> None:
+        mesh, layout = routing.mesh, routing.mesh.layout
+        self.routing, self.group, self.batches = routing, mesh.group("ep"), layout.expert_batches
+        self.shares, self.count = mesh.tp_group if layout.slices_tokens else None, routing.planned.count
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Replace the stock ``experts(hidden [n, h], index [n, k], weights [n, k])`` with this rank's ``experts``."""
@@ -62,42 +54,42 @@ class Mixture:
         if choice.places is None:
             out = self._routed(experts, hidden, choice.index, choice.weights)
         else:
-            self.routing.count_on_device(choice.index)
-            compute, count = partial(run_experts, experts), self.plan.count
+            self.routing.count(count_each(choice.index.flatten(), self.count + 1)[:-1])  # on the device
+            compute, count = partial(run_experts, experts), self.count
             out = through_slots(
                 hidden, choice.weights, choice.places, count, choice.slots, compute, self.group, self.batches
             )
         return self.routing.finish(out, choice)
 
     def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Dispatch a slice of the tokens from each tensor rank and gather the results; without an exchange where an
-        all-reduce of the outputs sends no more bytes.
-        """
-        if self.shares is None or self.is_cut():
+        """Send a slice of the tokens from each tensor rank; or all-reduce outputs, where that sends no more bytes."""
+        if self.shares is None or self.routing.is_cut():
             return self._exchanged(experts, hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
             return self._summed(experts, hidden, index, weights, self.shares)
         size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
         lengths = share_evenly(hidden.shape[0], size)
         own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
-        own_hidden, own_weights = (scatter(x, lengths, self.shares, 0) for x in (hidden, weights))
-        return gather(self._exchanged(experts, own_hidden, own_index, own_weights), lengths, self.shares, 0)
+        own_hidden, own_weights = (scatter_to_tp_region(x, lengths, self.shares, 0) for x in (hidden, weights))
+        out = self._exchanged(experts, own_hidden, own_index, own_weights)
+        return gather_from_tp_region(out, lengths, self.shares, 0)
 
     def _summed(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
     ) -> Tensor:
         """Run this rank's experts on all tokens, and all-reduce the outputs."""
-        own = self.plan.count // dist.get_world_size(ranks)
+        own = self.count // dist.get_world_size(ranks)
         before = dist.get_rank(ranks) * own
         local = index - before
         local = local.masked_fill((local < 0) | (local >= own), own)
         routes, counts = plan_routes(local, own, None)
-        self.routing.count([0] * before + counts + [0] * (self.plan.count - before - own))
-        entered = enter(hidden.to(compute_type(experts)), ranks)
-        return leave(through_experts(experts, entered, enter(weights, ranks), routes), ranks).to(hidden.dtype)
+        self.routing.count([0] * before + counts + [0] * (self.count - before - own))
+        entered = copy_to_tp_region(hidden.to(compute_type(experts)), ranks)
+        out = through_experts(experts, entered, copy_to_tp_region(weights, ranks), routes)
+        return reduce_from_tp_region(out, ranks).to(hidden.dtype)
 
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        routes, counts = plan_routes(index, self.plan.count, self.group)
+        routes, counts = plan_routes(index, self.count, self.group)
         self.routing.count(counts)
         computed = through_experts(experts, hidden.to(compute_type(experts)), weights, routes, self.batches)
         return computed.to(hidden.dtype)
@@ -119,22 +111,19 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     Returns:
         what all mixtures share; ``None`` where they stay the stock ones.
     """
-    mesh, layout = runtime.mesh, runtime.mesh.layout
-    group = mesh.group("ep")
+    mesh = runtime.mesh
     modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.is_local(e.name)]
     changed = any(unwrapped(module) is not module or packings_of(unwrapped(module)) for module in modules)
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
     copies = bool(modules) and shares_casts(runtime)  # of which the host would make one for each microbatch
-    if group is None and options is None and not (changed or narrow or copies):
+    if mesh.group("ep") is None and options is None and not (changed or narrow or copies):
         return None
-    shares = mesh.tp_group if layout.slices_tokens else None
     routing, layers = routing_of_layers(runtime, options)
     for layer in layers:
         module: Any = runtime.model.get_submodule(layer.planned.name)
-        mixture = Mixture(layer.planned, layer, group, layout.expert_batches, shares, layer.is_cut)
-        module.forward = partial(mixture.run, module)
+        module.forward = partial(Mixture(layer).run, module)
     return routing
 
 

@@ -7,7 +7,7 @@ from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
-from .expert_routing import Routing
+from .layer import Routing
 from .mixture import install_experts
 
 

@@ -25,10 +25,13 @@ class LayerCounter:
     """
 
     count: int
-    counts: list[int] = field(default_factory=list)
+    counts: list[int] = field(init=False)
     on_device: Tensor | None = None
     numbers: Tensor | None = None
     wanted: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * self.count
 
     def reset(self) -> None:
         """Set all counts to zero."""
@@ -52,34 +55,13 @@ class LayerCounter:
         """Add to ``wanted``."""
         self.wanted = counts if self.wanted is None else self.wanted + counts
 
+    def wanted_on(self, device: torch.device) -> Tensor:
+        """Return ``wanted``, zeros if nothing was added."""
+        return torch.zeros(self.count, dtype=torch.int64, device=device) if self.wanted is None else self.wanted
+
     def total(self, device: torch.device) -> Tensor:
         """Return all counts but ``wanted`` as ``[experts + 4]``."""
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         if self.on_device is not None:
             counts = counts + self.on_device
         return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))
-
-
-class Counters:
-    """Hold the counters of all layers on this rank, by the name of the experts' module."""
-
-    def __init__(self) -> None:
-        self.layers: dict[str, LayerCounter] = {}
-        self.asked = False
-
-    def layer(self, name: str, count: int) -> LayerCounter:
-        """Create and register the counter of a layer with ``count`` experts."""
-        self.layers[name] = counter = LayerCounter(count)
-        counter.reset()
-        return counter
-
-    def begin(self) -> None:
-        """Set all counters to zero, for a new step."""
-        self.asked = False
-        for counter in self.layers.values():
-            counter.reset()
-
-    def begin_if_asked(self) -> None:
-        """Restart the counts once they were read; without ``train_step`` they accumulate until then."""
-        if self.asked:
-            self.begin()

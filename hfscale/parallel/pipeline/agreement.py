@@ -5,16 +5,24 @@ Every rank reports a list of integers in the one exchange that a step begins wit
     [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: sum of its bits]
 
 The last part is computed on the device; the exchange appends it to the others.
+
+Tied tensors (an embedding on the first stage, the head tied to it on the last) get the sum of the gradients that stages
+have for their own uses, and copies that start equal stay equal under any optimizer that works elementwise or tensor by
+tensor.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import has_accumulation_hook
 from ...errors import ConfigError
 from ...train.runtime import Runtime, local_tensor
+from ...train.runtime.gradients import add_back, gradients_aside
 
 _ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added if requires_grad changed
 
@@ -169,3 +177,73 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     """Return the sum of the entries' bits as integers, ``[1]``: exact in any order, which a GPU may change."""
     share = local_tensor(parameter.detach())
     return share.view(_INTEGERS[share.element_size()]).sum(dtype=torch.int64).view(1)
+
+
+class TiedGradients:
+    """Sum the gradients of tensors that several stages hold."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._known: dict[tuple[int, ...], list[bool]] = {}  # which get a gradient, once a step has shown it
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum the gradients of tied tensors over their stages after the with block, and add them to earlier ones."""
+        tied = self._tied()
+        with gradients_aside([parameter for parameter, _ in tied]) as before:
+            yield
+        for holders in dict.fromkeys(each for _, each in tied):  # the plan's order, equal on all ranks
+            self._sum([parameter for parameter, each in tied if each == holders], holders)
+        for (parameter, _), gradient in zip(tied, before, strict=True):
+            add_back(parameter, gradient)
+
+    def _tied(self) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """Return this rank's trained copies of tied tensors, each with the pipeline ranks that hold one."""
+        plan = self._runtime.plan
+        if not plan.ties:
+            return []
+        here = [(parameter, plan.holders(planned.name)) for planned, parameter in self._runtime.parameters()]
+        return [(parameter, holders) for parameter, holders in here if len(holders) > 1 and parameter.requires_grad]
+
+    def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
+        for copy, used in zip(copies, self._used_anywhere(copies, holders), strict=True):
+            if copy.grad is not None and not used:
+                raise ConfigError(
+                    "a tied tensor had no gradient in the first step and has one now: build the "
+                    "model again for batches of another kind"
+                )
+            if used:
+                if copy.grad is None:  # the other stage has one
+                    copy.grad = torch.zeros_like(copy)
+                dist.all_reduce(local_tensor(copy.grad), group=self._runtime.mesh.ties[holders])
+
+    def _used_anywhere(self, copies: list[Tensor], holders: tuple[int, ...]) -> list[bool]:
+        """Return which tensors have a gradient on any stage, asked in the first step: the model decides it."""
+        key = tuple(map(id, copies))
+        if key not in self._known:
+            used = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders])
+            self._known[key] = [bool(each) for each in used.tolist()]
+        return self._known[key]
+
+
+def list_under_first_names(runtime: Runtime) -> None:
+    """Let ``model.named_parameters()`` list a tied tensor under the name that the stock model lists it under, also on a
+    stage that has it under another one: code that chooses parameters by their names (to freeze some, to decay others)
+    then chooses the same ones on every stage, as in one process.
+    """
+    held = runtime.plan.local_names(runtime.mesh.pp_rank)
+    first = {here: owned for owned, here in held.items() if here != owned}
+    if not first:
+        return
+    listed = runtime.model.named_parameters
+
+    def named_parameters(
+        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in listed(prefix, recurse, remove_duplicate):
+            own = name.removeprefix(start)
+            yield (start + first[own] if remove_duplicate and own in first else name), parameter
+
+    runtime.model.named_parameters = named_parameters

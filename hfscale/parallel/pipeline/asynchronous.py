@@ -270,9 +270,7 @@ class AsynchronousPipeline(Pipeline):
         return found.to(self._mesh.device, self._agreement.loss_type)
 
     def drain(self) -> Iterator[Tensor]:
-        """Finish the microbatches in flight: yield the next loss whenever gradients are ready; the same number
-        of times on all stages, also where a stage has none left.
-        """
+        """Finish the microbatches in flight: yield a loss for each set of gradients, equally often on all stages."""
         (worker,) = self.workers
         rounds = min(self._calls, 1 if self._every else self._last)
         for _ in range(rounds):

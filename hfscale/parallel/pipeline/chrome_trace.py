@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .timeline import KINDS, RELEASE, Action, Span, Timeline
-
-_SHORT = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "update": "U"}
+from .timeline import KINDS, LETTERS, RELEASE, Action, Span, Timeline
 
 
 def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) -> None:
@@ -36,24 +34,8 @@ def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) ->
     Path(path).write_text(json.dumps(document) + "\n")
 
 
-def read_trace(path: Path, run: int = 0) -> Timeline:
-    """Read the timeline of one run, starting at 0.
-
-    Raises:
-        ConfigError: the file is missing, is not such a trace, or has no actions of that run.
-    """
-    runs = read_runs(path)
-    if run not in runs:
-        raise ConfigError(f"{path} has no actions of run {run}: it has {', '.join(map(str, runs))}")
-    return runs[run]
-
-
 def read_runs(path: Path) -> dict[int, Timeline]:
-    """Read every run in the file by its number (``pid``), each starting at 0.
-
-    Raises:
-        ConfigError: the file is missing, is not such a trace, or has no actions.
-    """
+    """Read every run in the file by its number (``pid``), each starting at 0."""
     try:
         document = json.loads(Path(path).read_text())
         found = document["traceEvents"] if isinstance(document, dict) else document
@@ -192,7 +174,7 @@ def _events(run: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]
         stage, kind, microbatch, paired = span.action
         yield {
             "ph": "X",
-            "name": f"{stage}{_SHORT[kind]}{microbatch}",
+            "name": f"{stage}{LETTERS[kind]}{microbatch}",
             "cat": kind,
             "pid": run,
             "tid": rank,

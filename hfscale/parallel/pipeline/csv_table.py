@@ -11,16 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 from ...errors import ConfigError
-from .timeline import Action, Kind, Order
+from .timeline import LETTERS, Action, Kind, Order, pieces_of
 
-_KIND: dict[str, Kind] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward_input",
-    "W": "backward_weight",
-    "U": "update",
-}
-_LETTER = {kind: letter for letter, kind in _KIND.items()}
+_KIND = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -28,7 +21,11 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 def write_csv(order: Order, path: Path) -> None:
     """Write ``order`` to ``path``."""
     with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(_cells(actions) for actions in order)
+        for actions in order:
+            pieces = [[f"{a.stage}{LETTERS[a.kind]}{a.microbatch}" for a in piece] for piece in pieces_of(actions)]
+            csv.writer(file).writerow(
+                f"({';'.join(cells)})OVERLAP_F_B" if len(cells) > 1 else cells[0] for cells in pieces
+            )
 
 
 def read_csv(path: Path) -> Order:
@@ -51,17 +48,6 @@ def read_csv(path: Path) -> Order:
     _complete(order, path)
     simulate(order, name=str(path))
     return order
-
-
-def _cells(actions: tuple[Action, ...]) -> list[str]:
-    cells: list[str] = []
-    pending: list[str] = []
-    for action in actions:
-        pending.append(f"{action.stage}{_LETTER[action.kind]}{action.microbatch}")
-        if not action.paired:
-            cells.append(f"({';'.join(pending)})OVERLAP_F_B" if len(pending) > 1 else pending[0])
-            pending = []
-    return cells
 
 
 def _parse(cell: str, path: Path, row: int) -> list[Action]:

@@ -9,11 +9,7 @@ from .timeline import Order, fullest_live, peak_live
 
 
 def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return, per stage, the most microbatches that it holds at once; empty where one rank holds all layers.
-
-    Args:
-        num_microbatches: of a step; by default the layout's, or as many as it has stages.
-    """
+    """Return, per stage, the most microbatches that it holds at once; empty where one rank holds all layers."""
     return () if plan.stages is None else peak_live(_order(plan, num_microbatches))
 
 
@@ -29,9 +25,7 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
 
 @cache
 def in_flight_of_ranks(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return, per rank, the most microbatches that its stages, all of one size, hold together; more than ``2 pp_size``
-    in a step change nothing.
-    """
+    """Return, per rank, the most microbatches that its stages, of equal size, hold; of a step, ``2 pp_size`` count."""
     played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
     live = fullest_live(played, [1] * (pp_size * virtual_stages))
     return tuple(sum(live[stage] for stage in {action.stage for action in actions}) for actions in played)

@@ -1,13 +1,184 @@
-"""Order the actions of each rank, for every schedule; imports no torch."""
+"""Order the actions of each rank, for every schedule; imports no torch, so that the CLI draws them at once.
 
+Stage ``s`` lives on rank ``s % p``; in the V-shaped schedules (``zbv``, ``dualpipev``) rank ``r`` has stages ``r`` and
+``2 p - 1 - r``. Those with several stages on a rank are the orders of ``torch.distributed.pipelining``'s schedule
+classes, action for action.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 from ...config.schedules import ASYNCHRONOUS, SCHEDULES
 from ...errors import ConfigError
 from .csv_table import read_csv
-from .several_stages import several_stages_order
-from .timeline import Action, Order
-from .versions import asynchronous_order, one_forward_one_backward
+from .timeline import Action, Kind, Order
+
+
+def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
+    """Return the actions that run all microbatches stage by stage, backward in reverse (Lamy-Poirier 2023)."""
+    stages = range(rank, pp_size * virtual_stages, pp_size)
+    forward = [Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)]
+    return forward + [action._replace(kind="backward") for action in reversed(forward)]
+
+
+def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
+    """Run each round of microbatches through all of a rank's stages (interleaved 1F1B, Narayanan et al. 2021b)."""
+    forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
+    backward = _in_rounds("backward", rank, pp_size, num_microbatches, virtual_stages)
+    warmup = _warmup(2 * (pp_size - 1 - rank), pp_size, num_microbatches, virtual_stages)
+    return forward[:warmup] + _alternating(forward[warmup:], backward)
+
+
+def _interleaved_zero_bubble(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
+    """Return interleaved 1F1B with weight gradients ``rank`` passes after input gradients (ZB-H1, Qi et al. 2023)."""
+    forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
+    inputs = _in_rounds("backward_input", rank, pp_size, num_microbatches, virtual_stages)
+    weights = [action._replace(kind="backward_weight") for action in inputs]
+    warmup = _warmup(pp_size - 1 - rank, pp_size, num_microbatches, virtual_stages)
+    return forward[:warmup] + _alternating(forward[warmup:], inputs, [None] * min(rank, len(inputs)) + weights)
+
+
+def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
+    """List one action per stage of the rank and microbatch, in rounds; backward from the last stage to the first."""
+    size = _round_size(pp_size, num_microbatches)
+    stages = [rank + place * pp_size for place in range(virtual_stages)]
+    return [
+        Action(stage, kind, index)
+        for first in range(0, num_microbatches, size)
+        for stage in (stages if kind == "forward" else reversed(stages))
+        for index in range(first, first + size)
+    ]
+
+
+def _round_size(pp_size: int, num_microbatches: int) -> int:
+    return num_microbatches // max(1, num_microbatches // pp_size)
+
+
+def _warmup(hops: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> int:
+    """Return the number of forwards before a rank's first backward, ``hops`` passes after the last rank's."""
+    rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
+    return min(rounds + hops, num_microbatches * virtual_stages)
+
+
+def _alternating(*lists: "list[Action] | list[Action | None]") -> list[Action]:
+    """Return the first of every list, then the second of every list ..., without gaps."""
+    return [action for actions in zip_longest(*lists) for action in actions if action is not None]
+
+
+class _Row:
+    """Build the action list of one rank; per stage and kind, microbatches are numbered in order."""
+
+    def __init__(self, rank: int, pp_size: int) -> None:
+        self.down, self.up = rank, 2 * pp_size - 1 - rank
+        self.actions: list[Action] = []
+        self.waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) whose weight gradients are queued
+        self._done: dict[tuple[int, Kind], int] = {}
+
+    def done(self, stage: int, kind: Kind) -> int:
+        """Return how many microbatches have had an action of this stage and kind."""
+        return self._done.get((stage, kind), 0)
+
+    def forward(self, stage: int, paired: bool = False) -> None:
+        self.actions.append(Action(stage, "forward", self._next(stage, "forward"), paired))
+
+    def backward(self, stage: int) -> None:
+        self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
+
+    def inputs(self, stage: int) -> None:
+        """Append a backward of the input; that of the weights is deferred."""
+        index = self._next(stage, "backward")
+        self.actions.append(Action(stage, "backward_input", index))
+        self.waiting.append((stage, index))
+
+    def weights(self, stage: int | None = None) -> None:
+        """Append the oldest deferred backward of the weights, of ``stage`` or of any; nothing if none is deferred."""
+        found = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
+        if found:
+            self.waiting.remove(found)
+            self.actions.append(Action(found[0], "backward_weight", found[1]))
+
+    def _next(self, stage: int, kind: Kind) -> int:
+        self._done[stage, kind] = self.done(stage, kind) + 1
+        return self._done[stage, kind] - 1
+
+
+def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
+    """Fill the V, then run one forward, input and weight gradient each; fill gaps with the rest (Qi et al. 2023)."""
+    row, total = _Row(rank, pp_size), max(2 * pp_size - 1, num_microbatches)  # fewer would not fill it: left out below
+    for _i in range(2 * (pp_size - rank) - 1):
+        row.forward(row.down)
+    for _i in range(rank):
+        row.forward(row.up)
+        row.forward(row.down)
+    for _i in range(pp_size - rank):
+        _forward_and_halves(row, row.up, row.up)
+    while row.done(row.up, "forward") < total:
+        if row.done(row.down, "forward") < total:
+            row.forward(row.down)
+        row.inputs(row.down)
+        row.weights(row.down)
+        _forward_and_halves(row, row.up, row.up)
+    for _i in range(rank):
+        row.inputs(row.down)
+        row.inputs(row.up)
+    for _i in range(pp_size - rank):
+        row.inputs(row.down)
+        row.weights(row.down)
+    for stage in (row.up, row.down):
+        while any(waiting == stage for waiting, _index in row.waiting):
+            row.weights(stage)
+    return [action for action in row.actions if action.microbatch < num_microbatches]
+
+
+def _forward_and_halves(row: _Row, forward: int, backward: int) -> None:
+    row.forward(forward)
+    row.inputs(backward)
+    row.weights(backward)
+
+
+def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
+    """Fill the V, then pair forwards with backwards of the other stage (DeepSeek 2025)."""
+    row, behind = _Row(rank, pp_size), pp_size - rank - 1  # ranks behind this one
+    for _i in range(2 * behind):
+        row.forward(row.down)
+    for _i in range(rank + 1):
+        row.forward(row.down)
+        row.forward(row.up)
+    for _i in range(behind):
+        row.inputs(row.up)
+        row.weights()
+        row.forward(row.up)
+    for step in range(num_microbatches - 2 * pp_size + rank + 1):
+        row.forward(row.down, paired=step > 0 or behind > 0)  # the last rank's first would make the others wait
+        row.backward(row.up)
+        row.forward(row.up, paired=True)
+        row.backward(row.down)
+    for _i in range(behind):
+        row.backward(row.up)
+        row.forward(row.up, paired=True)
+        row.backward(row.down)
+    # The rest in halves from its middle on, so that the ranks before this one have their gradients sooner.
+    for step in range(2 * (rank + 1)):
+        halves = step > 2 * ((rank + 1) // 2) - rank % 2
+        (row.inputs if halves else row.backward)(row.down if step % 2 else row.up)
+    for _i in range(behind):
+        row.weights()
+        row.inputs(row.down)
+    for _i in range(rank + 1):
+        row.weights()
+    return row.actions
+
+
+_ROWS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "interleaved1f1b": _interleaved,
+    "looped_bfs": _breadth_first,
+    "interleaved_zero_bubble": _interleaved_zero_bubble,
+    "zbv": _zbv,
+    "dualpipev": _dualpipev,
+}
+
 
 _SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 _PAIRS = ("zbv", "dualpipev")
@@ -23,14 +194,9 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
 
     Args:
         schedule: one of :data:`hfscale.config.parallel.SCHEDULES`, or the path of a ``.csv`` file.
-        pp_size: ranks of the pipeline.
-        num_microbatches: microbatches of one step.
         virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which
             take exactly two, on ranks ``0 .. p-1, p-1 .. 0``.
         steps: steps in a row; more than one only without a flush between them (the asynchronous schedules).
-
-    Raises:
-        ConfigError: the schedule cannot run with these numbers.
     """
     check(schedule, pp_size, num_microbatches, virtual_stages, steps)
     if schedule.endswith(".csv"):
@@ -38,18 +204,19 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     if schedule in ASYNCHRONOUS:
         return asynchronous_order(schedule, pp_size, num_microbatches, steps)
     if schedule == "gpipe":
-        return tuple(tuple(_gpipe(stage, num_microbatches)) for stage in range(pp_size))
+        kinds: tuple[Kind, Kind] = ("forward", "backward")
+        return tuple(
+            tuple(Action(stage, kind, index) for kind in kinds for index in range(num_microbatches))
+            for stage in range(pp_size)
+        )
     if schedule == "1f1b":  # torch's own listing starts the last stage at microbatch 1; what it runs is this
         return tuple(tuple(one_forward_one_backward(stage, pp_size, num_microbatches)) for stage in range(pp_size))
-    return several_stages_order(schedule, pp_size, num_microbatches, virtual_stages)
+    row = _ROWS[schedule]
+    return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
 
 
 def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> None:
-    """Refuse numbers that ``schedule`` cannot run, naming those that it can.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Refuse numbers that ``schedule`` cannot run, naming those that it can."""
     for name, value in (("pp_size", pp_size), ("num_microbatches", num_microbatches), ("steps", steps)):
         if value < 1:
             raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
@@ -100,9 +267,33 @@ def _whole_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
 
 
-def _gpipe(stage: int, num_microbatches: int) -> list[Action]:
-    forwards = [Action(stage, "forward", index) for index in range(num_microbatches)]
-    return forwards + [Action(stage, "backward", index) for index in range(num_microbatches)]
+def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Action]:
+    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
+    warmup = min(pp_size - stage, total)
+    actions = [Action(stage, "forward", index) for index in range(warmup)]
+    for index in range(total):
+        actions.append(Action(stage, "backward", index))
+        if warmup + index < total:
+            actions.append(Action(stage, "forward", warmup + index))
+    return actions
+
+
+def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:
+    """Return, per rank, the actions of ``steps`` steps of ``num_microbatches`` each, updates included.
+
+    One-forward-one-backward over the microbatches of all steps in a row; a stage updates its weights while microbatches
+    are still in flight elsewhere, PipeDream after every microbatch, 2BW after every step.
+    """
+    every = 1 if schedule == "pipedream" else num_microbatches
+    ranks = []
+    for stage in range(pp_size):
+        actions: list[Action] = []
+        for action in one_forward_one_backward(stage, pp_size, num_microbatches * steps):
+            actions.append(action)
+            if action.kind == "backward" and (action.microbatch + 1) % every == 0:
+                actions.append(Action(stage, "update", action.microbatch // every))
+        ranks.append(tuple(actions))
+    return tuple(ranks)
 
 
 def _from_file(path: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:

@@ -6,9 +6,9 @@ from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.local_weights import LocalWeights
+from .agreement import list_under_first_names
 from .asynchronous import AsynchronousPipeline
 from .run import Pipeline
-from .ties import list_under_first_names
 
 
 class PipelineStages(Part):

@@ -32,14 +32,12 @@ from ...plan.towers import TowersPlan
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
 from .activation_types import ActivationTypes
-from .agreement import StageAgreement
+from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv
-from .decoder_inputs import targets_of, with_targets
-from .microbatches import Batch, hidden_shape, is_of_towers, share_out, tokens_of
+from .microbatches import Batch, hidden_shape, is_of_towers, share_out, targets_of, tokens_of, with_targets
 from .orders import check, order
+from .placeholders import run_stages_apart
 from .split import splits_exactly
-from .stand_in import run_stages_apart
-from .ties import TiedGradients
 from .timeline import Order, stage_ranks
 from .transfers import Step, rank_programs, run_program
 from .worker import StagePlace, StageWorker
@@ -48,11 +46,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
-    """Return the pipeline rank of each stage where the schedule is a CSV file; else ``None``.
-
-    Raises:
-        ConfigError: the schedule cannot run with these numbers of ranks, stages and microbatches.
-    """
+    """Return the pipeline rank of each stage where the schedule is a CSV file; else ``None``."""
     schedule, pp_size, count = str(layout.pipeline_schedule), layout.pp, layout.num_microbatches
     virtual = int(layout.virtual_stages or 1)
     if pp_size == 1:
@@ -72,11 +66,7 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
 
 
 def check_stages(plan: Plan) -> None:
-    """Refuse a schedule that cannot run the stages of a plan.
-
-    Raises:
-        PlanError: as said.
-    """
+    """Refuse a schedule that cannot run the stages of a plan."""
     if plan.stages is not None and plan.ties and plan.layout.pipeline_schedule == "pipedream":
         names = " = ".join(plan.stages.ties[0].names)
         raise PlanError(
@@ -86,11 +76,7 @@ def check_stages(plan: Plan) -> None:
 
 
 class Pipeline(Executor):
-    """Run the stages of one rank under a schedule.
-
-    Attributes:
-        workers: this rank's stages, in the order of the model.
-    """
+    """Run the stages of one rank under a schedule."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._mesh = runtime, runtime.mesh
@@ -219,7 +205,6 @@ class Pipeline(Executor):
     def _order(self, num_microbatches: int) -> Order:
         layout = self._layout
         schedule, virtual = str(layout.pipeline_schedule), int(layout.virtual_stages or 1)
-        check(schedule, layout.pp, num_microbatches, virtual)
         return order(schedule, layout.pp, num_microbatches, virtual)
 
     def _program(self, num_microbatches: int, backward: bool) -> list[Step]:
@@ -236,11 +221,7 @@ class Pipeline(Executor):
         return self._agreement.tell(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Run this rank without the others: assume the kind of hidden states it receives, and that all stages train.
-
-        Args:
-            trailing: sizes of the stream behind samples and tokens; all stages train.
-        """
+        """Run this rank without the others: assume the kind of hidden states it receives, and that all stages train."""
         self._types.expect(trailing, dtype)
         self._agreement.alone = True
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...errors import ConfigError
-from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, stage_ranks
+from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, play, stage_ranks
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,6 @@ class Costs:
         backward: gradients of inputs and weights.
         backward_input: gradient of the input alone.
         backward_weight: gradients of the weights alone.
-        update: the optimizer's step.
         communication: from one rank to the next; 0 between stages of one rank.
         pair: a paired forward and backward; None is the sum of the two, as without overlap.
         stages: a factor per stage; empty if all take the same time.
@@ -48,9 +47,6 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
     the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.
 
     Args:
-        order: per rank, its actions in sequence.
-        costs: durations.
-        name: of the schedule, for messages and titles.
         microbatches: of one step; 0 counts them.
 
     Raises:
@@ -60,37 +56,25 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
     last = max(home)
     ready: dict[_Result, float] = {}
     spans: list[list[Span]] = [[] for _ in order]
-    place, clock = [0] * len(order), [0.0] * len(order)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(order):
-            while place[rank] < len(actions):
-                piece = _piece(actions, place[rank])
-                done = _run(piece, clock[rank], costs, home, last, ready)
-                if done is None:
-                    break
-                spans[rank] += done
-                clock[rank] = done[-1].end
-                place[rank] += len(piece)
-                moved = True
-    if any(at < len(actions) for at, actions in zip(place, order, strict=True)):
-        stuck = [f"rank {rank} at {_say(order[rank][at])}" for rank, at in enumerate(place) if at < len(order[rank])]
+    clock = [0.0] * len(order)
+
+    def run(rank: int, piece: list[Action]) -> bool:
+        done = _run(piece, clock[rank], costs, home, last, ready)
+        if done is None:
+            return False
+        spans[rank] += done
+        clock[rank] = done[-1].end
+        return True
+
+    if stuck := [f"rank {rank} at {_say(piece[0])}" for rank, piece in enumerate(play(order, run)) if piece]:
         raise ConfigError(
             f"{name or 'this order'} would deadlock, each rank waits for another: {', '.join(stuck)}; reorder them"
         )
     return Timeline(tuple(map(tuple, spans)), name=name, microbatches=microbatches)
 
 
-def _piece(actions: tuple[Action, ...], at: int) -> tuple[Action, ...]:
-    end = at
-    while actions[end].paired and end + 1 < len(actions):
-        end += 1
-    return actions[at : end + 1]
-
-
 def _run(
-    piece: tuple[Action, ...],
+    piece: list[Action],
     now: float,
     costs: Costs,
     home: dict[int, int],

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch_pipelining import stage_backward_input, stage_backward_weight
-from ...distributed.ops import each_gradient_once
+from ...distributed.ops.head_cross_entropy import each_gradient_once
 
 Split = list[dict[str, Any]]
 """What the second half needs: groups of weights, each with the graph's nodes next to them and the gradients there."""

@@ -4,7 +4,8 @@ An :class:`Action` is one computation of one stage on one microbatch; an *order*
 a :class:`Timeline` says when each ran. Stages are numbered along the model over all ranks; rank 0 holds stage 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -12,6 +13,7 @@ Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_wei
 KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight", "update")
 """``backward`` computes the gradients of inputs and weights at once; ``backward_input`` and ``backward_weight`` are
 its two halves; ``update`` is the optimizer's step on a stage."""
+LETTERS: dict[Kind, str] = dict(zip(KINDS, "FBIWU", strict=True))
 GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
 """The kinds that make the gradient which the stage before waits for."""
 RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
@@ -22,7 +24,6 @@ class Action(NamedTuple):
     """Describe one computation.
 
     Attributes:
-        stage: number of the stage, counted along the model.
         kind: one of :data:`KINDS`.
         microbatch: number of the microbatch; of an ``update``, the number of the update.
         paired: it runs as one piece with the next action of its rank (the overlapped forward and backward of
@@ -54,7 +55,6 @@ class Timeline:
 
     Attributes:
         ranks: per rank, its spans by start time.
-        name: the schedule.
         unit: what 1.0 is: ``"s"`` for seconds, or the name of an arbitrary unit.
         microbatches: number of microbatches in one step; 0 where unknown, and then counted.
     """
@@ -152,6 +152,29 @@ class Timeline:
     def peak_live(self) -> tuple[int, ...]:
         """Return, per stage, the most microbatches between their forward and the end of their backward."""
         return peak_live(tuple(tuple(span.action for span in spans) for spans in self.ranks))
+
+
+def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
+    """Return single actions, and pairs, which begin together."""
+    pieces: list[list[Action]] = [[]]
+    for action in actions:
+        pieces[-1].append(action)
+        if not action.paired:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def play(order: Order, run: Callable[[int, list[Action]], bool]) -> list[list[Action]]:
+    """Offer every rank's next piece to ``run``, which returns whether it ran, until none does; return what is left."""
+    waiting = [deque(pieces_of(actions)) for actions in order]
+    moved = True
+    while moved:
+        moved = False
+        for rank, pieces in enumerate(waiting):
+            if pieces and run(rank, pieces[0]):
+                pieces.popleft()
+                moved = True
+    return [pieces[0] if pieces else [] for pieces in waiting]
 
 
 def peak_live(order: Order) -> tuple[int, ...]:

@@ -5,12 +5,11 @@ of the receiving rank. So both ranks have their transfers in the same order, and
 its own receive.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .timeline import Action, Order
+from .timeline import GRADIENT, Action, Order, play, stage_ranks
 
 if TYPE_CHECKING:
     from .worker import StageWorker
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
 Step = tuple[str, int, int]
 """What a rank does: a kind of action, or ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``; the stage; the microbatch."""
 
-_BACKWARD = ("backward", "backward_input")  # which make the gradient of a stage's input
-
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
     """Return the program of every rank.
 
     Args:
         order: per rank, its actions; of an evaluation the forward passes alone.
-        name: of the order, for errors.
 
     Raises:
         ConfigError: ``order`` updates weights within a step, or a pair of actions can never begin.
@@ -36,20 +32,19 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
             f"{name} has updates (U) inside a step, which can only be drawn, not run: leave them out; the optimizer "
             "runs after it"
         )
-    homes = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    homes = stage_ranks(order)
     programs: list[list[Step]] = [[] for _ in order]
     done: list[set[Step]] = [set() for _ in order]
-    waiting = [deque(_pieces(actions)) for actions in order]
-    moved = True
-    while moved:
-        moved = False
-        for rank, pieces in enumerate(waiting):
-            if pieces and all(_has_input(action, done[rank], len(homes)) for action in pieces[0]):
-                moved = True
-                for where, step in _steps(pieces.popleft(), homes):
-                    programs[where].append(step)
-                    done[where].add(step)
-    if any(waiting):
+
+    def run(rank: int, piece: list[Action]) -> bool:
+        if not all(_has_input(action, done[rank], len(homes)) for action in piece):
+            return False
+        for where, step in _steps(piece, homes):
+            programs[where].append(step)
+            done[where].add(step)
+        return True
+
+    if any(play(order, run)):
         raise ConfigError(
             f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its actions can, and one "
             "of them waits for the other, or for something behind it: take them apart"
@@ -70,7 +65,7 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
             if stage + 1 in workers:
                 workers[stage + 1].take_input(output, microbatch)
             del output  # else the last stage's graph would live until the next forward pass
-        elif kind in _BACKWARD:
+        elif kind in GRADIENT:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:
                 workers[stage - 1].take_gradient(worker.hand_out_gradient(microbatch), microbatch)
@@ -86,23 +81,13 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
             worker.receive_gradient(microbatch)
 
 
-def _pieces(actions: Sequence[Action]) -> list[list[Action]]:
-    """Return single actions and pairs, which begin together."""
-    pieces: list[list[Action]] = [[]]
-    for action in actions:
-        pieces[-1].append(action)
-        if not action.paired:
-            pieces.append([])
-    return [piece for piece in pieces if piece]
-
-
 def _has_input(action: Action, done: set[Step], stages: int) -> bool:
     """Return whether an action's input has been received, or computed on the same rank."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "forward" and stage > 0:
         return bool(done & {("RECV_F", stage, microbatch), ("forward", stage - 1, microbatch)})
-    if action.kind in _BACKWARD and stage < stages - 1:
-        return bool(done & {("RECV_B", stage, microbatch), *((kind, stage + 1, microbatch) for kind in _BACKWARD)})
+    if action.kind in GRADIENT and stage < stages - 1:
+        return bool(done & {("RECV_B", stage, microbatch), *((kind, stage + 1, microbatch) for kind in GRADIENT)})
     return True
 
 

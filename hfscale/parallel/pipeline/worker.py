@@ -36,11 +36,8 @@ class StagePlace:
     """Hold the place of a stage in the pipeline.
 
     Attributes:
-        index: its number along the model.
         ranks: the pipeline rank of every stage.
-        group: the pipeline ranks of this rank's pipeline.
         streams: (from, to), pipeline ranks -> the process group for transfers in that direction.
-        device: where it computes.
     """
 
     index: int
@@ -96,7 +93,6 @@ class StageWorker:
         splits: whether the halves of a split backward pass run separately; else the first half does everything.
         accumulate: called after every second half, whose gradients autograd's hooks do not see.
         reduce: called when a microbatch's backward pass is over.
-        recorder: records what runs when, if set.
     """
 
     def __init__(

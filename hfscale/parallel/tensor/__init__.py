@@ -1,14 +1,12 @@
 """Tensor parallelism: blocks of ordinary local modules, with collectives at their edges."""
 
-from .apply import cut_parameters
-from .loss import VocabParallelLoss
+from .local_parameters import cut_parameters
 from .part import RandomStreams, TensorParallel, VocabularyLoss
 from .router_loss import router_loss_counted_once, share_of_router_loss
 
 __all__ = [
     "RandomStreams",
     "TensorParallel",
-    "VocabParallelLoss",
     "VocabularyLoss",
     "cut_parameters",
     "router_loss_counted_once",

@@ -1,19 +1,186 @@
-"""Install the edges of a block as hooks on stock modules, given functions that communicate.
+"""Put collectives at the edges of tensor-parallel blocks, as hooks on stock modules.
 
-Processes and inference's threads install the same hooks; they differ in the functions of their :class:`Edge`.
+Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
+
+    [b, s, h] --copy--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --reduce--> full
+
+Inside the edges every module is the stock one with local sizes and plain tensors. The hooks sit on the block and not on
+its projections, so that whatever is put around a projection later (adapters, quantized layers, compilers, FSDP) stays
+inside the edges. Processes and inference's threads install the same hooks, with other functions in their :class:`Edge`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
+from ...distributed.mesh import Mesh
+from ...distributed.ops.collectives import (
+    Started,
+    copy_to_tp_region,
+    gather_from_tp_region,
+    reduce_from_tp_region,
+    start_all_reduce,
+)
+from ...distributed.ops.overlap import (
+    DeferredWeightGrad,
+    Regather,
+    as_it_is,
+    column_parallel_linear,
+    enter_overlapped,
+    narrowed,
+    products_of,
+)
+from ...models.projections import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
+from .random import cut_region
+from .sequence_hooks import draw_sums_alike
+from .sequence_region import SequenceRegion
+
+
+class Overlap:
+    """Compute the weight gradients of one block's column projections after starting the block's backward collective.
+
+    Attributes:
+        gathered: re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``.
+    """
+
+    def __init__(
+        self,
+        columns: list[nn.Module],
+        group: dist.ProcessGroup,
+        stream: SequenceRegion | None,
+        regather: bool,
+    ) -> None:
+        self.group, self.stream, self.regather = group, stream, regather
+        # exact types: a subclass may compute something else
+        self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
+        self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
+        self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
+        self.gathered: Regather | None = None
+        for module in self.columns:
+            self._take_apart(module)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the block's input as its projections read it."""
+        self.gathered = None
+        stream = self.stream if self.stream is not None and self.stream.cut else None
+        if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
+            return copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
+        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
+        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
+        weights = [(read(each.weight), is_transposed(each), products_of(each)) for each, read in reads.items()]
+        gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
+        # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
+        if torch.is_autocast_enabled(x.device.type):
+            reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
+        x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
+        self._waiting = dict(zip(reads, later, strict=True))
+        self.gathered = later[0].regather if later else None
+        return x
+
+    def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
+        """Let an adapter's first factor ``low_rank`` drop the input too, where it is gathered again in backward."""
+        if type(low_rank) in PROJECTIONS:
+            self._low_rank[low_rank] = read
+            self._take_apart(low_rank)
+
+    def _start_sum(self, grad: Tensor) -> Started:
+        # A copy, since autograd may hand the same gradient tensor to another branch.
+        return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)
+
+    def _take_apart(self, module: Any) -> None:
+        forward = module.forward
+
+        def forward_apart(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            later = self._waiting.pop(module, None)
+            return forward(x, *args, **kwargs) if later is None else column_parallel_linear(x, later, module.bias)
+
+        module.forward = forward_apart
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def install_block_edges(
+    model: nn.Module, block: BlockPlan, mesh: Mesh, stream: SequenceRegion | None = None, overlap: Overlap | None = None
+) -> None:
+    """Install hooks on the entry and the exit of ``block``; between them, draw random numbers specific to this rank.
+
+    Where the ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
+    """
+    group, rank = mesh.tp_group, mesh.tp_rank
+    assert group is not None
+    ends = _BlockEnds(group, stream, overlap)
+    edge = Edge(
+        rank=rank,
+        size=mesh.layout.tp,
+        enter=ends.enter,
+        leave=ends.leave,
+        enter_other=lambda x: copy_to_tp_region(x, group),  # also where the stream is cut along the sequence
+        gather=lambda x, lengths: gather_from_tp_region(x, lengths, group),
+    )
+    hook_block(model, block, edge)
+    rows = [model.get_submodule(name) for name in block.row]
+    if stream is not None and stream.plan.dropout:
+        draw_sums_alike(stream, block.name, rows, [model.get_submodule(name) for name in block.leave])
+    if block.dropout > 0:
+        whole = (lambda: not stream.cut) if stream is not None else (lambda: True)
+        start = block.enter[0] if block.cut_from is None else block.cut_from
+        restore = cut_region(model.get_submodule(start), rows, rank, whole)
+        model.register_forward_pre_hook(lambda *_: restore())
+
+
+class _BlockEnds:
+    """The collectives at the entry and exit of a block.
+
+    Args:
+        overlap: replaces the entry's collectives by ones that overlap with weight gradients.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:
+        self.group, self.stream, self.overlap = group, stream, overlap
+        self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
+        if self.overlap is not None:
+            x = self.overlap.enter(x)
+        else:
+            x = copy_to_tp_region(x, self.group) if self._cut_stream is None else self._cut_stream.enter(x)
+        self._tokens = tuple(x.shape[:-1])
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum the block's output over the tensor ranks, and keep this rank's tokens where the sequence is cut."""
+        stream = self._cut_stream
+        if stream is None:
+            return reduce_from_tp_region(x, self.group)
+        if x.ndim == 2 and len(self._tokens) == 2:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
+            return stream.leave(x.unflatten(0, self._tokens)).flatten(0, 1)
+        return stream.leave(x)
+
+    @property
+    def _cut_stream(self) -> SequenceRegion | None:
+        return self.stream if self.stream is not None and self.stream.cut else None
+
+
+def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()) -> None:
+    """Install hooks on the entry of the projection onto the vocabulary; its output stays sharded."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        from_stream = (stream.enter_head(args[0]) for stream in streams)
+        entered = next((x for x in from_stream if x is not None), None)
+        return (copy_to_tp_region(args[0], group) if entered is None else entered, *args[1:])
+
+    head.register_forward_pre_hook(before)
+    for stream in streams:
+        stream.feeds_head = True
 
 
 @dataclass(frozen=True)
@@ -21,10 +188,6 @@ class Edge:
     """Hold how one tensor rank communicates with the others.
 
     Attributes:
-        rank: its own.
-        size: the number of ranks.
-        enter: applied to the block's input.
-        leave: applied to the block's output, a partial sum.
         enter_other: applied to the block's other inputs, which are the same on all ranks.
         gather: concatenates the ranks' slices of a tensor's last dim, given their lengths.
     """

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..._compat.peft import adds_to_lookup, look_up_by
 from ...distributed.mesh import Mesh
-from ...distributed.ops import leave
+from ...distributed.ops.collectives import reduce_from_tp_region
 from ...errors import ConfigError
 from ...plan import ParameterPlan
 from ...train.runtime.parameter_names import computing, unwrapped
@@ -65,7 +65,7 @@ def install_vocab_parallel_embedding(
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
         later = any(stream.sum_later(module) for stream in streams)
-        return found if later else leave(found, mesh.tp_group)
+        return found if later else reduce_from_tp_region(found, mesh.tp_group)
 
     module.register_forward_hook(summed, prepend=True)
 
@@ -86,5 +86,5 @@ def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mes
         module.__class__ = type(stock.__name__, (stock, VocabParallelEmbedding), {"__module__": stock.__module__})
     group, wraps = mesh.tp_group, stock.forward is not nn.Embedding.forward
     module._hfscale_start = start  # type: ignore[assignment]
-    module._hfscale_sum = (lambda found: leave(found, group)) if wraps else None  # type: ignore[assignment]
+    module._hfscale_sum = (lambda found: reduce_from_tp_region(found, group)) if wraps else None  # type: ignore[assignment]
     return wraps

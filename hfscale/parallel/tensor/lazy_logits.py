@@ -4,11 +4,10 @@ A stock training forward pass projects the hidden states onto the vocabulary, ma
 passes them to the loss. :class:`LazyLogits` takes the place of those logits: it has their shape and dtype but no
 memory, and records the pointwise operations applied to it. The loss then projects, scales and caps one chunk of rows at
 a time. Any other use (indexing, printing, an operation not known to be pointwise) computes the real logits, with their
-graph.
+graph. The operations are recorded and not listed by family, so that classes in remote code are served exactly too.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -17,13 +16,14 @@ from torch import Tensor
 
 from ..._compat.torch import as_plain_tensors, tensor_without_memory, tree_map
 
+Pointwise = Callable[[Tensor], Tensor]
+
 # Pointwise operations, by the name of the out-of-place one. Each reads one entry of the logits, and else only numbers.
 _POINTWISE = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "tanh",
     "to", "float", "double", "half", "bfloat16", "contiguous", "clone",
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__",
 )  # fmt: skip
-_KEEPS_ITS_RESULT = "tanh"  # saves its result for its gradient
 _ASKS = (
     *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
     *("is_nested", "itemsize", "nbytes"),
@@ -48,65 +48,47 @@ _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class _Step:
-    name: str
-    function: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    position: int  # of the logits among ``args``
-    kwargs: dict[str, Any]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return self.function(*self.args[: self.position], logits, *self.args[self.position + 1 :], **self.kwargs)
-
-
 class LazyLogits(Tensor):
     """Represent ``[..., V/t]`` logits of ``hidden [..., h]`` that are not computed yet.
 
     Attributes:
-        hidden: the head's input.
         head: maps ``[n, h]`` to ``[n, V/t]``.
-        steps: the pointwise operations applied to the logits since.
+        finish: applies the pointwise operations recorded since to the head's output; ``None`` if there were none.
+        reusable: whether no operation saves the result of ``finish`` for its gradient.
+        sample: logits of zero rows, which show the dtype after each operation.
         value: the real logits, once something needed them.
     """
 
     hidden: Tensor
-    head: Callable[[Tensor], Tensor]
-    steps: tuple[_Step, ...]
-    value: Tensor | None
-    sample: Tensor  # logits of zero rows, which show the dtype after each step
+    head: Pointwise
+    finish: Pointwise | None
+    reusable: bool
+    sample: Tensor
     graph: bool
+    value: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: tuple[_Step, ...], sample: Tensor, graph: bool
-    ) -> "LazyLogits":
+    def __new__(cls, hidden: Tensor, head: Pointwise, sample: Tensor, graph: bool) -> "LazyLogits":
         """Create the logits as a tensor without memory."""
         shape = (*hidden.shape[:-1], sample.shape[-1])
         made: LazyLogits = tensor_without_memory(cls, shape, sample.dtype, sample.device)
-        made.hidden, made.head, made.steps, made.value = hidden, head, steps, None
-        made.sample, made.graph = sample, graph
+        made.hidden, made.head, made.sample, made.graph = hidden, head, sample, graph
+        made.finish, made.reusable, made.value = None, True, None
         return made
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def finish(self, logits: Tensor) -> Tensor:
-        """Apply the recorded operations to the head's output."""
-        for step in self.steps:
-            logits = step(logits)
-        return logits
-
-    @property
-    def reusable(self) -> bool:
-        """Whether no operation saves the result of :meth:`finish` for its gradient."""
-        return not self.steps or self.steps[-1].name != _KEEPS_ITS_RESULT
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits of some rows of ``hidden``."""
+        raw = self.head(hidden)
+        return raw if self.finish is None else self.finish(raw)
 
     def materialize(self) -> Tensor:
         """Compute the logits, with their usual autograd graph, once."""
         if self.value is None:
             with torch.set_grad_enabled(self.graph):
-                self.value = self.finish(self.head(self.hidden))
+                self.value = self.logits(self.hidden)
         return self.value
 
     @classmethod
@@ -132,7 +114,7 @@ class LazyLogits(Tensor):
         )
 
 
-def defer_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, trains: bool) -> LazyLogits:
+def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
     """Return ``head(hidden)`` as lazy logits.
 
     Args:
@@ -141,7 +123,7 @@ def defer_logits(head: Callable[[Tensor], Tensor], hidden: Tensor, trains: bool)
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
     # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
-    return LazyLogits(hidden, head, (), sample, graph)
+    return LazyLogits(hidden, head, sample, graph)
 
 
 def _real(value: Any) -> Any:
@@ -158,19 +140,31 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     name, replayed = _REPLAYED[func]
     # Clone scalar tensors, which may change before the operation is replayed.
     kept = tuple(value.clone() if type(value) is Tensor else None if value is lazy else value for value in args)
-    step = _Step(name, replayed, kept, positions[0], kwargs)
+    place, before = positions[0], lazy.finish
+
+    def step(logits: Tensor) -> Tensor:
+        result: Tensor = replayed(*kept[:place], logits, *kept[place + 1 :], **kwargs)
+        return result
+
     sample = step(lazy.sample)
     if sample is lazy.sample:  # e.g. .to() with their own dtype
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
         return None
-    steps = (*lazy.steps, step)
     if replayed is func:
-        return LazyLogits(lazy.hidden, lazy.head, steps, sample, lazy.graph)
-    if sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
+        lazy = LazyLogits(lazy.hidden, lazy.head, sample, lazy.graph)
+    elif sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
-    lazy.steps, lazy.sample = steps, sample
+    lazy.sample, lazy.finish, lazy.reusable = (
+        sample,
+        _after(before, step),
+        name != "tanh",
+    )  # which saves its result for its gradient
     return lazy
+
+
+def _after(before: Pointwise | None, step: Pointwise) -> Pointwise:
+    return step if before is None else lambda logits: step(before(logits))
 
 
 def _plain(value: Any) -> bool:

@@ -22,22 +22,16 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
-from ...distributed.ops import (
-    AnyRows,
-    HeadRows,
-    LinearRows,
-    VocabularySlice,
-    gather,
-    head_cross_entropy,
-    vocab_cross_entropy,
-)
+from ...distributed.ops.collectives import gather_from_tp_region
+from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
+from ...distributed.ops.vocab_cross_entropy import VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
 from ...models.losses import LOSSES
 from ...plan import Plan
 from ...train.runtime import Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.objective import KeepsOutputs
-from .block_edges import install_head_edge
+from .edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
 from .sequence_region import SequenceRegion
 from .vocabulary_scores import Scoring
@@ -71,52 +65,36 @@ class VocabParallelLoss(KeepsOutputs):
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return, as tensors on the batch's device, how many positions of a microbatch have a label and how many of the
-        labels are outside of the vocabulary.
-        """
+        """Return, on the device, how many labels a microbatch has, and how many are outside of the vocabulary."""
         targets = batch.get("shift_labels")
         if targets is None:  # no position predicts the first labels
             targets = batch["labels"][..., self.shift :]
         valid = targets != -100
         return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
-    @contextmanager
-    def normalized_by(self, count: Tensor, label_smoothing: float = 0.0) -> Iterator[None]:
-        """Divide losses by ``count`` (a scalar), instead of by their own labels, inside the with block.
-
-        Forward passes with labels return no logits here, so they are never all computed at once.
-
-        Args:
-            label_smoothing: the default of the loss's ``label_smoothing``.
-        """
-        self.count, self.label_smoothing = count, label_smoothing
-        try:
-            yield
-        finally:
-            self.count, self.label_smoothing = None, 0.0
-
     def check_smoothing(self, label_smoothing: float) -> None:
         """Accept any label smoothing."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step."""
+        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step.
+
+        The forward pass returns no logits, so they are never all computed at once.
+        """
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
-        self._shifted = batch.shifted
+        self._shifted, self.count, self.label_smoothing = batch.shifted, count, label_smoothing
         try:
-            with self.normalized_by(count, label_smoothing), packing(batch.packed, batch):
+            with packing(batch.packed, batch):
                 output = model(**batch)
         finally:
-            self._known, self._shifted = None, False
+            self._known, self._shifted, self.count, self.label_smoothing = None, False, None, 0.0
         self._keep(output)
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
-        """Score every token in a forward pass with labels inside the with block, see
-        :class:`.vocabulary_scores.Scoring`.
-        """
+        """Score every token in a forward pass with labels, inside the with block: see :class:`.Scoring`."""
         self._scoring = Scoring(temperature)
         try:
             yield self._scoring
@@ -152,7 +130,18 @@ class VocabParallelLoss(KeepsOutputs):
         if isinstance(logits, LazyLogits) and logits.value is None:
             known = self._known is not None and self._known[0] is given and ignore_index == -100
             valid = self._known[1] if known and self._known is not None else None
-            return self._chunked(logits, targets, vocabulary, count, ignore_index, valid)
+            assert self.head is not None
+            return head_cross_entropy(
+                logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+                targets,
+                _rows_of(self.head, logits),
+                vocabulary=vocabulary,
+                divisor=count,
+                ignore_index=ignore_index,
+                dtype=logits.dtype,
+                valid=valid,
+                expected=self.expected_gradient,
+            )
         if isinstance(logits, LazyLogits):
             logits = logits.materialize()
         total = vocab_cross_entropy(
@@ -177,29 +166,6 @@ class VocabParallelLoss(KeepsOutputs):
             )
         return given, targets
 
-    def _chunked(
-        self,
-        lazy: LazyLogits,
-        targets: Tensor,
-        vocabulary: VocabularySlice,
-        count: Tensor | int | None,
-        ignore_index: int,
-        valid: int | None,
-    ) -> Tensor:
-        """Compute the loss in chunks of rows from the head's input ``[b, s, h]``."""
-        assert self.head is not None
-        return head_cross_entropy(
-            lazy.hidden.reshape(-1, lazy.hidden.shape[-1]),
-            targets,
-            _rows_of(self.head, lazy),
-            vocabulary=vocabulary,
-            divisor=count,
-            ignore_index=ignore_index,
-            dtype=lazy.dtype,
-            valid=valid,
-            expected=self.expected_gradient,
-        )
-
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record whether the call has labels, and whether anyone reads its logits (forward pre-hook of the model)."""
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
@@ -217,7 +183,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     def after_head(self, _: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
         """Keep logits cut for the loss, gather them for all else (forward hook of the head)."""
-        return logits if self._with_labels else gather(logits, self.lengths, self.group)
+        return logits if self._with_labels else gather_from_tp_region(logits, self.lengths, self.group)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Gather the logits that the caller sees, or drop them (forward hook of the model)."""
@@ -227,9 +193,9 @@ class VocabParallelLoss(KeepsOutputs):
         if not self._called:
             return self._left_alone(model, output)
         if isinstance(output, tuple):  # (loss, logits, ...)
-            logits = gather(output[1], self.lengths, self.group) if shown else None
+            logits = gather_from_tp_region(output[1], self.lengths, self.group) if shown else None
             return (output[0], logits, *(None if isinstance(each, LazyLogits) else each for each in output[2:]))
-        output.logits = gather(output.logits, self.lengths, self.group) if shown else None
+        output.logits = gather_from_tp_region(output.logits, self.lengths, self.group) if shown else None
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
@@ -253,7 +219,6 @@ class VocabParallelLoss(KeepsOutputs):
 
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     """Return how the loss runs the head on rows: by hand for the stock linear layer, else through autograd."""
-    finish = lazy.finish if lazy.steps else None
     needed = lazy.hidden.requires_grad
     # Read now: FSDP2 replaces parameters between steps.
     parameters = list(head.parameters())
@@ -263,16 +228,12 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
         and not torch.is_autocast_enabled(lazy.hidden.device.type)
     )
     if by_hand:
-        return LinearRows(head.weight, head.bias, finish, lazy.reusable, needed)  # type: ignore[arg-type]
-    return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], finish, needed)
+        return LinearRows(head.weight, head.bias, lazy.finish, lazy.reusable, needed)  # type: ignore[arg-type]
+    return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], lazy.finish, needed)
 
 
 def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
-    """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on.
-
-    Args:
-        regions: the regions of sequence parallelism whose output the head may read.
-    """
+    """Put :class:`VocabParallelLoss` into the model, where the plan names a head it can run on."""
     plan, model = runtime.plan, runtime.model
     if plan.head is None:
         return None

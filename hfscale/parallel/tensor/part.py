@@ -2,18 +2,26 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
 
 from ..._compat.torch import has_gradient_hook
+from ...errors import ConfigError
+from ...models.partial_outputs import partial_output
+from ...plan import BlockPlan
+from ...plan.recompute_plan import recomputed
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.axes import SequenceAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
-from .apply import install_edges
-from .deferred_weights import Overlap
-from .generate import install_generate
+from .edges import Overlap, install_block_edges, set_local_sizes
+from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
-from .partial_gradients import PartialSums
-from .random import agree_on_replicated_stream, on_first_training_pass
+from .partial_gradients import PartialSums, install_partial_sums, install_replica_sums
+from .random import agree_on_replicated_stream, install_generate, on_first_training_pass
+from .router_loss import is_counted
+from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
 
 
@@ -22,7 +30,6 @@ class TensorParallel(Part, SequenceAxis):
 
     Attributes:
         sums: sums partial gradients over the tensor ranks; ``None`` for one rank.
-        regions: the layer stacks under sequence parallelism.
         overlaps: entries of blocks that overlap their collectives with weight gradients, by the block's name.
     """
 
@@ -35,14 +42,49 @@ class TensorParallel(Part, SequenceAxis):
         self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the edges of blocks."""
-        group = runtime.mesh.tp_group
-        if group is not None:
-            runtime.sequence = self
-            self._blocks, self._head = [block.name for block in runtime.plan.blocks], runtime.plan.head
-            self.sums = PartialSums(group)
-            self.regions = [SequenceRegion(planned, group) for planned in runtime.plan.sequence_regions]
-            install_edges(runtime, self.sums, self.regions, self.region_of, self.overlaps)
+        """Install the collectives in a model that holds this rank's tensor shards."""
+        model, plan, mesh, is_local = runtime.model, runtime.plan, runtime.mesh, runtime.is_local
+        group = mesh.tp_group
+        if group is None:
+            return
+        runtime.sequence = self
+        self._blocks, self._head = [block.name for block in plan.blocks], plan.head
+        self.sums = PartialSums(group)
+        self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
+        for region in self.regions:
+            install_sequence_hooks(region, model, is_local)
+        install_partial_sums(model, plan, self.sums, is_local, first=mesh.tp_rank == 0)
+        for block in (block for block in plan.blocks if is_local(block.name)):
+            set_local_sizes(model.get_submodule(block.name), block)
+            if self._overlaps(runtime, block):
+                self.overlaps[block.name] = self._overlap(runtime, block, self.sums)
+            install_block_edges(model, block, mesh, self.region_of(block.name), self.overlaps.get(block.name))
+        install_replica_sums(model, plan, mesh, is_local)
+        if plan.blocks:
+            model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
+        if self.regions:
+            model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
+        if plan.embedding is not None and is_local(plan.embedding):
+            planned = plan.by_name[f"{plan.embedding}.weight"]
+            install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, self.regions)
+
+    @staticmethod
+    def _overlaps(runtime: Runtime, block: BlockPlan) -> bool:
+        if not runtime.plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
+            return False  # several entries: no single one feeds all projections
+        # Recomputed without the block's entry, projections would not have what their weight gradients need.
+        return not any(recomputed(runtime.plan).is_alone(name) for name in block.column)
+
+    def _overlap(self, runtime: Runtime, block: BlockPlan, sums: PartialSums) -> Overlap:
+        plan = runtime.plan
+        # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
+        columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
+        return Overlap(
+            [runtime.model.get_submodule(name) for name in columns],
+            sums.group,
+            self.region_of(block.name),
+            regather=bool(plan.layout.sequence_regather),
+        )
 
     def region_of(self, name: str) -> SequenceRegion | None:
         """Return the sequence-parallel region that a module in the layers belongs to; ``None`` if it is in none."""
@@ -94,6 +136,21 @@ class TensorParallel(Part, SequenceAxis):
         return None
 
 
+def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = {**kwargs, "output_router_logits": False} if is_counted() else kwargs
+    if asked := partial_output(model.config, given):
+        raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
+
+
+def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_hidden_states")
+    if torch.is_grad_enabled() and (model.config.output_hidden_states if wanted is None else wanted):
+        raise ConfigError(
+            "output_hidden_states=True would return only this rank's tokens under sequence_parallel: ask for "
+            "hidden states under torch.no_grad(), or use sequence_parallel=False"
+        )
+
+
 class VocabularyLoss(Part):
     """Install the loss that training steps normalize, also where nothing is cut."""
 
@@ -104,11 +161,7 @@ class VocabularyLoss(Part):
 
 
 class RandomStreams(Part):
-    """Make ranks that compute together draw equal random numbers, and other ranks different ones.
-
-    Attributes:
-        agreed: whether the ranks have synchronized their generators.
-    """
+    """Make ranks that compute together draw equal random numbers, and other ranks different ones."""
 
     def __init__(self) -> None:
         self.agreed = False

@@ -5,13 +5,23 @@ between the blocks, which sees only this rank's tokens. The bias of a row projec
 over ranks once, so one rank adds it and the others add zero.
 
 The sum can happen at two times. *In backward*: while such a module computes, its parameter is replaced by the output of
-:func:`hfscale.distributed.ops.enter`, whose backward is an all-reduce. That is right in a plain ``loss.backward()``
+:func:`.copy_to_tp_region`, whose backward is an all-reduce. That is right in a plain ``loss.backward()``
 loop. *Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are read as they
 are, and one all-reduce over all of them follows the last backward pass, instead of one per parameter and microbatch.
+
+Key/value heads that several ranks hold are another case: each computes their gradient for its own queries only. With
+fewer of them than ranks, consecutive ranks hold the same head (:attr:`hfscale.plan.Cut.replicas`)::
+
+    tp4, 2 key/value heads      rank 0: kv0   rank 1: kv0   rank 2: kv1   rank 3: kv1
+    backward                    sum over ranks 0 and 1      sum over ranks 2 and 3
+
+That sum always happens in backward, on the parameter as it is read; replicas, which start equal, stay bitwise equal.
+In a fused projection only the matrices of keys and values are summed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import own_parameters
-from ...distributed.ops import enter
-from ...plan import Plan
+from ...distributed.mesh import Mesh
+from ...distributed.ops.collectives import apply_mapping, copy_to_tp_region
+from ...plan import ParameterPlan, Plan
 from ...train.runtime.gradients import add_back, gradients_aside
-from ...train.runtime.parameter_names import computing, module_at
+from ...train.runtime.parameter_names import computing, module_at, owner_of
 from ...train.runtime.shards import local_tensor
 
 
@@ -30,7 +41,6 @@ class PartialSums:
     """Sum partial gradients over the tensor ranks, in backward or at its end.
 
     Attributes:
-        group: the tensor ranks.
         deferred: whether :meth:`at_the_end` is active and will sum.
     """
 
@@ -38,10 +48,8 @@ class PartialSums:
         self.group, self.deferred = group, False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the parameter as a computation reads it; a local shard where data ranks shard it without gathering, as
-        with experts.
-        """
-        return parameter if self.deferred else enter(local_tensor(parameter), self.group)
+        """Return the parameter as a computation reads it; a local shard where data ranks do not gather it (experts)."""
+        return parameter if self.deferred else copy_to_tp_region(local_tensor(parameter), self.group)
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -139,9 +147,65 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
 
 
 def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
-    """Return the module whose forward reads the parameters of ``holder``: itself, or the adapter around a
-    ``ParameterDict``.
-    """
+    """Return the module whose forward reads parameters of ``holder``: itself, or an adapter around a ParameterDict."""
     if not isinstance(holder, nn.ParameterDict):
         return holder
     return next(module for module in model.modules() if any(child is holder for child in module.children()))
+
+
+# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
+_Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
+
+
+def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
+    """Sum, in backward, the gradients of parameters with heads that other tensor ranks hold too.
+
+    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.replicas`; ``holds`` says whether a parameter is on this rank.
+    """
+    sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
+    reader: dict[nn.Module, nn.Module] = {}
+    for planned in plan.parameters:
+        if _replicas(planned) and holds(planned.name):
+            owner, name = owner_of(model, planned.name)
+            sums.setdefault(owner, {})[name] = _sums_of(planned, mesh)
+            # A wrapper may read its module's parameters besides calling it: DoRA reads the bias.
+            reader[owner] = computes_with(model, module_at(model, planned.name.rpartition(".")[0]))
+    for owner, wanted in sums.items():
+        read_through(reader[owner], owner, {n: partial(_read, sums=s) for n, s in wanted.items()})
+
+
+def _replicas(planned: ParameterPlan) -> list[int]:
+    """Return how many consecutive tensor ranks hold the same heads, for each sum of their gradients in the plan."""
+    return [step.replicas for step in planned.reductions if step.kind == "sum-replicas" and step.axis == "tp"]
+
+
+def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
+    cut = planned.cut_over("tp")
+    assert cut is not None
+    length, rank = planned.shape[cut.dim], mesh.tp_rank
+    result: list[_Sum] = []
+    for count in _replicas(planned):
+        spans = cut.local_spans(length, rank, lambda replicas, count=count: replicas == count)  # type: ignore[misc]
+        everything = set(cut.replicas) == {count}
+        result.append((cut.dim, () if everything else spans, mesh.replicas[count]))
+    return result
+
+
+def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
+    return apply_mapping(leaf, lambda x: x.view_as(x), partial(_summed, sums=sums)) if leaf.requires_grad else leaf
+
+
+def _summed(grad: Tensor, sums: list[_Sum]) -> Tensor:
+    """All-reduce (spans of) a gradient over the ranks with replicas."""
+    # A copy, since autograd may hand the same gradient tensor to another branch.
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    for dim, spans, group in sums:
+        if not spans:
+            dist.all_reduce(grad, group=group)
+            continue
+        pieces = [grad.narrow(dim, start, stop - start) for start, stop in spans]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        dist.all_reduce(flat, group=group)
+        for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(total.view_as(piece))
+    return grad

@@ -12,7 +12,7 @@ from ...models.names import wild_name
 from ...models.projections import is_tokenwise
 from ...plan.drafting.boundary_modules import PROBED, direct_children
 from ...plan.drafting.draft import Draft
-from ...plan.modules import BlockPlan, SequencePlan
+from ...plan.modules import SequencePlan
 
 
 def plan_sequence(draft: Draft) -> None:
@@ -70,30 +70,28 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
         )
         return None
     after = [name for name in around if name not in (before or ())]
-    edges, mixtures = _edges(draft.blocks), _mixtures(draft)
+    edges, mixtures = _edges(draft), _mixtures(draft)
+    embedding = draft.embedding
+    # Then the embedding's sum over ranks may be left to the first layer.
+    only_looks_up = embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
     return SequencePlan(
         owner=owner,
         exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
         layers=tuple(layers),
         gathered=tuple(name for layer in layers for name in _gathered(draft, layer, edges, mixtures)),
         partial=tuple(_partial(draft, [*layers, *after])),
-        direct=entry["direct"] == layers[0] and _only_looks_up(draft, draft.embedding),
+        direct=entry["direct"] == layers[0] and only_looks_up,
         dropout=_drops_out(draft, layers),
     )
-
-
-def _only_looks_up(draft: Draft, embedding: str | None) -> bool:
-    """Return whether the embedding only looks up, so that its sum over ranks may be left to the first layer."""
-    return embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
 
 
 def _has_parameters(draft: Draft, name: str) -> bool:
     return next(draft.modules[name].parameters(), None) is not None
 
 
-def _edges(blocks: list[BlockPlan]) -> set[str]:
+def _edges(draft: Draft) -> set[str]:
     """List the modules inside block edges, or with an edge on them."""
-    return {name for block in blocks for name in (*block.enter, *block.leave, *block.row)}
+    return {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
 
 
 def _mixtures(draft: Draft) -> set[str]:

@@ -16,6 +16,9 @@ between blocks     replicated                  cut
 block, before row  cut                         cut
 block, after row   replicated (partial sums)   derived from the layer's replicated state
 =================  ==========================  ===========================================
+
+``generate()`` runs on every rank of a tensor group and must pick the same tokens. Logits are equal on all ranks, so
+greedy search agrees by itself; before it samples, rank 0's generator state is broadcast, however ranks were seeded.
 """
 
 import functools
@@ -29,6 +32,7 @@ from torch import nn
 
 from ..._compat.torch_device import device_module, is_accelerator
 from ...distributed.mesh import Mesh
+from ...distributed.ops.collectives import apply_mapping
 from ...distributed.ops.overlap import Derive
 from ...train.runtime import recomputing
 
@@ -136,6 +140,19 @@ def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
     return functools.partial(_drop_from, seed, dropout)
 
 
+def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
+    """Return ``drop(x)``, and draw the mask again in the backward pass instead of keeping it.
+
+    Dropout multiplies each entry by a number drawn for it, in memory order: its gradient is the same dropout, with the
+    same draws, of the gradient. ``drop`` draws the same numbers whenever it is called.
+    """
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return drop(x.contiguous())
+
+    return apply_mapping(x, draw, draw)
+
+
 def _drop_from(seed: int, dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     generator = default_generator(x.device)
     after = generator.get_state()
@@ -205,3 +222,21 @@ def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, key=hashlib.blake2b(str(key).encode(), digest_size=32).digest(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def install_generate(model: Any, mesh: Mesh) -> None:
+    """Make ``model.generate`` sample the same tokens on all tensor ranks. Do nothing for one rank, or without it."""
+    group, generate = mesh.tp_group, getattr(model, "generate", None)
+    if group is None or generate is None:
+        return
+
+    @functools.wraps(generate)
+    def generate_alike(*args: Any, **kwargs: Any) -> Any:
+        for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
+            generator = default_generator(device)
+            state = generator.get_state().to(mesh.device)
+            dist.broadcast(state, group=group, group_src=0)
+            generator.set_state(state.cpu())
+        return generate(*args, **kwargs)
+
+    model.generate = generate_alike

@@ -15,9 +15,7 @@ _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
 @contextmanager
 def router_loss_counted_once() -> Iterator[None]:
-    """Let a model compute its router loss inside the with block; its gradient goes through
-    :func:`share_of_router_loss`.
-    """
+    """Let a model compute its router loss inside the with block, to go through :func:`share_of_router_loss`."""
     token = _COUNTED.set(True)
     try:
         yield

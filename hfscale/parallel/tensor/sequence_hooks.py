@@ -6,14 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._compat.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
-from ...distributed.ops import enter
+from ...distributed.ops.collectives import copy_to_tp_region
 from .sequence_region import SequenceRegion
 
 
 def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]) -> None:
-    """Install hooks on the owner of the layers, the layers, and the modules that need the full sequence, if they are on
-    this pipeline stage (``holds``).
-    """
+    """Install hooks on the layers, their owner, and modules that need the full sequence, where this stage has them."""
     plan, hooks = region.plan, _Hooks(region)
     owner = model.get_submodule(plan.owner)
     owner.register_forward_pre_hook(lambda *_: region.begin())
@@ -67,13 +65,13 @@ class _Hooks:
 
     def before_whole(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Gather all tokens for a module that mixes tokens."""
-        region = self.region
+        region, group = self.region, self.region.group
         if not region.cut:
             return None
         args, kwargs = with_hidden_states(args, kwargs, region.enter(hidden_states_of(args, kwargs)))
         # Other inputs (an encoder's output) have all tokens already; each rank computes a part of their gradient.
-        others = {name: enter(x, region.group) for name, x in other_arguments(kwargs).items() if _trains(x)}
-        rest = (enter(x, region.group) if _trains(x) else x for x in args[1:])
+        others = {name: copy_to_tp_region(x, group) for name, x in other_arguments(kwargs).items() if _trains(x)}
+        rest = (copy_to_tp_region(x, group) if _trains(x) else x for x in args[1:])
         return (*args[:1], *rest), {**kwargs, **others}
 
     def after_whole(self, _: nn.Module, args: Any, output: Any) -> Any:

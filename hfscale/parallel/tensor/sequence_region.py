@@ -15,6 +15,7 @@ Lengths differ by at most one token. A pass without gradients (evaluation, gener
 activations.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,14 +25,88 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import counts_forward_hooks, version_of
-from ...distributed.ops import gather, gather_sum, scatter, scatter_sum
-from ...distributed.ops.exchange import Started, start_all_gather, start_reduce_scatter
+from ...distributed.ops.collectives import (
+    Started,
+    gather_from_sequence_region,
+    gather_from_tp_region,
+    reduce_scatter_to_sequence_region,
+    scatter_to_tp_region,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from ...errors import ConfigError
 from ...plan import SequencePlan
 from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
 from .random import LayerRandom
-from .sequence_passes import TOKENS, ForwardPass, SequencePasses, keep_with_graph
+
+TOKENS = 1
+"""The dim of ``[b, s, h]`` that holds tokens."""
+
+
+class ForwardPass:
+    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done."""
+
+    def __init__(self, total: int, samples: int) -> None:
+        self.total, self.samples, self.done = total, samples, False
+
+    def end_with(self, share: Tensor) -> None:
+        """Mark the backward pass as done when the gradient of the first layer's local input arrives."""
+        if share.requires_grad:
+            share.register_hook(lambda grad: self._end())
+        keep_with_graph(share, self)
+
+    def _end(self) -> None:
+        self.done = True
+
+
+class SequencePasses:
+    """Hold the passes of one region, by references that their graphs keep."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.latest: ForwardPass | None = None
+        self._begun: list[weakref.ref[ForwardPass]] = []
+
+    def begin(self, total: int, share: Tensor) -> None:
+        """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
+        self.latest = ForwardPass(total, share.shape[0])
+        self._begun.append(weakref.ref(self.latest))
+        self.latest.end_with(share)
+
+    def waiting(self) -> list[ForwardPass]:
+        """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
+        self._begun = [reference for reference in self._begun if reference() is not None]
+        alive = [found for reference in self._begun if (found := reference()) is not None and not found.done]
+        return alive or ([self.latest] if self.latest is not None else [])
+
+    def of_recomputed(self, x: Tensor, whole: bool) -> ForwardPass:
+        """Return the pass that ``x`` is recomputed for; all ranks agree, or raise."""
+        kinds = {(found.total, found.samples if x.ndim == 2 else 0): found for found in self.waiting()}
+        shares = [share_evenly(total, self.size) for total, _ in kinds]
+        mixed = any(
+            a == b for i, one in enumerate(shares) for other in shares[:i] for a, b in zip(one, other, strict=True)
+        )
+        if len(kinds) > 1 and (mixed or x.ndim == 2):
+            raise ConfigError(
+                f"sequence_parallel=True: forward passes over {', '.join(str(total) for total, _ in kinds)} tokens "
+                "wait for their backward passes, and their recomputed layers cannot be told apart: run backward after "
+                "each forward pass, pad them to one length, or do without activation checkpointing"
+            )
+        for found in kinds.values():
+            length = found.total if whole else share_evenly(found.total, self.size)[self.rank]
+            if len(kinds) == 1 or x.shape[TOKENS] == length:
+                return found
+        raise ConfigError(f"sequence_parallel=True: no forward pass had {x.shape[TOKENS]} tokens here: run it again")
+
+
+def keep_with_graph(x: Tensor, thing: Any) -> None:
+    """Keep ``thing`` alive as long as the graph of ``x`` is."""
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata["hfscale pass"] = thing
+    else:  # a leaf received from another stage, which is kept until its backward pass
+        x._hfscale_pass = thing  # type: ignore[attr-defined]
 
 
 class SequenceRegion:
@@ -48,14 +123,13 @@ class SequenceRegion:
     ``cut_before`` yes                 tokens         this rank's tokens; all tokens inside blocks
     ``finish``     no                  tokens         all tokens, kept for the head (``_left``)
     recomputation  no                  the last one   as in the pass that waits for its backward pass
-                                                      (:class:`.sequence_passes.SequencePasses`)
+                                                      (:class:`.sequence_region.SequencePasses`)
     ============== =================== ============== ===================================================
 
     A pipeline stage may receive sharded hidden states (``_arrives``), and send them sharded (``_leaves``); they then
     stay sharded until the owner of the layers returns.
 
     Attributes:
-        random: the random streams of layers, for dropout of sharded hidden states.
         feeds_head: whether a vocabulary-parallel head reads this stack's output.
     """
 
@@ -129,7 +203,7 @@ class SequenceRegion:
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
-        return gather_sum(x, self.lengths(x), self.group, _dim(x))
+        return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
         """Return functions that start to all-gather tensors like ``x`` (this rank's tokens), and to reduce-scatter
@@ -141,7 +215,7 @@ class SequenceRegion:
 
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter partial sums of all tokens to the sums of this rank's tokens."""
-        return scatter_sum(x, self.lengths(x, whole=True), self.group, _dim(x))
+        return reduce_scatter_to_sequence_region(x, self.lengths(x, whole=True), self.group, _dim(x))
 
     def keep_own(self, x: Tensor) -> Tensor:
         """Cut all tokens to this rank's; the other tokens get no gradient here."""
@@ -156,9 +230,7 @@ class SequenceRegion:
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """Return the input of a vocabulary-parallel head if ``x`` is this stack's output: its gradient is then one
-        reduce-scatter instead of an all-reduce and a cut.
-        """
+        """Return the head's input if ``x`` is this stack's output: then one reduce-scatter makes its gradient."""
         if self._left is None:
             return None
         (own, whole), self._left = self._left, None
@@ -167,7 +239,9 @@ class SequenceRegion:
         same = same and x.requires_grad == whole.requires_grad and version_of(x) == version_of(whole)
         if not same:
             return None
-        return gather_sum(own, share_evenly(whole.shape[TOKENS], self.size), self.group, TOKENS, known=whole)
+        return gather_from_sequence_region(
+            own, share_evenly(whole.shape[TOKENS], self.size), self.group, TOKENS, known=whole
+        )
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
         """Announce a pipeline stage's pass: its input may be cut, of so many tokens, and its output stay cut."""
@@ -189,7 +263,8 @@ class SequenceRegion:
             self._begin_pass(self._arrives, x)
             return None
         total = x.shape[TOKENS]
-        share = (scatter_sum if self._partial else scatter)(x, share_evenly(total, self.size), self.group, TOKENS)
+        cut = reduce_scatter_to_sequence_region if self._partial else scatter_to_tp_region
+        share = cut(x, share_evenly(total, self.size), self.group, TOKENS)
         if not self._again:
             self._first = layer
             self._begin_pass(total, share)
@@ -208,7 +283,7 @@ class SequenceRegion:
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather this rank's tokens to all tokens, for the modules after the layers."""
-        whole = gather(x, self.lengths(x), self.group, TOKENS)
+        whole = gather_from_tp_region(x, self.lengths(x), self.group, TOKENS)
         keep_with_graph(whole, self._passes.latest)  # the pass lives as long as the graph
         if self.feeds_head:
             self._left = x, whole

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...distributed.ops import VocabularySlice
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...distributed.ops.token_scores import TokenScores, token_scores
-from ...distributed.ops.vocab_cross_entropy import compute_dtype
+from ...distributed.ops.vocab_cross_entropy import VocabularySlice, compute_dtype
 from .lazy_logits import LazyLogits
 
 _IGNORED = -100
@@ -23,9 +22,6 @@ _IGNORED = -100
 
 class Scoring:
     """Per-token scores that a forward pass with labels computes instead of the mean loss.
-
-    Args:
-        temperature: divides the logits.
 
     Attributes:
         scores: of the last pass, ``[b, s]``.
@@ -66,7 +62,6 @@ class Scoring:
     def _projection(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return rows, and a function from some rows to logits ``[n, V/t]``."""
         if isinstance(logits, LazyLogits) and logits.value is None:
-            lazy = logits
-            return lazy.hidden.reshape(-1, lazy.hidden.shape[-1]), lambda hidden: lazy.finish(lazy.head(hidden))
+            return logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
         real = logits.materialize() if isinstance(logits, LazyLogits) else logits
         return real.reshape(-1, real.shape[-1]), lambda rows: rows

@@ -19,15 +19,13 @@ from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
-from ...parallel.context.attention_call import read
+from ...parallel.context.attention_override import Attend, AttentionCall, AttentionOverride, attention_configs
 from ...parallel.context.cut_batch import CutBatch, cut_batch
-from ...parallel.context.engine import OwnBlocks
+from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
+from ...parallel.context.key_sources import OwnBlocks
 from ...parallel.context.masks import MaskBlocks
-from ...parallel.context.mixers import WholeSequences, own_tokens
+from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
-from ...parallel.context.rotary import ask_for_all_positions
-from ...parallel.context.seam import Attend, AttentionCall, Seam, attention_configs
-from ...parallel.context.text import cut_inside
 from .clones import tiny_model_of
 
 _NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
@@ -159,7 +157,7 @@ class _Subject:
     """Hold a model whose attention is computed here, and whose sequences are cut as in a run."""
 
     def __init__(self, model: Any, text: str) -> None:
-        self.model, self.seam = model, Seam(attention_configs(model))
+        self.model, self.seam = model, AttentionOverride(attention_configs(model))
         inner = model.get_submodule(text)
         self._handles = ask_for_all_positions(inner)
         self._inside = bool(text)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.mesh import Mesh
-from ...distributed.ops.exchange import start_all_gather
+from ...distributed.ops.collectives import all_gather
 from ...plan import Cut
 from ...plan.cut import cut_shape
 
@@ -29,7 +29,7 @@ def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: 
             continue
         length = cut_shape(shape, cuts[:done], mesh.ranks)[cut.dim]
         lengths = [cut.local_length(length, rank) for rank in range(cut.size)]
-        every = start_all_gather(whole, lengths, cut.dim, group).result()
+        every = all_gather(whole, lengths, cut.dim, group)
         if not cut.parts and cut.most_replicas == 1:
             whole = every
             continue

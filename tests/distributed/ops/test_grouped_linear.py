@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from hfscale.distributed.ops import grouped_linear
-from hfscale.distributed.ops.grouped_linear import kernel_takes
+from hfscale.distributed.ops.grouped_linear import grouped_linear, kernel_takes
 
 
 def loop(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], transposed: bool) -> Tensor:

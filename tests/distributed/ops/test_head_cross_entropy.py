@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfscale.distributed.ops import LinearRows, VocabularySlice, head_cross_entropy
+from hfscale.distributed.ops.head_cross_entropy import LinearRows, head_cross_entropy
+from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
 from hfscale.testing import RankPool
 
 from .pieces import piece, values

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfscale.distributed.ops import AnyRows, LinearRows
+from hfscale.distributed.ops.head_cross_entropy import AnyRows, LinearRows
 
 from .pieces import loss, values
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfscale.distributed.ops import enter_overlapped, project
-from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.overlap import Products, column_parallel_linear, enter_overlapped
 from hfscale.testing import RankPool
 
 from .pieces import loss, piece, values
@@ -39,8 +39,9 @@ def overlapped(sequence: bool, regather: bool) -> dict[str, Tensor]:
     scatter = partial(start_reduce_scatter, lengths=LENGTHS, dim=1, group=group)
     reduce: Any = scatter if sequence else lambda grad: start_all_reduce(grad.clone(), group)
     one, other, bias = _weights(rank)
-    inside, later = enter_overlapped(x, [(one, False), (other, True)], reduce, gather, regather)
-    first, second = project(inside, later[0], bias), project(inside, later[1], None)
+    projections = [(one, False, Products()), (other, True, Products())]
+    inside, later = enter_overlapped(x, projections, reduce, gather, regather)
+    first, second = column_parallel_linear(inside, later[0], bias), column_parallel_linear(inside, later[1], None)
     weights = _of_outputs(rank)
     (loss(first, weights[0]) + loss(second, weights[1])).backward()
     found = {"first": first.detach(), "second": second.detach()}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from hfscale.distributed.ops import VocabularySlice, vocab_cross_entropy
+from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice, vocab_cross_entropy
 from hfscale.testing import RankPool
 
 from .pieces import piece

@@ -12,7 +12,7 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.features.memory.saved import count_saved
-from hfscale.parallel.tensor.deferred_weights import Overlap
+from hfscale.parallel.tensor.edges import Overlap
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.train.runtime import local_tensor, runtime_of
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig, PlanError
-from hfscale.distributed.ops.products import multiply_by
+from hfscale.distributed.ops.overlap import multiply_by
 from hfscale.features.fp8.part import compute
 from hfscale.features.fp8.scaled_matmul import FORWARD, Float8Groups, Float8Products, on_tensor_cores
 from hfscale.testing import RankPool

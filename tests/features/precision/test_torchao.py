@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfscale import ParallelConfig
-from hfscale.distributed.ops.products import multiply_by
+from hfscale.distributed.ops.overlap import multiply_by
 from hfscale.features.fp8.part import compute
 from hfscale.features.fp8.scaled_matmul import Float8Groups, Float8Products
 from hfscale.testing import RankPool

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.parallel.data.shard import one_reduction, set_gradient_sync
-from hfscale.parallel.data.whole_weights import reshard
+from hfscale.parallel.data.shard import one_reduction, reshard, set_gradient_sync
 from hfscale.testing import RankPool, count_traffic
 from hfscale.train.runtime import local_tensor, runtime_of
 

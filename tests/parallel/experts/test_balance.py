@@ -8,17 +8,17 @@ import torch
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
-from hfscale.parallel.experts.balance import (
+from hfscale.parallel.experts.forward_contexts import real_tokens
+from hfscale.parallel.experts.router_functions import (
     balance_loss,
     bias_step,
     expert_counts,
     expert_sums,
     max_over_mean,
     normalized_entropy,
+    probabilities,
     z_loss,
 )
-from hfscale.parallel.experts.forward_contexts import real_tokens
-from hfscale.parallel.experts.routers import probabilities
 from tests.parity.test_balance import _config, _microbatches, _together
 
 

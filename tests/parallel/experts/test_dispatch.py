@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hfscale.distributed.ops import grouped_linear
-from hfscale.parallel.experts.dispatch import combine, dispatch
-from hfscale.parallel.experts.routes import plan_routes
+from hfscale.distributed.ops.grouped_linear import grouped_linear
+from hfscale.parallel.experts.dispatch import combine, dispatch, plan_routes
 from hfscale.testing import RankPool, Traffic, count_traffic
 
 Pools = Callable[[int], RankPool]

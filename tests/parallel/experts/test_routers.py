@@ -14,8 +14,7 @@ from transformers import OlmoeConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, RoutingConfig
-from hfscale.parallel.experts.capacity import queue_places, room
-from hfscale.parallel.experts.routers import gshard, noisy_topk, round_robin, switch
+from hfscale.parallel.experts.router_functions import gshard, noisy_topk, queue_places, room, round_robin, switch
 from hfscale.train.runtime import runtime_of
 from tests.parity.test_balance import _SMALL, _microbatches, _together
 from tests.tiny_models import tiny

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hfscale.parallel.experts.routes import Routes, plan_routes
+from hfscale.parallel.experts.dispatch import Routes, plan_routes
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]

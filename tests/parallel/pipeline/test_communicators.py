@@ -5,7 +5,9 @@ import pytest
 from hfscale.cli.schedule_drawing.communicators import simulate_communicators
 from hfscale.config.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import Action, Costs, order, simulate
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.simulation import Costs, simulate
+from hfscale.parallel.pipeline.timeline import Action
 
 from .formulas import ideal_bubble
 

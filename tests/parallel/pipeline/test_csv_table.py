@@ -9,7 +9,8 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import order, read_csv, write_csv
+from hfscale.parallel.pipeline.csv_table import read_csv, write_csv
+from hfscale.parallel.pipeline.orders import order
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.config.schedules import default_virtual_stages
-from hfscale.parallel.pipeline import order, peak_live
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.timeline import peak_live
 from hfscale.parallel.pipeline.worker import StageWorker
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of

@@ -10,9 +10,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from hfscale.config.parallel import SCHEDULES
 from hfscale.config.schedules import default_virtual_stages
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import Action, order, peak_live, simulate, stage_ranks
-from hfscale.parallel.pipeline.orders import allowed_virtual_stages
-from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE
+from hfscale.parallel.pipeline.orders import allowed_virtual_stages, order
+from hfscale.parallel.pipeline.simulation import simulate
+from hfscale.parallel.pipeline.timeline import GRADIENT, RELEASE, Action, peak_live, stage_ranks
 
 SYNCHRONOUS = [schedule for schedule in SCHEDULES if not schedule.startswith("pipedream")]
 

@@ -12,9 +12,10 @@ import torch
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.cli import main
-from hfscale.parallel.pipeline import Action, Span, Timeline, order, read_trace
 from hfscale.parallel.pipeline.chrome_trace import last_whole_step, read_runs
+from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.record import split_steps
+from hfscale.parallel.pipeline.timeline import Action, Span, Timeline
 from hfscale.testing import RankPool
 from tests.tiny_models import tiny
 
@@ -84,7 +85,7 @@ def test_what_ran_is_in_the_file(
 def test_the_first_pipeline_of_several_is_written(pools: Pools, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     pools(4).run(_train, {"pp_size": 2, "tp_size": 2, "pipeline_schedule": "gpipe"}, str(path), 1)
-    first = read_trace(path)
+    first = read_runs(path)[0]
     assert first.num_ranks == 2
     assert [{span.action.stage for span in spans} for spans in first.ranks] == [{0}, {1}]
     assert first.name == "gpipe"

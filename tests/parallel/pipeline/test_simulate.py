@@ -3,7 +3,9 @@
 import pytest
 
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import Action, Costs, order, peak_live, simulate
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.simulation import Costs, simulate
+from hfscale.parallel.pipeline.timeline import Action, peak_live
 
 from .formulas import ideal_bubble, peak_formula
 

@@ -7,7 +7,8 @@ from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _Com
 
 from hfscale.config.schedules import default_virtual_stages
 from hfscale.errors import ConfigError
-from hfscale.parallel.pipeline import Action, Order, order, stage_ranks
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.timeline import Action, Order, stage_ranks
 from hfscale.parallel.pipeline.transfers import rank_programs
 
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}

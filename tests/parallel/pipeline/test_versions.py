@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfscale.parallel.pipeline import order, stashed_versions, weight_versions
-from tests.delayed_updates import train_delayed
+from hfscale.parallel.pipeline.orders import asynchronous_order, order
+from tests.delayed_updates import stashed_versions, train_delayed, weight_versions
 
 P, LR = 4, 0.05
 
@@ -41,8 +41,6 @@ def test_versions_of_2bw(p: int, m: int) -> None:
 
 
 def test_2bw_needs_as_many_microbatches_as_stages() -> None:
-    from hfscale.parallel.pipeline.versions import asynchronous_order
-
     with pytest.raises(ValueError, match="stage 0 has no version 1 for microbatch 4 yet"):
         weight_versions("pipedream_2bw", asynchronous_order("pipedream_2bw", 4, 2, 3), 2)
 

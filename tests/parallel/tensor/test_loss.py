@@ -176,7 +176,7 @@ def test_backward_twice(pools: Pools, tmp_path: Path, layout: dict[str, int]) ->
 
 
 def test_the_kept_gradient_becomes_grad_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfscale.distributed.ops.head_rows import LinearRows
+    from hfscale.distributed.ops.head_cross_entropy import LinearRows
 
     kept: list[int] = []
     sums = LinearRows.sums
@@ -226,7 +226,8 @@ def test_a_head_with_an_adapter(tmp_path: Path) -> None:
     ours = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     for model in (stock, ours):
         model.lm_head = Adapted(model.lm_head)
-    from hfscale.distributed.ops import AnyRows, VocabularySlice, head_cross_entropy
+    from hfscale.distributed.ops.head_cross_entropy import AnyRows, head_cross_entropy
+    from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
 
     hidden = torch.randn(20, H, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, V, (20,))

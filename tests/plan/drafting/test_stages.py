@@ -31,7 +31,8 @@ from hfscale.config.parallel import SCHEDULES
 from hfscale.config.schedules import default_virtual_stages
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import proved_anew
-from hfscale.parallel.pipeline import order, stage_ranks
+from hfscale.parallel.pipeline.orders import order
+from hfscale.parallel.pipeline.timeline import stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
 from hfscale.plan.drafting.assign import assign_stages
 from hfscale.testing.proofs import passage_proof as passage

@@ -1,8 +1,8 @@
 """Replace the attention of a stock model by attention over cut sequences.
 
-Inside :meth:`Seam.passing` the model computes its own tokens only. The mask that it makes is a :class:`MaskBlocks`, an
-argument of every later layer, so that recomputed layers and several passes in flight need no other state; attention
-with such a mask is computed here. Outside, and with any other mask, transformers computes it.
+Inside :meth:`AttentionOverride.passing` the model computes its own tokens only. The mask that it makes is a
+:class:`MaskBlocks`, an argument of every later layer, so that recomputed layers and several passes in flight need no
+other state; attention with such a mask is computed here. Outside, and with any other mask, transformers computes it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,9 +39,7 @@ class AttentionCall:
     """Hold the scaling of one attention call.
 
     Attributes:
-        scale: factor on the scores.
         softcap: bound of the scores after tanh; ``None``: no softcap.
-        dropout: probability of dropping an attention weight.
         sinks: ``[h]`` logits of a key without value; ``None``: no sinks.
     """
 
@@ -64,12 +62,8 @@ class _Passage:
 _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequences", default=None)
 
 
-class Seam:
-    """Replace the attention of one model.
-
-    Args:
-        configs: configs of its modules whose attention reads sequences that may be cut.
-    """
+class AttentionOverride:
+    """Replace the attention of one model."""
 
     def __init__(self, configs: list[Any]) -> None:
         self._configs = [(config, implementation_of(config)) for config in configs]

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from hfscale.parallel.pipeline.stand_in import AbsentModule, StageForward
+from hfscale.parallel.pipeline.placeholders import PlaceholderModule, StageForward
 
 
 def test_children_answer_too() -> None:
@@ -13,20 +13,20 @@ def test_children_answer_too() -> None:
     with torch.device("meta"):
         absent = nn.ModuleDict({"tokens": nn.Embedding(11, 4)})
     passage = StageForward(under_way=True, shape=(2, 3))
-    stand_in = AbsentModule(absent, passage, None)
-    assert stand_in.tokens is absent["tokens"]  # between steps it is what it is
+    placeholder = PlaceholderModule(absent, passage, None)
+    assert placeholder.tokens is absent["tokens"]  # between steps it is what it is
     passage.arriving = torch.ones(2, 3, 4, dtype=torch.float64)
-    found = stand_in.tokens(torch.zeros(2, 3, dtype=torch.long))
+    found = placeholder.tokens(torch.zeros(2, 3, dtype=torch.long))
     assert torch.equal(found, torch.zeros(2, 3, 4, dtype=torch.float64))
-    assert stand_in.tokens.num_embeddings == 11
-    assert not list(stand_in.parameters())
+    assert placeholder.tokens.num_embeddings == 11
+    assert not list(placeholder.parameters())
 
 
 def test_a_copy_answers_in_the_same_passage() -> None:
     """PEFT copies a head that is to be trained whole, on every stage."""
     passage = StageForward(under_way=True, shape=(1, 2), arriving=torch.ones(1, 2, 3))
-    stand_in = AbsentModule(nn.Linear(3, 5, device="meta"), passage, None)
-    copied = copy.deepcopy(stand_in)
-    assert copied is not stand_in
-    assert copied._modules is not stand_in._modules
+    placeholder = PlaceholderModule(nn.Linear(3, 5, device="meta"), passage, None)
+    copied = copy.deepcopy(placeholder)
+    assert copied is not placeholder
+    assert copied._modules is not placeholder._modules
     assert torch.equal(copied(torch.ones(1, 2, 3)), torch.zeros(1, 2, 3))

@@ -38,8 +38,6 @@ class StageForward:
 
     Attributes:
         first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
-        shape: samples and tokens of the batch.
-        under_way: whether a pass is running.
         arriving: hidden states from the previous stage; ``None`` on the first stage.
         arrived: whether they were used.
         leaving: hidden states after the stage's last layer, once computed.
@@ -59,10 +57,6 @@ class StageForward:
         """Return zeros for all tokens, ``[b, s, h]``, also where the hidden states are cut along the sequence.
 
         In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
-
-        Args:
-            target: for those of a decoder.
-            width: other than the stream's.
         """
         stream = next(found for found in (self.arriving, self.leaving, self.memory) if found is not None)
         shape = self.target if target else self.shape
@@ -88,7 +82,7 @@ class StageForward:
         self.leaving = stream
 
 
-class _StandIn(nn.Module):
+class _Placeholder(nn.Module):
     """Replace a module of another stage without its parameters; other attributes are read from the original."""
 
     def __init__(self, absent: nn.Module, passage: StageForward) -> None:
@@ -117,7 +111,7 @@ class _StandIn(nn.Module):
             return own_modules(self)[name]
         found, passage = getattr(self.__dict__["_absent"], name), self.__dict__["_passage"]
         if isinstance(found, nn.Module) and not (passage.arriving is None and passage.leaving is None):
-            return AbsentModule(found, passage, None)  # stock code may call a submodule without its parent
+            return PlaceholderModule(found, passage, None)  # stock code may call a submodule without its parent
         return found
 
     def keep(self, path: str) -> None:
@@ -125,13 +119,13 @@ class _StandIn(nn.Module):
         child, _, rest = path.partition(".")
         found = getattr(self._absent, child)
         if rest:
-            inner = own_modules(self).setdefault(child, _StandIn(found, self._passage))
-            assert isinstance(inner, _StandIn)
+            inner = own_modules(self).setdefault(child, _Placeholder(found, self._passage))
+            assert isinstance(inner, _Placeholder)
             inner.keep(rest)
         else:
             own_modules(self)[child] = found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Placeholder":
         """Copy the placeholder with the same absent module and passage: PEFT copies heads trained in full."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -140,7 +134,7 @@ class _StandIn(nn.Module):
         return made
 
 
-class AbsentLayer(_StandIn):
+class PlaceholderLayer(_Placeholder):
     """Replace a layer of another stage; ``returns`` as in :class:`hfscale.plan.stages.StagePlan`."""
 
     def __init__(self, absent: nn.Module, passage: StageForward, index: int, returns: int | None) -> None:
@@ -158,7 +152,7 @@ class AbsentLayer(_StandIn):
         return _in_shape(stream, self._returns)
 
 
-class AbsentModule(_StandIn):
+class PlaceholderModule(_Placeholder):
     """Replace a module around the layers of another stage: an embedding, the last norm, the head."""
 
     def __init__(self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False) -> None:
@@ -177,7 +171,7 @@ def _in_shape(x: Tensor | None, returns: int | None) -> Any:
     return x if returns is None else (x, *(None for _ in range(returns - 1)))
 
 
-def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
+def drop_other_stages(model: nn.Module, plan: Plan, rank: int) -> None:
     """Replace the modules that no stage of pipeline rank ``rank`` holds by placeholders. Do nothing for one rank."""
     if plan.stages is None:
         return
@@ -188,10 +182,10 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
         owner, _, child = name.rpartition(".")
         holder = model.get_submodule(owner)
         if child in own_modules(holder):
-            own_modules(holder)[child] = stand_in = make(holder.get_submodule(child))
+            own_modules(holder)[child] = placeholder = make(holder.get_submodule(child))
             for loan in plan.stages.loans:
                 if loan.lender == name and plan.is_local(rank, loan.name):
-                    stand_in.keep(loan.name.removeprefix(f"{name}."))
+                    placeholder.keep(loan.name.removeprefix(f"{name}."))
         else:  # a parameter of the model's own
             absent = holder.get_parameter(child)
             del own_parameters(holder)[child]
@@ -200,7 +194,7 @@ def leave_out(model: nn.Module, plan: Plan, rank: int) -> None:
 
 def passage_of(model: nn.Module) -> StageForward:
     """Return the passage of a model's placeholders."""
-    return next(module._passage for module in model.modules() if isinstance(module, _StandIn))
+    return next(module._passage for module in model.modules() if isinstance(module, _Placeholder))
 
 
 def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]) -> Callable[[Stage], Any]:
@@ -217,10 +211,10 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
         owner, _, child = name.rpartition(".")
         children = own_modules(model.get_submodule(owner))
         if holders and len(holders) < len(own) and child in children:
-            stand_in = make(model.get_submodule(name))
+            placeholder = make(model.get_submodule(name))
             for stage in own:
                 if stage not in holders:
-                    swaps[stage.index].append((children, child, stand_in))
+                    swaps[stage.index].append((children, child, placeholder))
     for loan, layer in _borrowers(stages, own):
         lend(loan, module_at(model, loan.name), module_at(model, layer))
     active: list[Stage] = []
@@ -230,8 +224,8 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     def stage_forward(*args: Any, **kwargs: Any) -> Any:
         # Inside forward, so that hooks on the model (FSDP's) see all modules of the rank.
         swapped = [(children, child, children[child]) for children, child, _ in swaps[active[0].index]]
-        for children, child, stand_in in swaps[active[0].index]:
-            children[child] = stand_in
+        for children, child, placeholder in swaps[active[0].index]:
+            children[child] = placeholder
         try:
             return forward(*args, **kwargs)
         finally:
@@ -272,17 +266,17 @@ def _encoded(passage: StageForward, _: nn.Module, args: Any, output: Any) -> Non
     passage.memory = output[0]
 
 
-def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _StandIn]]:
+def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _Placeholder]]:
     """Return, by module name, a function that makes the placeholder of each module that belongs to a stage."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer
-    made: dict[str, Callable[[nn.Module], _StandIn]] = {}
+    made: dict[str, Callable[[nn.Module], _Placeholder]] = {}
     for stage in stages.stages:
         for name in stage.layers:
             made[name] = functools.partial(
-                AbsentLayer, passage=passage, index=places[name], returns=returns.get(name, stages.returns)
+                PlaceholderLayer, passage=passage, index=places[name], returns=returns.get(name, stages.returns)
             )
         for name in (name for name in stage.modules if name not in lent):
             target = stacks is not None and not name.startswith(f"{stacks.encoder}.")
-            made[name] = functools.partial(AbsentModule, passage=passage, returns=returns.get(name), target=target)
+            made[name] = functools.partial(PlaceholderModule, passage=passage, returns=returns.get(name), target=target)
     return made

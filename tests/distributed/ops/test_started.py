@@ -11,7 +11,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfscale.distributed.ops.exchange import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.distributed.processes import backend_of
 from hfscale.plan.cut import share_evenly
 from hfscale.testing import RankPool, count_traffic

@@ -1,0 +1,163 @@
+"""Hooks on modules inside a model whose sequences are cut: where its text begins, rotary embeddings, token mixers.
+
+Mixers other than attention (convolutions, recurrences) run on full sequences: each rank runs them on all tokens and
+keeps its own tokens of the output. The result is exact; the work is repeated on every rank. Weight gradients are
+partial, since only a rank's own outputs have a gradient. Rotary embeddings whose frequencies depend on how long a
+sequence is are asked for all positions. A model of more than text is cut where its model of text begins::
+
+    ids [b, s] --embedding--> [b, s, h] --pictures put in--> [b, s, h] --cut--> [b, s/n, h] --layers, head--> own logits
+    pictures --towers, whole, on every context rank--^        masks, positions [3, b, s] --cut--^
+
+A rank's gradient of a tower is that of its own tokens: partial, like that of every weight, and summed with them.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.torch import tree_map
+from .attention_override import AttentionCall, current_batch, learn
+from .cut_batch import LABELS, CutBatch, cut_inputs
+from .key_sources import OwnBlocks
+from .masks import MaskBlocks
+from .methods import read
+
+Gather = Callable[[Tensor, CutBatch], Tensor]
+"""``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""
+
+
+class WholeSequences:
+    """Run a mixer on full sequences.
+
+    Args:
+        recomputed: the sequences that a layer is recomputed for, which is not within a pass of the model.
+    """
+
+    def __init__(self, gather: Gather, recomputed: Callable[[], CutBatch | None]) -> None:
+        self._gather, self._recomputed = gather, recomputed
+
+    def install(self, module: nn.Module) -> list[Any]:
+        """Install hooks on a mixer; returns the handles of the hooks."""
+        running: list[CutBatch | None] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            batch = current_batch() or self._recomputed()
+            running.append(batch)
+            if batch is None:
+                return None
+            whole = tuple(self._whole("", value, batch) for value in args)
+            return whole, {name: self._whole(name, value, batch) for name, value in kwargs.items()}
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            batch = running.pop()
+            return output if batch is None else own_tokens(output, batch)
+
+        return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+    def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
+        own = batch.split.length(batch.rank)
+        if isinstance(value, MaskBlocks):
+            return value.of_one_rank(_read_alone)
+        if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
+            return _padding(value, batch)
+        if "position_ids" in name and isinstance(value, Tensor):
+            return batch.whole_positions(value.device)
+
+        def gathered(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own:
+                return self._gather(x, batch)
+            return x
+
+        return tree_map(gathered, value) if isinstance(value, (Tensor, tuple, list)) else value
+
+
+def own_tokens(output: Any, batch: CutBatch) -> Any:
+    """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
+    places = batch.places
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == batch.split.total:
+            return x.index_select(1, places.to(x.device))
+        return x
+
+    return tree_map(cut, output) if isinstance(output, (Tensor, tuple, list)) else output
+
+
+def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
+    """Return the padding mask of all tokens, also where the host passed none because nothing is padded."""
+    if batch.padding is None:
+        return None if value is None else value.new_ones(len(value), batch.split.total)
+    return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
+
+
+def _read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+    return read(q, k, v, call.sinks, mask, call, OwnBlocks())
+
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
+
+
+def ask_for_all_positions(model: nn.Module) -> list[Any]:
+    """Have those embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
+
+    Returns:
+        the handles of the hooks that do it.
+    """
+    handles = list[Any]()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            handles.append(module.register_forward_pre_hook(_all_positions, with_kwargs=True))
+            handles.append(module.register_forward_hook(_own_positions))
+    return handles
+
+
+def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    batch = current_batch()
+    if batch is None:
+        return None
+    given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    whole = batch.whole_positions(given.device).expand(*given.shape[:-1], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": whole}
+    return (args[0], whole, *args[2:]), kwargs
+
+
+def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    batch = current_batch()
+    return output if batch is None else tuple(table[..., batch.places, :] for table in output)
+
+
+def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
+    """Cut the inputs of the module ``text``, given for full sequences, to this rank's tokens.
+
+    Args:
+        learned: told of the sequences with the positions that the model around it has made.
+
+    Returns:
+        the handle of the hook that does it.
+    """
+    names = list(inspect.signature(text.forward).parameters)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = current_batch()
+        if batch is None:
+            return None
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if "position_ids" in names and given.get("position_ids") is None:
+            given["position_ids"] = torch.arange(batch.split.total, device=_device(given))[None]
+        learned(replace(batch, position_ids=given.get("position_ids")))
+        passed_on = {name: given.pop(name) for name in LABELS if name in given}  # which are cut already
+        return (), {**cut_inputs(batch, given), **passed_on}
+
+    return text.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _device(given: dict[str, Any]) -> torch.device | None:
+    tokens = (given.get(name) for name in ("inputs_embeds", "input_ids"))
+    return next((each.device for each in tokens if isinstance(each, Tensor)), None)

@@ -1,0 +1,183 @@
+"""Choose experts from router logits, limit them by capacity, and measure their balance: pure functions of tensors.
+
+Routers return ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``.
+An index of ``e`` means that this route is not taken.
+
+Capacity is counted per sequence, so that what is dropped does not depend on the other sequences of a batch. First
+choices come before second ones, and earlier tokens before later ones (Lepikhin et al. 2020, GShard; Fedus et al. 2021).
+
+Sums for losses are over the real tokens of a sequence and add up over ranks: under context or sequence parallelism sum
+:func:`expert_sums` over the ranks first; over microbatches sum the losses, and divide by the step's real tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
+    """Return the experts' probabilities ``[n, e]``, in 32 bits at least; each row sums to 1.
+
+    Args:
+        scores: ``"softmax"``, or ``"sigmoid"`` divided by its sum (DeepSeek-AI 2024, V3).
+    """
+    logits = widened(logits)
+    if scores == "softmax":
+        return logits.softmax(-1)
+    each = logits.sigmoid()
+    return each / (each.sum(-1, keepdim=True) + 1e-20)
+
+
+def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the best expert, weighted by its probability (Fedus et al. 2021, Switch Transformers, equation 2)."""
+    weights, index = probabilities(logits).max(-1, keepdim=True)
+    return index, weights
+
+
+def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choose the best two experts, weighted by their normalized probabilities; the second is taken with twice its
+    weight as probability (Lepikhin et al. 2020, GShard, algorithm 1), and always without ``draws``.
+
+    Args:
+        draws: ``[n]``, uniform in ``[0, 1)``; ``None`` in evaluation.
+    """
+    best, index = probabilities(logits).topk(2, dim=-1)
+    weights = best / best.sum(-1, keepdim=True)
+    if draws is not None:
+        taken = 2 * weights.detach()[:, 1] > draws
+        index = torch.stack((index[:, 0], index[:, 1].where(taken, logits.shape[-1])), 1)
+    return index, weights
+
+
+def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choose the best ``k`` after noise, weighted by a softmax over them (Shazeer et al. 2017, equations 3 to 5).
+
+    Args:
+        noise: ``[n, e]``, added to the logits; ``None`` in evaluation.
+    """
+    logits = widened(logits)
+    best, index = (logits if noise is None else logits + noise).topk(k, dim=-1)
+    return index, best.softmax(-1)
+
+
+def round_robin(index: Tensor, count: int) -> Tensor:
+    """Return experts in turn, in the shape of ``index``: loads differ by one at most, a token's experts differ."""
+    return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return ``x`` in 32 bits at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+_ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11
+
+
+@overload
+def room(tokens: int, factor: float, k: int, count: int) -> int: ...
+@overload
+def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
+def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
+    """Return the capacity of each expert's queue: ``factor`` times the mean number of routes, rounded up, at most the
+    number of tokens.
+
+    Args:
+        tokens: the number of tokens of a sequence; or of several, ``[b]``.
+    """
+    share = factor * k / count
+    if isinstance(tokens, int):
+        return min(tokens, math.ceil(tokens * share - _ROUNDING))
+    return torch.minimum(tokens, (tokens.double() * share - _ROUNDING).ceil().to(tokens.dtype))
+
+
+def count_each(numbers: Tensor, count: int) -> Tensor:
+    """Count how often each number below ``count`` is in ``numbers [m]``, without a host synchronization."""
+    counts = torch.zeros(count, dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
+def queue_places(index: Tensor, count: int) -> Tensor:
+    """Return how many routes precede each of ``index [b, s, k]`` (``count``: none) in its queue, without host syncs."""
+    samples, tokens, k = index.shape
+    queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
+    flat = queues.transpose(1, 2).reshape(-1)  # all first choices of a sequence, then all second ones
+    order = flat.argsort(stable=True)
+    lengths = count_each(flat, samples * (count + 1))
+    starts = lengths.cumsum(0) - lengths
+    places = torch.empty_like(flat)
+    places[order] = torch.arange(len(flat), device=index.device) - starts[flat[order]]
+    return places.view(samples, k, tokens).transpose(1, 2)
+
+
+def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
+    """Return the per-sequence sums that the losses are computed from, with gradients to the logits.
+
+    Args:
+        logits: ``[b, s, e]``, the router's.
+        index: ``[b, s, k]``, the chosen experts before any is dropped for capacity; ``e`` for none.
+        real: ``[b, s]``, true for tokens that are not padding.
+
+    Returns:
+        ``[b, 2 e + 1]``: routes to each expert, the sum of its probability, and the sum of the squared logsumexp.
+    """
+    count = logits.shape[-1]
+    of_real = real.to(widened(logits).dtype).unsqueeze(-1)
+    mass = (probabilities(logits, scores) * of_real).sum(1)
+    logsumexp = widened(logits).logsumexp(-1, keepdim=True)
+    squares = (logsumexp.square() * of_real).sum(1)
+    routes = expert_counts(index, count, real).to(mass.dtype)
+    return torch.cat((routes, mass, squares), -1)
+
+
+def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
+    """Count the routes of each sequence to each expert, ``[b, count]``, given ``index [b, s, k]``, ``real [b, s]``."""
+    routes = index.flatten(1)
+    weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
+    counts = torch.zeros(len(routes), count + 1, dtype=torch.int64, device=index.device)
+    return counts.scatter_add_(1, routes, weights)[:, :count]
+
+
+def balance_loss(sums: Tensor) -> Tensor:
+    """Return the load-balancing loss summed over sequences, each weighted by its number of tokens.
+
+    ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
+    mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
+    20). It is 1 where both are even.
+
+    Args:
+        sums: ``[b, 2 e + 1]``, see :func:`expert_sums`.
+    """
+    count = sums.shape[1] // 2
+    routes, mass = sums[:, :count], sums[:, count : 2 * count]
+    share = routes / routes.sum(1, keepdim=True).clamp(min=1)
+    # The number of tokens, over which the mass would be averaged, cancels.
+    return count * (share * mass).sum()
+
+
+def z_loss(sums: Tensor) -> Tensor:
+    """Return the squared logsumexp of the logits, summed over tokens (Zoph et al. 2022, ST-MoE, equation 5)."""
+    return sums[:, -1].sum()
+
+
+def bias_step(counts: Tensor, rate: float) -> Tensor:
+    """Return the update of the router's expert biases ``[e]``, given expert loads (Wang et al. 2024, algorithm 1)."""
+    loads = counts.double()
+    return rate * (loads.mean() - loads).sign()
+
+
+def max_over_mean(counts: Sequence[int]) -> float:
+    """Return the largest load divided by the mean load: 1 where loads are even or all zero."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else 1.0
+
+
+def normalized_entropy(counts: Sequence[int]) -> float:
+    """Return the entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
+    total = sum(counts)
+    if not total or len(counts) == 1:
+        return 1.0
+    shares = torch.tensor(counts, dtype=torch.float64) / total
+    return float(torch.special.entr(shares).sum()) / float(torch.tensor(float(len(counts))).double().log())
