@@ -114,7 +114,7 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
         experts, *spans = share_spans(planned.shape, planned.cuts, ranks)
         numbers = _places(experts, torch.device("cpu")).tolist()
         sums = {n: checksum(share[i], spans, planned.shape[1:]) for i, n in enumerate(numbers)}
-        cut = {"pp", *(cut.axis for cut in planned.cuts)}
+        cut = {cut.axis for cut in planned.cuts}
         copy = tuple(rank for axis, rank in ranks.items() if axis not in cut)
         result[planned.name] = (parameter.dtype, copy, sums)
     return result

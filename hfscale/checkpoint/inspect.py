@@ -10,8 +10,7 @@ from ..distributed.files.reader import SafetensorsFile, open_tensors
 from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError
 from .state_directory import candidates, problems_of, states_in, written_at
-from .state_index import INDEX, StateIndex
-from .state_reader import StateReader
+from .state_format import INDEX, StateIndex, StateReader
 
 
 def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:

@@ -4,7 +4,7 @@ Every rank writes its shards of weights, buffers and optimizer state, one replic
 is gathered. The position of each shard in the full tensor is written too, so that any other layout can read its own
 shards from them::
 
-    DIRECTORY/state.json                every tensor: its shape and cuts; layout, step (:mod:`.state_index`)
+    DIRECTORY/state.json                every tensor: its shape and cuts; layout, step (:mod:`.state_format`)
     DIRECTORY/rank-00000.safetensors    the shards that a rank wrote
     DIRECTORY/rank-00000.pt             its RNG states, the scheduler and other objects passed: plain data
     DIRECTORY/config.json               and the other config files of a Hugging Face checkpoint
@@ -30,10 +30,9 @@ from ..train import guards
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, saving
 from .background import apart, begin_save, on_host, wait_for_saves
-from .state_directory import new_run, run_of
-from .state_load import Resumed, load_from, none_there
-from .state_take import take_state
-from .state_write import write_state
+from .state_directory import new_run, none_there, run_of
+from .state_load import Resumed, load_from
+from .state_save import take_state, write_state
 
 _log = logging.getLogger(__name__)
 _WAIT = timedelta(minutes=2)

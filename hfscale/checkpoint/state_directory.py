@@ -21,7 +21,16 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from ..distributed.files.complete import MARK, FileSum, Mark, mark_complete, read_mark, size_problems, unmark
+from ..distributed.files.complete import (
+    MARK,
+    FileSum,
+    Mark,
+    content_problems,
+    mark_complete,
+    read_mark,
+    size_problems,
+    unmark,
+)
 from ..distributed.files.directories import (
     DirectoryLock,
     discard,
@@ -30,8 +39,10 @@ from ..distributed.files.directories import (
     staging_of,
     sync_directory,
 )
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from .state_index import INDEX
+from ..train.runtime.writing import is_writer
+from .state_format import INDEX
 
 LATEST = "latest"
 _log = logging.getLogger(__name__)
@@ -142,6 +153,52 @@ def candidates(source: Path) -> list[Path]:
             "the one that they are in"
         )
     return marked
+
+
+def none_there(source: Path, mesh: Mesh) -> bool:
+    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank."""
+
+    def nothing() -> bool:
+        try:
+            return not candidates(source)
+        except CheckpointError:
+            return True
+
+    return bool(mesh.all_gather_object(nothing() if is_writer(mesh) else False)[0])
+
+
+def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
+    """Return the newest complete state that ``source`` may mean; the same on every rank.
+
+    Raises:
+        CheckpointError: there is none; it says what is wrong with each.
+    """
+    every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
+    wrong: dict[Path, list[str]] = {}
+    for directory in every:
+        problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
+        if not problems and verify:
+            problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]
+        if not problems:
+            if wrong and is_writer(mesh):
+                _log.warning("%s. Resuming from %s", _listed(wrong), directory)
+            return directory
+        wrong[directory] = problems
+    raise CheckpointError(f"{_listed(wrong)}: there is no complete state in {source}")
+
+
+def _changed(directory: Path, mesh: Mesh) -> list[str]:
+    """Return checksum problems of the files that this rank has to read."""
+    rank = mesh.device_mesh.get_rank() if mesh.device_mesh is not None else 0
+    try:
+        mark = read_mark(directory)
+    except CheckpointError as error:
+        return [f"{error} (as rank {rank} sees it)"]
+    return content_problems(directory, mark, sorted(mark.files)[rank :: mesh.layout.total_size])
+
+
+def _listed(wrong: dict[Path, list[str]]) -> str:
+    return "; ".join(f"{path} cannot be used: {', '.join(problems)}" for path, problems in wrong.items())
 
 
 def _meant(source: Path) -> Path:

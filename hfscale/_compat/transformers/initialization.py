@@ -99,8 +99,3 @@ def is_loaded(tensor: Tensor) -> bool:
 def mark_loaded(tensor: Tensor) -> None:
     """Mark a parameter or buffer as transformers marks loaded ones."""
     setattr(tensor, _LOADED, True)
-
-
-def forget_loaded(module: nn.Module) -> None:
-    """Let transformers initialize a module again."""
-    module.__dict__.pop(_LOADED, None)

@@ -14,8 +14,8 @@ from transformers.models.llama import LlamaForSequenceClassification
 import hfscale
 from hfscale import CheckpointError, ConfigError
 from hfscale.checkpoint.upcycle import dense as dense_module
-from hfscale.checkpoint.upcycle.config_of import upcycled_config
 from hfscale.checkpoint.upcycle.expert_tensors import Upcycling
+from hfscale.checkpoint.upcycle.moe_targets import upcycled_config
 
 from .dense import SMALL, distance, load, save_dense, stored
 
