@@ -120,15 +120,7 @@ class _StandIns(TorchDispatchMode):
 
 
 def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Run transformers' initialization of a ``model`` without letting it see or change the parameters.
-
-    Args:
-        model: a meta model whose loaded parameters and buffers have been put in and marked.
-        shapes: of full parameters.
-
-    Returns:
-        names of loaded parameters that it would have written into.
-    """
+    """Run transformers' initialization without touching parameters; return the loaded ones that it would write."""
     stand_ins = _StandIns(model, shapes)
     try:
         return stand_ins.initialize()
@@ -137,15 +129,7 @@ def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str
 
 
 def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]:
-    """Return the entries that transformers' initialization overwrites in loaded parameters.
-
-    Args:
-        model: a full model on the meta device.
-        loaded: the names of loaded parameters and buffers.
-
-    Raises:
-        CheckpointError: the written values depend on the loaded ones.
-    """
+    """Return what transformers' initialization overwrites in ``loaded`` parameters of a full meta model."""
     # Tied parameters get their owner's values in the end.
     written = _initialized(model, loaded, lambda stand_ins: stand_ins.initialize())
     names = sorted(name for name in written if model.all_tied_weights_keys.get(name) not in loaded)

@@ -49,11 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class NewState:
-    """A state directory that is being written, on the rank that makes it.
-
-    Attributes:
-        path: where to write.
-    """
+    """A state directory that is being written at ``path``, on the rank that makes it."""
 
     def __init__(self, target: Path) -> None:
         self.target, self.path = target, staging_of(target)
@@ -125,17 +121,13 @@ def states_in(source: Path) -> list[Path]:
         return [path for path in (source, old_of(source)) if _is_state(path)]
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
     inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
-    marks = {path: _mark_of(path) for path in inside}
+    marks = {path: mark_of(path) for path in inside}
     last = max(marks.values(), key=lambda mark: mark.written, default=Mark(0.0, {})).run
     return sorted(inside, key=lambda path: (marks[path].run == last, *_age(marks[path])), reverse=True)
 
 
 def candidates(source: Path) -> list[Path]:
-    """Return the states that ``source`` may mean, best first; warn once of those never completed.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
     found, source = states_in(source), _meant(source)
     marked = [path for path in found if any((path / name).exists() for name in (MARK, "layout.json"))]
     own = old_of(source).with_suffix(".incomplete")
@@ -157,22 +149,15 @@ def candidates(source: Path) -> list[Path]:
 
 def none_there(source: Path, mesh: Mesh) -> bool:
     """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank."""
-
-    def nothing() -> bool:
-        try:
-            return not candidates(source)
-        except CheckpointError:
-            return True
-
-    return bool(mesh.all_gather_object(nothing() if is_writer(mesh) else False)[0])
+    found: list[Path] = []
+    if is_writer(mesh):
+        with suppress(CheckpointError):
+            found = candidates(source)
+    return not mesh.all_gather_object(found)[0]
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
-    """Return the newest complete state that ``source`` may mean; the same on every rank.
-
-    Raises:
-        CheckpointError: there is none; it says what is wrong with each.
-    """
+    """Return the newest complete state that ``source`` may mean, the same on every rank, or say what is wrong."""
     every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
     wrong: dict[Path, list[str]] = {}
     for directory in every:
@@ -216,7 +201,7 @@ def _is_state(path: Path) -> bool:
     return not (hidden and path.is_symlink()) and any((path / n).exists() for n in (INDEX, MARK, "layout.json"))
 
 
-def _mark_of(directory: Path) -> Mark:
+def mark_of(directory: Path) -> Mark:
     """Return a directory's marker; one of time 0 if it has none."""
     try:
         return read_mark(directory)
@@ -229,29 +214,17 @@ def _age(mark: Mark) -> tuple[int, float]:
     return (-1 if mark.step is None else mark.step, mark.written)
 
 
-def written_at(directory: Path) -> float:
-    """Return when a state was completed; 0 for one that was not."""
-    return _mark_of(directory).written
-
-
 def run_of(directory: Path) -> str:
-    """Return the run id for a run that resumes from a state: that of the run that wrote it, or a new one if that run
-    has later states, so that the abandoned states are neither resumed nor removed.
-    """
+    """Return the id for a run that resumes from a state: its run's, or a new one if that run has later states."""
     try:
         mark = read_mark(directory)
         whole = [path for path in directory.parent.iterdir() if path.name[0] != "." and not problems_of(path)]
         further = mark.step is not None and any(
-            each.run == mark.run and _age(each)[0] > mark.step for each in map(_mark_of, whole)
+            each.run == mark.run and _age(each)[0] > mark.step for each in map(mark_of, whole)
         )
     except (OSError, CheckpointError):
-        return new_run()
-    return new_run() if mark.run is None or further else mark.run
-
-
-def new_run() -> str:
-    """Return a new id for a run."""
-    return uuid.uuid4().hex
+        return uuid.uuid4().hex
+    return uuid.uuid4().hex if mark.run is None or further else mark.run
 
 
 def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
@@ -264,7 +237,7 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
     if keep_last is None:
         return
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
-    marks = {path: _mark_of(path) for path in beside if not problems_of(path)}
+    marks = {path: mark_of(path) for path in beside if not problems_of(path)}
     own = {path: mark for path, mark in marks.items() if mark.run == run}
     order = sorted(own, key=lambda path: (not path.name.startswith("."), *_age(own[path])), reverse=True)
     for path in order[keep_last - 1 :]:

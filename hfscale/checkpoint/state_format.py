@@ -118,11 +118,7 @@ class StateIndex:
 
     @classmethod
     def read(cls, directory: Path) -> "StateIndex":
-        """Read the index of a saved state.
-
-        Raises:
-            CheckpointError: there is none, or it is damaged.
-        """
+        """Read the index of a saved state; CheckpointError if there is none, or it is damaged."""
         try:
             told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
             if (version := told.pop("version")) != _VERSION:

@@ -35,46 +35,54 @@ from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_n
 
 
 @dataclass
-class StateContents:
-    """This rank's tensors of a state, and the optimizer's numbers.
+class TakenState:
+    """This rank's state that is not written yet.
 
     Attributes:
-        tensors: key -> layout, of every tensor of this rank's stage.
-        held: key -> shard that this rank writes.
-        numbers: name of a parameter -> its optimizer state besides tensors.
-        groups: names of the parameters in each of the optimizer's groups.
-        optimizer: the result of :func:`described`.
-        options: the options of these groups.
+        mesh: the ranks that write it.
+        index: with the tensors of this rank's stage, and what its optimizer keeps besides.
+        held: key -> shard that this rank writes: the run's own tensor, or a copy.
+        options: of the optimizer's groups.
+        digests: of the states of other objects, by name.
+        rest: this rank's other data, as the bytes of a file.
+        entries: this rank's entries of the tensors that a converter saves.
+        stored: key in the file of an adapter -> name of a parameter; empty without one, and on other ranks.
+        beside: config files of a Hugging Face checkpoint, by name; on the first rank.
     """
 
-    tensors: dict[str, StateTensor] = field(default_factory=dict)
+    mesh: Mesh
+    runtime: Runtime
+    index: StateIndex
     held: dict[str, Tensor] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[list[str]] | None = None
-    optimizer: list[Any] | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    rest: bytes = b""
+    entries: list[tuple[Any, ...]] = field(default_factory=list)
+    stored: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, key: str, tensor: StateTensor, home: int, share: Tensor, mesh: Mesh) -> None:
+    def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
         """Add a tensor of pipeline rank ``home`` of which this rank has ``share``."""
-        tensor = self.tensors[key] = replace(tensor, home=home)
-        if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(mesh.ranks)):
+        tensor = self.index.tensors[key] = replace(tensor, home=home)
+        if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
                 f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
                 "parameters after the model was made"
             )
-        if is_written_by(mesh, tensor):
+        if is_written_by(self.mesh, tensor):
             self.held[key] = share
 
 
 @torch.no_grad()  # with autograd, to_local() of DTensors took a third of the time
-def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> StateContents:
+def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> TakenState:
     """Collect the tensors to write of a model and its optimizer, without copies."""
-    found, mesh, plan = StateContents(), runtime.mesh, runtime.plan
+    mesh, plan = runtime.mesh, runtime.plan
+    found = TakenState(mesh, runtime, StateIndex.of(mesh.layout, plan))
     for planned, parameter in written_parameters(runtime):
         share = local_tensor(parameter).detach()
-        found.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share, mesh)
+        found.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share)
     for name, buffer in runtime.model.named_buffers():
-        found.add(f"buffers/{name}", whole(*buffer.shape), mesh.pp_rank, buffer, mesh)
+        found.add(f"buffers/{name}", whole(*buffer.shape), mesh.pp_rank, buffer)
     if optimizer is not None:
         _add_optimizer(found, runtime, optimizer)
     return found
@@ -86,7 +94,7 @@ def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
     return [(planned, parameter) for planned, parameter in runtime.parameters() if planned.name not in frozen]
 
 
-def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
     plans = {id(parameter): planned for planned, parameter in written_parameters(runtime)}
     given = moved_parameters(optimizer)
     strange = {id(parameter) for group in given for parameter in group} - plans.keys()
@@ -104,16 +112,16 @@ def _add_optimizer(found: StateContents, runtime: Runtime, optimizer: torch.opti
             if isinstance(value, Tensor):
                 held = local_tensor(value).detach()
                 lies = state_lies(optimizer, planned, key, tuple(held.shape), share)
-                found.add(f"optimizer/{key}/{planned.name}", lies, home, held, runtime.mesh)
+                found.add(f"optimizer/{key}/{planned.name}", lies, home, held)
             elif value is None or isinstance(value, bool | int | float | str):
-                found.numbers.setdefault(planned.name, {})[key] = value
+                found.index.numbers.setdefault(planned.name, {})[key] = value
             else:
                 raise CheckpointError(
                     f"the optimizer keeps a {type(value).__name__} as {key!r} of {planned.name}, which is neither a "
                     "tensor nor a number: save its state yourself, and pass it to save_state under a name"
                 )
-    found.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
-    found.optimizer = described(optimizer)
+    found.index.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
+    found.index.optimizer = described(optimizer)
     found.options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -149,57 +157,28 @@ def state_lies(
     return like(planned) if alike else own(planned)
 
 
-@dataclass
-class TakenState:
-    """This rank's state that is not written yet.
-
-    Attributes:
-        mesh: the ranks that write it.
-        contents: its tensors, of which ``contents.held`` are written: the run's own, or copies.
-        step: the caller's step number.
-        digests: of the states of other objects, by name.
-        rest: this rank's other data, as the bytes of a file.
-        entries: this rank's entries of the tensors that a converter saves.
-        stored: key in the file of an adapter -> name of a parameter; empty without one, and on other ranks.
-        beside: config files of a Hugging Face checkpoint, by name; on the first rank.
-    """
-
-    mesh: Mesh
-    runtime: Runtime
-    contents: StateContents
-    step: int | None
-    digests: dict[str, str]
-    rest: bytes
-    entries: list[tuple[Any, ...]]
-    stored: dict[str, str]
-    beside: dict[str, bytes]
-
-
 def take_state(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
 ) -> TakenState:
-    """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied.
-
-    Raises:
-        CheckpointError: something on this rank cannot be written.
-    """
-    contents = contents_of(runtime, optimizer)
+    """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied."""
+    taken = contents_of(runtime, optimizer)
+    taken.index.step = step
     states = {name: other.state_dict() for name, other in others.items()}
     parts = {part.state_key: state for part in runtime.parts if (state := part.state(runtime))}
     random = random_states(runtime.mesh)
-    rest = _plain_bytes({"random": random, "others": states, "options": contents.options, "parts": parts})
-    digests = {name: _digest(state) for name, state in states.items()}
-    stored, beside = dict[str, str](), dict[str, bytes]()
+    taken.rest = _plain_bytes({"random": random, "others": states, "options": taken.options, "parts": parts})
+    taken.digests = {name: _digest(state) for name, state in states.items()}
+    taken.entries = tensors_of_stage(runtime)
     if is_writer(runtime.mesh):
         adapters = runtime.part(Adapters)
         with tempfile.TemporaryDirectory() as written:  # config files, and code that came with the model
             write_configs(runtime.model, Path(written))
             if adapters is not None:
-                stored = adapters.stored_names(runtime)
+                taken.stored = adapters.stored_names(runtime)
                 write_adapter_config(adapters.whole, adapters.name, Path(written))
-            beside = {path.name: path.read_bytes() for path in sorted(Path(written).iterdir()) if path.is_file()}
-    entries = tensors_of_stage(runtime)
-    return TakenState(runtime.mesh, runtime, contents, step, digests, rest, entries, stored, beside)
+            files = (path for path in sorted(Path(written).iterdir()) if path.is_file())
+            taken.beside = {path.name: path.read_bytes() for path in files}
+    return taken
 
 
 def _plain_bytes(content: dict[str, Any]) -> bytes:
@@ -242,11 +221,7 @@ def _digest(state: Any) -> str:
 
 
 def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Write a taken state to ``target``: every rank its file, and rank 0 the common index; collective.
-
-    Raises:
-        CheckpointError: on every rank, if one could not; ``target`` is then unchanged.
-    """
+    """Write a taken state: every rank its file, rank 0 the index. If one rank fails, ``target`` is unchanged on all."""
     mesh, run, new = taken.mesh, taken.runtime.run, None
     with all_or_none(mesh, f"{target} could not be written"):
         try:
@@ -255,9 +230,9 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
             index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
             every = mesh.all_gather_object(_write_own(taken, index, staging_of(target)))
             if new is not None:
-                new.commit({name: file for rank in every for name, file in rank.items()}, taken.step, run)
+                new.commit({name: file for rank in every for name, file in rank.items()}, taken.index.step, run)
                 new = None
-            numbers = {key: share for key, share in taken.contents.held.items() if not key.startswith("buffers/")}
+            numbers = {key: share for key, share in taken.held.items() if not key.startswith("buffers/")}
             warn_of_not_finite(mesh, not_finite(numbers), str(target))
         finally:
             if new is not None:
@@ -271,8 +246,8 @@ def _write_own(taken: TakenState, index: StateIndex, directory: Path) -> dict[st
     """Write this rank's files and fsync them."""
     rank = index.rank_of(taken.mesh.ranks)
     files = {rest_name(rank): write_synced(directory / rest_name(rank), taken.rest)}
-    if taken.contents.held:
-        files[weights_name(rank)] = write_tensors(directory / weights_name(rank), taken.contents.held)
+    if taken.held:
+        files[weights_name(rank)] = write_tensors(directory / weights_name(rank), taken.held)
     if is_writer(taken.mesh):
         for name, content in {INDEX: index.write(), **taken.beside}.items():
             files[name] = write_synced(directory / name, content)
@@ -281,21 +256,21 @@ def _write_own(taken: TakenState, index: StateIndex, directory: Path) -> dict[st
 
 def agreed_index(taken: TakenState) -> StateIndex:
     """Return the index, the same on every rank; collective. The first rank of each stage contributes its tensors."""
-    mesh, contents = taken.mesh, taken.contents
+    mesh, own_part = taken.mesh, taken.index
     told: dict[str, Any] = {"digests": taken.digests, "entries": taken.entries, "stored": taken.stored}
     if mesh.speaks_for_stage:
-        told["tensors"] = {key: tensor.told() for key, tensor in contents.tensors.items()}
-        told["numbers"], told["groups"] = contents.numbers, contents.groups
+        told["tensors"] = {key: tensor.told() for key, tensor in own_part.tensors.items()}
+        told["numbers"], told["groups"] = own_part.numbers, own_part.groups
     every: list[dict[str, Any]] = mesh.all_gather_object(told)
     index = StateIndex.of(mesh.layout, taken.runtime.plan)
-    index.step, index.optimizer = taken.step, contents.optimizer
+    index.step, index.optimizer = own_part.step, own_part.optimizer
     index.versions = {"hfscale": metadata.version("hfscale"), "torch": str(torch.__version__)}
     digests = taken.digests.items()
     index.others = {name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests}
     for each in every:
         _merge(index, each)
     # A rank may have optimizer state that the first rank of its stage lacks.
-    unheard = {key: contents.tensors[key].told() for key in contents.held if key not in index.tensors}
+    unheard = {key: own_part.tensors[key].told() for key in taken.held if key not in index.tensors}
     for tensors in mesh.all_gather_object(unheard):
         _merge(index, {"tensors": tensors})
     _add_stored_names(index, taken.runtime, every)

@@ -124,9 +124,7 @@ _QWEN2_MOE = replace(
     every_field="decoder_sparse_step",
     fixed={"norm_topk_prob": True, "qkv_bias": True},
     shared=SharedExpert(
-        "mlp.shared_expert.{projection}_proj.weight",
-        "mlp.shared_expert_gate.weight",
-        "shared_expert_intermediate_size",
+        "mlp.shared_expert.{projection}_proj.weight", "mlp.shared_expert_gate.weight", "shared_expert_intermediate_size"
     ),
 )
 _GRANITEMOE = Family(
@@ -159,11 +157,7 @@ REFUSED = {
 
 
 def find_family(config: PreTrainedConfig) -> Family:
-    """Return how the family of ``config`` is upcycled.
-
-    Raises:
-        ConfigError: it is not one of the dense families in the table.
-    """
+    """Return how the family of ``config`` is upcycled; ConfigError if it is not in the table."""
     kind = config.model_type
     if kind in FAMILIES:
         return FAMILIES[kind]
@@ -182,12 +176,6 @@ def find_family(config: PreTrainedConfig) -> Family:
 
 def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int) -> PreTrainedConfig:
     """Return the target's config: fields that both families have are copied, the rest is translated.
-
-    Args:
-        config: of the dense model.
-        num_experts: experts per layer.
-        top_k: how many of them a token is sent to.
-        every: every ``every``-th layer becomes a mixture, starting with layer ``every - 1``.
 
     Raises:
         ConfigError: the family, a feature of the model or an argument does not fit; every reason is listed.

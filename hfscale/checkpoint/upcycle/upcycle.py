@@ -13,8 +13,7 @@ from ..._compat.transformers.saving import write_configs
 from ...distributed.files.writer import STALE, CheckpointWriter
 from ...errors import ConfigError, check_count, check_path
 from ...train.runtime.atomic_directory import atomic_directory
-from .dense import TOKENIZER_FILES, open_whole
-from .expert_tensors import Upcycling, Variation
+from .expert_tensors import TOKENIZER_FILES, Upcycling, Variation, open_whole
 from .moe_targets import find_family, upcycled_config
 
 
@@ -99,10 +98,9 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
         for name, tensor in job.with_progress():
             writer.add(name, tensor)
         write_configs(job.model, staging.path)
-        for pattern in TOKENIZER_FILES if source is not None else ():
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, staging.path / file.name)
+        if source is not None:
+            for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()):
+                shutil.copyfile(file, staging.path / file.name)
         writer.finish()
     return target
 
