@@ -73,11 +73,6 @@ def keep_layout(module: Any) -> None:
     module.support_avx512bf16_for_cpu = False
 
 
-def has_layouts(module: nn.Module) -> bool:
-    """Return whether :func:`keep_layout` applies to ``module``."""
-    return hasattr(module, "support_avx512bf16_for_cpu")
-
-
 def set_state(module: Any, parameter: Any, state: Any) -> None:
     """Set the quantization state, whose scales are not quantized, of ``parameter``, packed in ``module``."""
     parameter.quant_state = module.quant_state = state

@@ -231,7 +231,3 @@ def patience_of(backend: Any) -> timedelta | None:
 def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
     """Replace ``module(...)`` by ``answer(call, ...)``, where ``call`` is the original, with all its hooks."""
     module._call_impl = partial(answer, module._call_impl)  # type: ignore[method-assign]
-
-
-without_function_modes: Any = torch._C.DisableTorchFunction
-"""Disables modes and subclasses that intercept torch's functions inside the ``with`` block."""
