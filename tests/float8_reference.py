@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hfscale._compat.torch import without_function_modes
 from hfscale.features.fp8 import scaled_matmul as float8
 from hfscale.models.projections import PROJECTIONS, is_transposed
 
@@ -25,7 +24,7 @@ def in_32_bits(module: Any, name: str) -> Any:
     function = getattr(module, name)
 
     def without_modes(*args: Any, **kwargs: Any) -> Any:
-        with without_function_modes():
+        with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
     return mock.patch.object(module, name, without_modes)
@@ -43,7 +42,7 @@ def rounded(matrix: Tensor, rowwise: bool, along: int, gradient: bool = False) -
     dtype = torch.float8_e5m2 if gradient and not rowwise else torch.float8_e4m3fn
     largest = matrix.abs().amax(along, keepdim=True) if rowwise else matrix.abs().amax()
     most = torch.finfo(dtype).max
-    with without_function_modes():
+    with torch._C.DisableTorchFunction():
         scale = (most / largest.double().clamp(min=1e-12)).float()
         scale = scale.log2().floor().exp2() if rowwise else scale
         found = (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).to(matrix.dtype) / scale

@@ -5,6 +5,7 @@ Read and run with Accelerate 1.15.
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
@@ -18,12 +19,7 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """A schedule that steps once per distinct batch of an optimizer step, where Accelerate's steps once per process.
-
-    Args:
-        batches: returns the number of distinct batches.
-        follows: whether it steps with its optimizers only.
-    """
+    """A schedule that steps ``batches()`` times per optimizer step, where Accelerate's steps once per process."""
 
     def __init__(self, scheduler: Any, optimizers: list[Any], batches: Callable[[], int], follows: bool) -> None:
         super().__init__(scheduler, optimizers, follows, split_batches=True)  # once per call
@@ -59,32 +55,21 @@ def is_prepared(what: Any) -> bool:
     return bool(getattr(what, "_is_accelerate_prepared", False))
 
 
-def prepared_models(accelerator: Any) -> list[Any]:
-    """Return the accelerator's list of prepared models, which can be appended to."""
-    return accelerator._models
+prepared_models: Callable[[Any], list[Any]] = attrgetter("_models")
+"""The accelerator's list of prepared models, which can be appended to."""
 
+prepared_optimizers: Callable[[Any], list[Any]] = attrgetter("_optimizers")
+"""The prepared optimizers, in Accelerate's wrappers."""
 
-def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """Return the prepared optimizers, in Accelerate's wrappers."""
-    return accelerator._optimizers
+prepared_schedulers: Callable[[Any], list[Any]] = attrgetter("_schedulers")
+"""The accelerator's list of prepared schedules, which can be appended to."""
 
-
-def prepared_schedulers(accelerator: Any) -> list[Any]:
-    """Return the accelerator's list of prepared schedules, which can be appended to."""
-    return accelerator._schedulers
-
-
-def prepared_loaders(accelerator: Any) -> list[Any]:
-    """Return the accelerator's list of prepared data loaders, which can be appended to."""
-    return accelerator._dataloaders
+prepared_loaders: Callable[[Any], list[Any]] = attrgetter("_dataloaders")
+"""The accelerator's list of prepared data loaders, which can be appended to."""
 
 
 def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return the prepared model, its optimizer if any, and all other prepared objects that have a state, by name.
-
-    Args:
-        orders: the orders of its loaders' epochs.
-    """
+    """Return the prepared model, its optimizer if any, and whatever else has a state, ``orders`` too, by name."""
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
@@ -103,11 +88,7 @@ def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Mod
 
 
 def stock_optimizer(optimizer: Any) -> Any:
-    """Return the torch optimizer inside Accelerate's or other wrappers; ``None`` stays ``None``.
-
-    Raises:
-        ConfigError: it is no optimizer.
-    """
+    """Return the torch optimizer inside Accelerate's or other wrappers, or ``None``; refuse anything else."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):

@@ -4,8 +4,9 @@ Read and run with bitsandbytes 0.50. Imported on first use only: most runs quant
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,15 +73,8 @@ def keep_layout(module: Any) -> None:
     module.support_avx512bf16_for_cpu = False
 
 
-def has_layouts(module: nn.Module) -> bool:
-    """Return whether :func:`keep_layout` applies to ``module``."""
-    return hasattr(module, "support_avx512bf16_for_cpu")
-
-
 def set_state(module: Any, parameter: Any, state: Any) -> None:
-    """Set ``state``, whose scales are not quantized, as quantization state of ``parameter``, packed bytes in
-    ``module``.
-    """
+    """Set the quantization state, whose scales are not quantized, of ``parameter``, packed in ``module``."""
     parameter.quant_state = module.quant_state = state
     parameter.bnb_quantized, parameter.compress_statistics = True, False
 
@@ -90,10 +84,8 @@ def drop_state(module: Any) -> None:
     module.quant_state = None
 
 
-def scales_of_rows(parameter: Any) -> Tensor:
-    """Return the scales of an 8-bit parameter that has just been quantized."""
-    scales: Tensor = parameter.SCB
-    return scales
+scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
+"""The scales of an 8-bit parameter that has just been quantized."""
 
 
 def dequantized_from_4_bits(parameter: Any) -> Tensor:

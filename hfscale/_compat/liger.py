@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import update_wrapper
 from importlib.util import find_spec
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -75,11 +76,7 @@ def keep_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
-    """Restore names in transformers' and torch's files, and activations, replaced inside the ``with`` block.
-
-    Yields:
-        by the ``id`` of a file's globals, the replacing values by name; filled at the end of the block.
-    """
+    """Restore names in transformers' and torch's files, and activations, and yield what replaced them, by file."""
     files: list[ModuleType] = [nn, nn.functional]
     files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
     tables = [vars(file) for file in files if isinstance(file, ModuleType)] + [ACT2FN]
@@ -98,8 +95,8 @@ def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionT
     """Return a copy of a function with other values for some global names."""
     globals_ = {**function.__globals__, **names}
     made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
-    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    made.__kwdefaults__ = function.__kwdefaults__
+    update_wrapper(made, function)
     return made
 
 

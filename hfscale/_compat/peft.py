@@ -13,29 +13,16 @@ from torch import Tensor, nn
 
 from .torch import own_modules
 
-BASE = "base_layer"
-"""A wrapper's attribute with the module to whose output it adds."""
-
-ORIGINAL = "original_module"
-"""A wrapper's attribute with the original, uncalled module, if it computes with a trained copy."""
-
+# Attributes of PEFT's wrappers.
+BASE = "base_layer"  # the module to whose output it adds
+ORIGINAL = "original_module"  # the original, uncalled module, if it computes with a trained copy
 WRAPPED = (BASE, ORIGINAL)
-"""Wrappers' attributes with the wrapped module."""
-
-COPY = "modules_to_save"
-"""A wrapper's attribute with trained copies of a module."""
-
-LORA_A, LORA_B = "lora_A", "lora_B"
-"""A wrapper's attributes with the factors of LoRA."""
-
-LORA_EMBEDDING_A = "lora_embedding_A"
-"""An embedding wrapper's attribute with the first factor of LoRA."""
-
-DORA_MAGNITUDES = "lora_magnitude_vector"
-"""A wrapper's attribute with DoRA's modules (Liu et al. 2024)."""
-
-IA3_SCALES = "ia3_l"
-"""A wrapper's attribute with the scales of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``."""
+COPY = "modules_to_save"  # trained copies of a module
+LORA_A, LORA_B = "lora_A", "lora_B"  # the factors of LoRA
+LORA_EMBEDDING_A = "lora_embedding_A"  # an embedding's first factor
+DROPOUTS = "lora_dropout"  # in front of its adapters
+DORA_MAGNITUDES = "lora_magnitude_vector"  # DoRA's modules (Liu et al. 2024)
+IA3_SCALES = "ia3_l"  # of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``
 
 ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     LORA_A: (1, None),
@@ -108,11 +95,7 @@ def is_feedforward(config: Any, name: str) -> bool:
 
 
 def stored_weights(path: str, **hub: Any) -> dict[str, Tensor]:
-    """Load the tensors of a saved adapter onto the CPU.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Load the tensors of a saved adapter onto the CPU; ValueError if there is none."""
     from peft.utils.save_and_load import load_peft_weights
 
     return load_peft_weights(path, device="cpu", **hub)
@@ -167,16 +150,6 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
         experts = experts.base_layer
 
 
-def dora_modules(wrapper: nn.Module) -> list[nn.Module]:
-    """Return DoRA's modules in a wrapper."""
-    return list(getattr(wrapper, DORA_MAGNITUDES, nn.ModuleDict()).values())
-
-
-def first_factors(wrapper: nn.Module) -> list[nn.Module]:
-    """Return the first factors of a wrapper's low-rank adapters, which read its input."""
-    return list(getattr(wrapper, LORA_A, nn.ModuleDict()).values())
-
-
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
     """Call ``note`` with a wrapper's input and the cast copy of it that its adapters read, if they do."""
     stock = wrapper._cast_input_dtype
@@ -190,6 +163,6 @@ def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
     wrapper._cast_input_dtype = cast
 
 
-def dropouts(wrapper: nn.Module) -> list[nn.Module]:
-    """Return the dropouts in front of a wrapper's adapters."""
-    return list(getattr(wrapper, "lora_dropout", nn.ModuleDict()).values())
+def modules_in(wrapper: nn.Module, attribute: str) -> list[nn.Module]:
+    """Return a wrapper's modules, one for each adapter, in an attribute like :data:`LORA_A`; none without it."""
+    return list(getattr(wrapper, attribute, nn.ModuleDict()).values())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -72,24 +73,18 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own dict of parameters, by attribute; changes to it change the module.
+own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+"""The module's own dict of parameters, by attribute; changes to it change the module.
 
-    Unlike ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in
-    the order. Unlike ``named_parameters`` it has second names of tied parameters.
-    """
-    held: dict[str, Any] = module._parameters
-    return held
+Unlike ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in the
+order. Unlike ``named_parameters`` it has second names of tied parameters.
+"""
 
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The module's own dict of buffers, by attribute; changes to it change the module."""
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own dict of buffers, by attribute; changes to it change the module."""
-    return module._buffers
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's own dict of children, by attribute, with second names; changes to it change the module."""
-    return module._modules
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The module's own dict of children, by attribute, with second names; changes to it change the module."""
 
 
 def passes_otherwise(module: nn.Module) -> bool:
@@ -128,14 +123,11 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats ``tensor`` as a view of another."""
-    return tensor._is_view()
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether autograd treats a tensor as a view of another."""
 
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` has been written to in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor has been written to in place."""
 
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:
@@ -143,14 +135,11 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that ``tensor`` is a view of; ``None`` if it is no view."""
-    return tensor._base
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of; ``None`` if it is no view."""
 
-
-def backward_pass() -> int:
-    """Return the number of the current backward pass on this thread, or -1."""
-    return torch._C._current_graph_task_id()
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the current backward pass on this thread, or -1."""
 
 
 def backward_keeps_graph() -> bool:
@@ -158,17 +147,12 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
 
 
-def function_modes() -> list[Any]:
-    """Return the active modes that intercept calls of torch's functions, the outermost first."""
-    return list(_get_current_function_mode_stack())
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""Return the active modes that intercept calls of torch's functions, the outermost first."""
 
 
 def operators_named(name: str) -> list[Any] | None:
-    """Return torch's operator ``aten.mm.default``, or all overloads of ``aten.mm``, without in-place ones.
-
-    Returns:
-        ``None`` if there is no such operator.
-    """
+    """Return the operator ``aten.mm.default``, or those of ``aten.mm`` that work out of place; ``None`` if unknown."""
     found: Any = torch.ops
     for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
         found = getattr(found, part, None)
@@ -179,9 +163,8 @@ def operators_named(name: str) -> list[Any] | None:
     return [each for each in every if not each._schema.is_mutable]
 
 
-def next_node_number() -> int:
-    """Return the number that autograd will give to the next node of this thread."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Return the number that autograd will give to the next node of this thread."""
 
 
 def current_node_number() -> int:
@@ -200,9 +183,8 @@ def as_plain_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return function(*args, **kwargs)
 
 
-def schema_of(operation: Any) -> Any:
-    """Return the schema of an operator that a dispatch mode sees: arguments, mutations and results."""
-    return operation._schema
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The schema of an operator that a dispatch mode sees: arguments, mutations and results."""
 
 
 def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
@@ -232,11 +214,7 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group`` for tensors on ``device``.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Return the backend of ``group`` for tensors on ``device``; RuntimeError if there is none."""
     return group._get_backend(device)
 
 
@@ -253,8 +231,3 @@ def patience_of(backend: Any) -> timedelta | None:
 def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
     """Replace ``module(...)`` by ``answer(call, ...)``, where ``call`` is the original, with all its hooks."""
     module._call_impl = partial(answer, module._call_impl)  # type: ignore[method-assign]
-
-
-def without_function_modes() -> Any:
-    """Disable modes and subclasses that intercept torch's functions inside the ``with`` block."""
-    return torch._C.DisableTorchFunction()

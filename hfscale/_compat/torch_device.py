@@ -28,11 +28,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
-    """Keep the memory of ``tensor``, made on another stream, until the work queued on ``stream`` has ended.
-
-    Args:
-        stream: by default the current one.
-    """
+    """Keep the memory of ``tensor`` until the work queued on ``stream``, by default the current one, has ended."""
     if is_accelerator(tensor.device):
         tensor.record_stream(stream or device_module(tensor.device).current_stream(tensor.device))
 

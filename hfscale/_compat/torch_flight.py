@@ -39,11 +39,7 @@ class UnderWay:
 
 
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
-    """Return this process's unfinished collectives, the oldest first.
-
-    Args:
-        leave_out: idents of threads whose collectives do not count.
-    """
+    """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
     threads, found = {str(ident) for ident in leave_out}, []
     for dump in filter(None, (getattr(_c10d, name, None) for name in _DUMPS)):
         told: Any = json.loads(dump(True, False) or "{}")

@@ -33,11 +33,7 @@ Agree = Callable[[list[bool]], list[bool]]
 
 
 def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
-    """Apply ``fully_shard`` with one group per trained dtype.
-
-    Args:
-        ignored: parameters of the module that are not to be sharded.
-        how: arguments of ``fully_shard``.
+    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, without the parameters ``ignored``.
 
     Raises:
         ConfigError: this torch has one group per module, and a module holds parameters of several dtypes.
@@ -181,13 +177,9 @@ def reduce_now(model: nn.Module) -> None:
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
-    """Let all ranks reduce the same gradients of ``modules``, even if some ranks' batches did not use them.
+    """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them.
 
-    Missing gradients that some other rank has are reduced as zeros; those that no rank has stay ``None``.
-
-    Args:
-        modules: modules whose parameters belong to the root's groups.
-        agree: maps which gradients exist here to which exist on any rank; called before each reduction.
+    Missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
     """
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     for group in _groups(root):
@@ -195,14 +187,7 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
         group.post_backward = partial(_reduce_alike, root, group, group.post_backward, held, agree)
 
 
-def _reduce_alike(
-    root: Any,
-    group: Any,
-    reduce: Callable[[], None],
-    held: list[Any],
-    agree: Agree,
-    *_: Any,
-) -> None:
+def _reduce_alike(root: Any, group: Any, reduce: Callable[[], None], held: list[Any], agree: Agree, *_: Any) -> None:
     # If no tower ran and the embedding is frozen, the first layers' inputs have no gradient: FSDP2 would reduce
     # these layers after the root, and on other ranks before it.
     for state in reversed([state for state in root._state_ctx.all_states if state is not root]):
@@ -265,11 +250,7 @@ class ManagedPlace:
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Yield every place of every parameter that FSDP2 shards, including second names.
-
-    Args:
-        inner: include parameters gathered for inner modules, not only those of the model itself.
-    """
+    """Yield every place of every sharded parameter, second names too; ``inner``: also those of inner modules."""
     for wrapped in model.modules() if inner else [model]:
         if isinstance(wrapped, FSDPModule):
             state = fully_shard.state(wrapped)  # type: ignore[attr-defined]

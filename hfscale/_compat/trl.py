@@ -12,27 +12,28 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from .replaced import attribute_replaced
+
 _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
 """Attributes in which a trainer records metrics of its losses."""
 
 
-class DataHooks:
-    """A mixin with the methods that TRL's trainers call as they prepare their data sets."""
+_Mixin: Any = object  # so that type checkers take what a trainer has
 
-    def arguments_of_data(self, arguments: Any) -> Any:
-        """Return the config by which rows are prepared."""
-        return arguments
+
+class DataHooks(_Mixin):
+    """A mixin with the methods that TRL's trainers call as they prepare their data sets.
+
+    A subclass has ``arguments_of_data(arguments)``, the config by which rows are prepared, and
+    ``check_cached(dataset)``, for rows beside which the first rank is about to cache a reference's scores.
+    """
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
-        prepare = super()._prepare_dataset  # type: ignore[misc]
-        return prepare(dataset, processing_class, self.arguments_of_data(args), *rest)
-
-    def check_cached(self, dataset: Any) -> None:
-        """Check rows for which the first rank is about to cache a reference's scores for all ranks."""
+        return super()._prepare_dataset(dataset, processing_class, self.arguments_of_data(args), *rest)
 
     def _precompute_ref_logps(self, dataset: Any, *rest: Any) -> Any:
         self.check_cached(dataset)
-        return super()._precompute_ref_logps(dataset, *rest)  # type: ignore[misc]
+        return super()._precompute_ref_logps(dataset, *rest)
 
 
 def pairs_rows_of_a_batch(trainer: Any) -> bool:
@@ -61,8 +62,7 @@ def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterato
             for name, function in functions.items():
                 stock = getattr(module, name, None)
                 if stock is not None:
-                    setattr(module, name, partial(function, stock))
-                    stack.callback(setattr, module, name, stock)
+                    stack.enter_context(attribute_replaced(module, name, partial(function, stock)))
         yield
 
 

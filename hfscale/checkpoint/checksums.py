@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from .._compat.transformers.conversions import convert, loaded_targets
 from ..distributed.files.reader import open_tensors
 from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError, ConfigError, check_path
-from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import local_tensor
@@ -114,20 +114,10 @@ def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
         experts, *spans = share_spans(planned.shape, planned.cuts, ranks)
         numbers = _places(experts, torch.device("cpu")).tolist()
         sums = {n: checksum(share[i], spans, planned.shape[1:]) for i, n in enumerate(numbers)}
-        cut = {"pp", *(cut.axis for cut in planned.cuts)}
+        cut = {cut.axis for cut in planned.cuts}
         copy = tuple(rank for axis, rank in ranks.items() if axis not in cut)
         result[planned.name] = (parameter.dtype, copy, sums)
     return result
-
-
-class _Shapes:
-    """A stand-in of the full model for transformers' converters."""
-
-    def __init__(self, parameters: dict[str, ParameterPlan]) -> None:
-        self.parameters = parameters
-
-    def get_parameter(self, name: str) -> Tensor:
-        return torch.empty(self.parameters[name].shape, device="meta")
 
 
 def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) -> dict[str, Sums]:
@@ -141,11 +131,12 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     keys: dict[str, list[str]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append(key)
+    like = SimpleNamespace(get_parameter=lambda name: torch.empty(by_name[name].shape, device="meta"))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     result = {}
     for name in [name for name in by_name if name in types and name in keys][rank::world]:
         tensors = {key: stored[key][...].to(types[name]) for key in keys[name]}
-        whole = convert(tensors, found, _Shapes(by_name), runtime.model.config)
+        whole = convert(tensors, found, like, runtime.model.config)
         del tensors
         everything = [[(0, size)] for size in whole.shape[1:]]
         result[name] = {n: checksum(expert, everything, whole.shape[1:]) for n, expert in enumerate(whole)}

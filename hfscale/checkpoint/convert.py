@@ -9,16 +9,15 @@ from torch import Tensor
 
 from .._compat.transformers.classes import empty_model
 from .._compat.transformers.saving import AsStored
-from ..config.parallel import ParallelConfig
+from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK
 from ..distributed.files.writer import REPLACED, CheckpointWriter
-from ..distributed.mesh import MESH_AXES, Mesh
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.atomic_directory import atomic_directory
 from ..train.runtime.writing import all_or_none
-from .state_index import INDEX, StateIndex
-from .state_load import find_whole
-from .state_reader import StateReader
+from .state_directory import find_whole
+from .state_format import INDEX, StateIndex, StateReader
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _CONFIGS = (".json", ".py", ".jinja")
@@ -42,7 +41,7 @@ def convert_state(
         CheckpointError: there is no complete state, or it lacks weights (those in 4 or 8 bits are in the checkpoint
             that the model was loaded from).
     """
-    alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys((*MESH_AXES, "cp"), 0))
+    alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):
         directory = find_whole(source, alone, verify=True)
     index = StateIndex.read(directory)

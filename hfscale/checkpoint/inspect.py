@@ -9,20 +9,12 @@ from ..distributed.files.complete import content_problems, read_mark
 from ..distributed.files.reader import SafetensorsFile, open_tensors
 from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError
-from .state_directory import candidates, problems_of, states_in, written_at
-from .state_index import INDEX, StateIndex
-from .state_reader import StateReader
+from .state_directory import candidates, mark_of, problems_of, states_in
+from .state_format import INDEX, StateIndex, StateReader
 
 
 def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
-    """Return a description of ``source``, in lines of text, and whether all of it is complete.
-
-    Args:
-        verify: read all files of states, and compare their checksums.
-
-    Raises:
-        CheckpointError: it is neither a state, a checkpoint nor an adapter.
-    """
+    """Return a description of ``source`` in lines of text, and whether all is complete; ``verify`` reads all of it."""
     finish_move(source)
     files = sorted(source.glob("*.safetensors"))
     if files and not (source / INDEX).exists():
@@ -34,7 +26,7 @@ def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     lines, whole = [f"{source}: {len(states)} states, the newest first"], True
     for state in states:
         problems = _problems(state, verify)
-        when = datetime.fromtimestamp(written_at(state), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        when = datetime.fromtimestamp(mark_of(state).written, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         lines.append(f"  {state.name}: {f'not whole: {problems[0]}' if problems else f'whole, written {when}'}")
         whole = whole and not problems
     return "\n".join(lines), whole
@@ -52,7 +44,9 @@ def _state(directory: Path, verify: bool) -> tuple[list[str], list[str]]:
     problems = _problems(directory, verify)
     try:
         index = StateIndex.read(directory)
-        sizes = _sizes(directory, index)
+        reader, sizes = StateReader(directory, index), Counter[str]()  # bytes of full tensors, by kind
+        for key, tensor in index.tensors.items():
+            sizes[key.partition("/")[0]] += prod(tensor.shape) * reader.dtype(key).itemsize
     except CheckpointError as error:
         return [f"{directory}: a state that cannot be read"], [*problems, str(error)]
     layout = " x ".join(f"{axis}{size}" for axis, size in index.sizes.items() if size > 1) or "one process"
@@ -66,14 +60,6 @@ def _state(directory: Path, verify: bool) -> tuple[list[str], list[str]]:
         lines.append(f"  besides: {', '.join(index.others)}")
     lines.append("  written by " + ", ".join(f"{name} {version}" for name, version in index.versions.items()))
     return lines, problems
-
-
-def _sizes(directory: Path, index: StateIndex) -> Counter[str]:
-    """Return the bytes of full tensors, by kind."""
-    reader, sizes = StateReader(directory, index), Counter[str]()
-    for key, tensor in index.tensors.items():
-        sizes[key.partition("/")[0]] += prod(tensor.shape) * reader.dtype(key).itemsize
-    return sizes
 
 
 def _checkpoint(source: Path, files: list[Path]) -> tuple[str, bool]:

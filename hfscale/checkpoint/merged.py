@@ -43,12 +43,7 @@ def parts_of_share(
     stored: Mapping[str, TensorOnDisk],
     ranks: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the slices to give transformers in place of a parameter's stored ``sources``, so that it merges this
-    rank's shard.
-
-    Raises:
-        CheckpointError: the merged sources would not have the parameter's shape, because one is missing, say.
-    """
+    """Return the slices to give transformers for ``sources``, of which it merges this rank's shard of a parameter."""
     boxes = _boxes(planned, sources, stored)
     spans = share_spans(planned.shape, planned.cuts, ranks)
     stack = sources[0][1].stack

@@ -12,7 +12,6 @@ import torch
 
 from ..distributed.mesh import Mesh
 from ..parallel.tensor.random import default_generator, derive_seed
-from .state_index import StateIndex
 
 
 def random_states(mesh: Mesh) -> dict[str, Any]:
@@ -47,22 +46,3 @@ def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -
         np.random.seed(seed % (1 << 32))
         if device is not None:
             device.manual_seed(derive_seed(states.get("device", states["torch"]), place))
-
-
-def source_rank(mesh: Mesh, written: StateIndex, alike: bool) -> tuple[int, str]:
-    """Return the rank of a saved state whose RNG states this rank takes over, and a seed string if another rank does so
-    too.
-
-    Args:
-        alike: whether the ranks are arranged as they were then.
-    """
-    if alike:
-        return written.rank_of((), mesh.ranks), ""
-    sizes = dict(written.axes[0])
-    world = sizes["dp_replicate"] * sizes["dp_shard"]
-    data, stage = mesh.data_rank, mesh.pp_rank
-    there = data if data < world else 0
-    at = stage if stage < sizes["pp"] else 0
-    replicate, shard = divmod(there, sizes["dp_shard"])
-    rank = written.rank_of((), {"pp": at, "dp_replicate": replicate, "dp_shard": shard})
-    return rank, "" if (there, at) == (data, stage) else f"{data}, stage {stage}"

@@ -16,12 +16,7 @@ def resize_vocabulary(
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
     """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token.
 
-    transformers finds these names, by resizing a model on the meta device.
-
-    Args:
-        build: makes a meta model from a config.
-        config: of the stored model.
-        tokens: the new vocabulary size.
+    transformers finds these names, by resizing a model that ``build`` makes of a config on the meta device.
 
     Raises:
         ConfigError: the vocabulary size changes more than the numbers of rows of parameters.

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..train.runtime import runtime_of
 from ..train.runtime.writing import all_or_none, is_writer
 from .state import load_state, save_state
-from .state_contents import contents_of
+from .state_save import contents_of
 
 _ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
 

@@ -4,7 +4,7 @@ Every rank writes its shards of weights, buffers and optimizer state, one replic
 is gathered. The position of each shard in the full tensor is written too, so that any other layout can read its own
 shards from them::
 
-    DIRECTORY/state.json                every tensor: its shape and cuts; layout, step (:mod:`.state_index`)
+    DIRECTORY/state.json                every tensor: its shape and cuts; layout, step (:mod:`.state_format`)
     DIRECTORY/rank-00000.safetensors    the shards that a rank wrote
     DIRECTORY/rank-00000.pt             its RNG states, the scheduler and other objects passed: plain data
     DIRECTORY/config.json               and the other config files of a Hugging Face checkpoint
@@ -13,6 +13,7 @@ shards from them::
 
 import logging
 import operator
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,16 @@ from torch.utils.data import DataLoader
 
 from .._compat.accelerate import stock_optimizer
 from ..distributed.files.directories import target_of
-from ..errors import CheckpointError, ConfigError, check_count
+from ..errors import CheckpointError, check_count
 from ..parallel.data import reshard
 from ..parallel.tensor.part import RandomStreams
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, saving
 from .background import apart, begin_save, on_host, wait_for_saves
-from .state_directory import new_run, run_of
-from .state_load import Resumed, load_from, none_there
-from .state_take import take_state
-from .state_write import write_state
+from .state_directory import none_there, run_of
+from .state_load import Resumed, load_from
+from .state_save import take_state, write_state
 
 _log = logging.getLogger(__name__)
 _WAIT = timedelta(minutes=2)
@@ -88,9 +88,9 @@ def save_state(
         reshard(runtime.model)  # or weights that FSDP2 has gathered would be saved as shards
         given = _given(others)
         taken = take_state(runtime, stock_optimizer(optimizer), count, given)
-        runtime.run = runtime.run or new_run()
+        runtime.run = runtime.run or uuid.uuid4().hex
         if asynchronous:
-            taken.contents.held = on_host(taken.contents.held)
+            taken.held = on_host(taken.held)
     if asynchronous:
         taken.mesh = apart(taken.mesh)
         begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
@@ -147,18 +147,12 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
 
 def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | None:
     """Check the numbers and return the step as an int."""
-    for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+    if hasattr(step, "__index__") and not isinstance(step, bool):
+        step = operator.index(step)  # of a tensor, say
+    for name, count, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
         if count is not None:
-            check_count(name, count)
-    if step is None:
-        return None
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if isinstance(step, bool) or number < 0:
-        raise ConfigError(f"step must be a whole number of at least 0, got {step!r}")
-    return number
+            check_count(name, count, least)
+    return step
 
 
 def _given(others: dict[str, Any]) -> dict[str, Any]:

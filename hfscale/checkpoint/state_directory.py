@@ -21,7 +21,16 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from ..distributed.files.complete import MARK, FileSum, Mark, mark_complete, read_mark, size_problems, unmark
+from ..distributed.files.complete import (
+    MARK,
+    FileSum,
+    Mark,
+    content_problems,
+    mark_complete,
+    read_mark,
+    size_problems,
+    unmark,
+)
 from ..distributed.files.directories import (
     DirectoryLock,
     discard,
@@ -30,19 +39,17 @@ from ..distributed.files.directories import (
     staging_of,
     sync_directory,
 )
+from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from .state_index import INDEX
+from ..train.runtime.writing import is_writer
+from .state_format import INDEX
 
 LATEST = "latest"
 _log = logging.getLogger(__name__)
 
 
 class NewState:
-    """A state directory that is being written, on the rank that makes it.
-
-    Attributes:
-        path: where to write.
-    """
+    """A state directory that is being written at ``path``, on the rank that makes it."""
 
     def __init__(self, target: Path) -> None:
         self.target, self.path = target, staging_of(target)
@@ -114,17 +121,13 @@ def states_in(source: Path) -> list[Path]:
         return [path for path in (source, old_of(source)) if _is_state(path)]
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
     inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
-    marks = {path: _mark_of(path) for path in inside}
+    marks = {path: mark_of(path) for path in inside}
     last = max(marks.values(), key=lambda mark: mark.written, default=Mark(0.0, {})).run
     return sorted(inside, key=lambda path: (marks[path].run == last, *_age(marks[path])), reverse=True)
 
 
 def candidates(source: Path) -> list[Path]:
-    """Return the states that ``source`` may mean, best first; warn once of those never completed.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
     found, source = states_in(source), _meant(source)
     marked = [path for path in found if any((path / name).exists() for name in (MARK, "layout.json"))]
     own = old_of(source).with_suffix(".incomplete")
@@ -144,6 +147,45 @@ def candidates(source: Path) -> list[Path]:
     return marked
 
 
+def none_there(source: Path, mesh: Mesh) -> bool:
+    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank."""
+    found: list[Path] = []
+    if is_writer(mesh):
+        with suppress(CheckpointError):
+            found = candidates(source)
+    return not mesh.all_gather_object(found)[0]
+
+
+def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
+    """Return the newest complete state that ``source`` may mean, the same on every rank, or say what is wrong."""
+    every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
+    wrong: dict[Path, list[str]] = {}
+    for directory in every:
+        problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
+        if not problems and verify:
+            problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]
+        if not problems:
+            if wrong and is_writer(mesh):
+                _log.warning("%s. Resuming from %s", _listed(wrong), directory)
+            return directory
+        wrong[directory] = problems
+    raise CheckpointError(f"{_listed(wrong)}: there is no complete state in {source}")
+
+
+def _changed(directory: Path, mesh: Mesh) -> list[str]:
+    """Return checksum problems of the files that this rank has to read."""
+    rank = mesh.device_mesh.get_rank() if mesh.device_mesh is not None else 0
+    try:
+        mark = read_mark(directory)
+    except CheckpointError as error:
+        return [f"{error} (as rank {rank} sees it)"]
+    return content_problems(directory, mark, sorted(mark.files)[rank :: mesh.layout.total_size])
+
+
+def _listed(wrong: dict[Path, list[str]]) -> str:
+    return "; ".join(f"{path} cannot be used: {', '.join(problems)}" for path, problems in wrong.items())
+
+
 def _meant(source: Path) -> Path:
     """Return the parent of ``.../latest``, unless that exists; any other path unchanged."""
     return source.parent if source.name == LATEST and not source.exists() else source
@@ -159,7 +201,7 @@ def _is_state(path: Path) -> bool:
     return not (hidden and path.is_symlink()) and any((path / n).exists() for n in (INDEX, MARK, "layout.json"))
 
 
-def _mark_of(directory: Path) -> Mark:
+def mark_of(directory: Path) -> Mark:
     """Return a directory's marker; one of time 0 if it has none."""
     try:
         return read_mark(directory)
@@ -172,29 +214,17 @@ def _age(mark: Mark) -> tuple[int, float]:
     return (-1 if mark.step is None else mark.step, mark.written)
 
 
-def written_at(directory: Path) -> float:
-    """Return when a state was completed; 0 for one that was not."""
-    return _mark_of(directory).written
-
-
 def run_of(directory: Path) -> str:
-    """Return the run id for a run that resumes from a state: that of the run that wrote it, or a new one if that run
-    has later states, so that the abandoned states are neither resumed nor removed.
-    """
+    """Return the id for a run that resumes from a state: its run's, or a new one if that run has later states."""
     try:
         mark = read_mark(directory)
         whole = [path for path in directory.parent.iterdir() if path.name[0] != "." and not problems_of(path)]
         further = mark.step is not None and any(
-            each.run == mark.run and _age(each)[0] > mark.step for each in map(_mark_of, whole)
+            each.run == mark.run and _age(each)[0] > mark.step for each in map(mark_of, whole)
         )
     except (OSError, CheckpointError):
-        return new_run()
-    return new_run() if mark.run is None or further else mark.run
-
-
-def new_run() -> str:
-    """Return a new id for a run."""
-    return uuid.uuid4().hex
+        return uuid.uuid4().hex
+    return uuid.uuid4().hex if mark.run is None or further else mark.run
 
 
 def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
@@ -207,7 +237,7 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
     if keep_last is None:
         return
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
-    marks = {path: _mark_of(path) for path in beside if not problems_of(path)}
+    marks = {path: mark_of(path) for path in beside if not problems_of(path)}
     own = {path: mark for path, mark in marks.items() if mark.run == run}
     order = sorted(own, key=lambda path: (not path.name.startswith("."), *_age(own[path])), reverse=True)
     for path in order[keep_last - 1 :]:

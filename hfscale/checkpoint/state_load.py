@@ -1,8 +1,9 @@
-"""Find a complete state, check that it fits this run, and load it: every rank reads just its shards."""
+"""Check that a state fits this run, read this rank's shards aside, and copy them into the run: on all ranks or none."""
 
-import logging
+import copy
 import pickle
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,21 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.files.complete import content_problems, read_mark
-from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, HFScaleError, in_words
 from ..parallel.tensor.part import RandomStreams
-from ..plan.state_tensor import StateTensor, like, own
-from ..train.runtime import Runtime
-from ..train.runtime.writing import is_writer
-from .random_states import restore_random_states, source_rank
-from .state_contents import described, moved_parameters, parameters_of_state, state_lies, written_parameters
-from .state_directory import candidates, problems_of
-from .state_index import StateIndex, rest_name
-from .state_reader import StateReader
-from .state_restore import ReadAside, unchanged_on_failure
+from ..plan.state_tensor import StateTensor, like, own, whole
+from ..train.runtime import Runtime, like_sharded
+from ..train.runtime.shards import local_tensor
+from ..train.runtime.writing import not_finite, warn_of_not_finite
+from .random_states import random_states, restore_random_states
+from .state_directory import find_whole
+from .state_format import StateIndex, StateReader, rest_name
+from .state_save import described, moved_parameters, state_lies, written_parameters
 
-_log = logging.getLogger(__name__)
+_COUNTED = ("step", "mu_product")  # scalars in the states of torch's optimizers
 
 
 @dataclass(frozen=True)
@@ -50,18 +48,15 @@ def load_from(
     runtime: Runtime, source: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any], verify: bool
 ) -> Resumed:
     """Load a state: see :func:`hfscale.load_state`; collective."""
-    mesh = runtime.mesh
-    directory = find_whole(source, mesh, verify)
+    directory = find_whole(source, runtime.mesh, verify)
     with _in_words_of(directory):
         found = _Found(runtime, directory, optimizer, others)
-        read = ReadAside(found.reader, runtime, found.buffers)
-        if optimizer is not None:
-            read.add_optimizer(optimizer, found.states(optimizer))
+        read = _ReadAside(found, optimizer)
     read.warn_of_not_finite()
-    with unchanged_on_failure(runtime, optimizer, others), _in_words_of(directory):
+    with _unchanged_on_failure(runtime, optimizer, others), _in_words_of(directory):
         for name, other in others.items():
             other.load_state_dict(found.rest["others"][name])
-        restore_random_states(mesh, *found.random)
+        restore_random_states(runtime.mesh, *found.random)
         for part in runtime.parts:
             if state := found.rest["parts"].get(part.state_key):
                 part.put_state(runtime, state)
@@ -84,52 +79,6 @@ def _in_words_of(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def none_there(source: Path, mesh: Mesh) -> bool:
-    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank."""
-
-    def nothing() -> bool:
-        try:
-            return not candidates(source)
-        except CheckpointError:
-            return True
-
-    return bool(mesh.all_gather_object(nothing() if is_writer(mesh) else False)[0])
-
-
-def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
-    """Return the newest complete state that ``source`` may mean; the same on every rank.
-
-    Raises:
-        CheckpointError: there is none; it says what is wrong with each.
-    """
-    every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
-    wrong: dict[Path, list[str]] = {}
-    for directory in every:
-        problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
-        if not problems and verify:
-            problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]
-        if not problems:
-            if wrong and is_writer(mesh):
-                _log.warning("%s. Resuming from %s", _in_words(wrong), directory)
-            return directory
-        wrong[directory] = problems
-    raise CheckpointError(f"{_in_words(wrong)}: there is no complete state in {source}")
-
-
-def _changed(directory: Path, mesh: Mesh) -> list[str]:
-    """Return checksum problems of the files that this rank has to read."""
-    rank = mesh.device_mesh.get_rank() if mesh.device_mesh is not None else 0
-    try:
-        mark = read_mark(directory)
-    except CheckpointError as error:
-        return [f"{error} (as rank {rank} sees it)"]
-    return content_problems(directory, mark, sorted(mark.files)[rank :: mesh.layout.total_size])
-
-
-def _in_words(wrong: dict[Path, list[str]]) -> str:
-    return "; ".join(f"{path} cannot be used: {', '.join(problems)}" for path, problems in wrong.items())
-
-
 class _Found:
     """A state that fits the run: the constructor checks everything, and changes nothing."""
 
@@ -143,23 +92,18 @@ class _Found:
         self.parameters = {planned.name: (planned, parameter) for planned, parameter in runtime.parameters()}
         self._check_weights()
         self.buffers = dict(self._buffers())
-        batch, part = self.source_of_batch, source_rank(self.mesh, self.index, self.alike)
+        if self.alike:
+            batch = rank = self.index.rank_of(self.mesh.ranks)
+            seed = ""
+        else:
+            batch = self.index.rank_with_batch(self.mesh)
+            rank, seed = self.index.rank_with_random_states(self.mesh)
         self.rest = self._rest(batch)
         if optimizer is not None:
             self._check_optimizer(optimizer)
-        self.random = (self.rest["random"] if part[0] == batch else self._rest(part[0])["random"], part[1])
+        self.random = (self.rest if rank == batch else self._rest(rank))["random"], seed
         for name in others:
             self._check_other(name)
-
-    @property
-    def source_of_batch(self) -> int:
-        """The rank of the saved run that had this rank's batches; the first one if none had."""
-        if self.alike:
-            return self.index.rank_of((), self.mesh.ranks)
-        if self.mesh.batch_world != self.index.batch_world:
-            return 0
-        replicate, shard = divmod(self.mesh.batch_rank * self.index.sizes["cp"], self.index.sizes["dp_shard"])
-        return self.index.rank_of((), {"dp_replicate": replicate, "dp_shard": shard})
 
     def _check_weights(self) -> None:
         plan = self.runtime.plan
@@ -217,11 +161,12 @@ class _Found:
             self.reader.check(key, lies)
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
-        """Yield the saved optimizer state of this rank's parameters, as :class:`ReadAside` takes it."""
-        for key, name, state in parameters_of_state(self.index.tensors):
-            if name in self.parameters:
+        """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, how it is cut."""
+        for key, there in self.index.tensors.items():
+            kind, _, rest = key.partition("/")
+            state, _, name = rest.partition("/")
+            if kind == "optimizer" and name in self.parameters:
                 planned, parameter = self.parameters[name]
-                there = self.index.tensors[key]
                 lies = own(planned) if there.own else state_lies(optimizer, planned, state, there.shape, planned.shape)
                 yield key, parameter, state, lies
 
@@ -250,3 +195,117 @@ class _Found:
                 f"{now}: leave {name} out, and skip what was seen: {then} batches of each step done, shared by {now} "
                 "(accelerate.skip_first_batches)"
             )
+
+
+class _ReadAside:
+    """This rank's shards of a state; the run is unchanged until :meth:`put_back`.
+
+    They are in CPU memory. Those of an optimizer without state go to their device at once, where they take no room
+    twice.
+    """
+
+    def __init__(self, found: _Found, optimizer: torch.optim.Optimizer | None) -> None:
+        self.reader, self.runtime = found.reader, found.runtime
+        self._not_finite = ""
+        self._copies: list[tuple[Tensor, Tensor]] = []  # source, destination
+        self._states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for planned, parameter in written_parameters(self.runtime):
+            self._copy_later(self._read(f"weights/{planned.name}", like(planned)), local_tensor(parameter.detach()))
+        for name, buffer in found.buffers.items():
+            read = self.reader.read(f"buffers/{name}", whole(*buffer.shape), self.runtime.mesh.ranks)
+            self._copy_later(read, buffer)
+        if optimizer is None:
+            return
+        for name, numbers in found.index.numbers.items():
+            if name in found.parameters:
+                self._states[found.parameters[name][1]] = dict(numbers)
+        for key, parameter, state, lies in found.states(optimizer):
+            self._states[parameter][state] = self._read(key, lies)
+        if not optimizer.state:
+            self._place(optimizer)
+
+    def warn_of_not_finite(self) -> None:
+        """Warn of the first tensor with NaN or infinity; collective, so afterwards every rank has read its shards."""
+        warn_of_not_finite(self.runtime.mesh, self._not_finite, f"{self.reader.directory}")
+
+    @torch.no_grad()
+    def put_back(self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]) -> None:
+        """Copy everything into the run."""
+        try:
+            for read, into in self._copies:
+                into.copy_(read)
+            if optimizer is None:
+                return
+            for group, saved in zip(optimizer.param_groups, options, strict=True):
+                group.update(saved)
+            if optimizer.state:
+                optimizer.state.clear()
+                self._place(optimizer)
+            optimizer.state.update(self._states)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.reader.directory} was read, and put back in part only ({in_words(error)}): load a state again "
+                "before the run goes on"
+            ) from error
+
+    def _copy_later(self, read: Tensor, into: Tensor) -> None:
+        if read.shape != into.shape:
+            raise CheckpointError(
+                f"{self.reader.directory} has a share of shape {tuple(read.shape)} where this rank's has "
+                f"{tuple(into.shape)}: it is damaged, use another state"
+            )
+        self._copies.append((read, into))
+
+    def _read(self, key: str, lies: StateTensor) -> Tensor:
+        read = self.reader.read(key, lies, self.runtime.mesh.ranks)
+        self._not_finite = self._not_finite or not_finite({key: read})
+        return read
+
+    @torch.no_grad()
+    def _place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the optimizer's state to the devices where the optimizer would have made it."""
+        plain = getattr(optimizer, "keeps_plain_state", False)  # hfscale's: shapes may differ from shards'
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, values in self._states.items():
+            for state, value in values.items():
+                if isinstance(value, Tensor):
+                    share = local_tensor(parameter)
+                    placed = _placed(state, value, share, optimizer, groups[id(parameter)])
+                    sharded = not plain and placed.ndim and placed.shape == share.shape
+                    values[state] = like_sharded(placed, parameter) if sharded else placed
+
+
+@contextmanager
+def _unchanged_on_failure(
+    runtime: Runtime, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
+) -> Iterator[None]:
+    """Restore ``others``, RNG states, states of parts and options of groups if the `with` block fails on some rank."""
+    random = random_states(runtime.mesh)
+    parts = [(part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))]
+    before = [(other, copy.deepcopy(other.state_dict()), dict(vars(other))) for other in others.values()]
+    groups = [] if optimizer is None else [(group, dict(group)) for group in optimizer.param_groups]
+    try:
+        yield
+        runtime.mesh.all_gather_object(None)
+    except Exception:
+        for other, state, attributes in before:
+            try:
+                other.load_state_dict(state)
+            except Exception:  # it may fail as it failed before
+                vars(other).update(attributes)
+        for part, state in parts:
+            part.put_state(runtime, state)
+        for group, options in groups:
+            group.clear()
+            group.update(options)
+        restore_random_states(runtime.mesh, random)
+        raise
+
+
+def _placed(key: str, value: Tensor, parameter: Tensor, optimizer: Any, group: dict[str, Any]) -> Any:
+    """Return a value of an optimizer's state on the device where the optimizer would have made it."""
+    if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
+        return value  # torch reads them on the CPU, and would sync with a device
+    if getattr(optimizer, "is_paged", False) and value.shape == parameter.shape:
+        return optimizer.get_state_buffer(parameter.detach(), dtype=value.dtype).copy_(value)
+    return value.to(getattr(optimizer, "state_device", None) or parameter.device)

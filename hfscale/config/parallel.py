@@ -14,6 +14,9 @@ from .schedules import CP_METHODS, SCHEDULES, default_virtual_stages, spelled
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that communicates most (tensor)."""
 
+UNCUT_SEQUENCES = "cp_size=1"
+"""What users are told to ask for if sequences must not be cut."""
+
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"

@@ -62,7 +62,7 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
 
     import hfscale
     from hfscale.checkpoint.background import on_host
-    from hfscale.checkpoint.state_contents import contents_of
+    from hfscale.checkpoint.state_save import contents_of
     from hfscale.train.runtime import runtime_of
 
     torch.set_num_threads(1)

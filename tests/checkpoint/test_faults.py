@@ -42,17 +42,17 @@ LAYOUTS = {"tp2": {"tp_size": 2}, "shard2": {"dp_shard_size": 2}}
 # Where it fails, and on which ranks: the first one alone does what concerns all.
 WRITING = {
     "checkpoint.state.reshard": (0, 1),
-    "checkpoint.state_take.contents_of": (0, 1),
-    "checkpoint.state_take._plain_bytes": (0, 1),
-    "checkpoint.state_write.agreed_index": (0, 1),
-    "checkpoint.state_agree._merge": (0, 1),
-    "checkpoint.state_agree._add_stored_names": (0, 1),
-    "checkpoint.state_write.write_tensors": (0, 1),
-    "checkpoint.state_write.write_synced": (0, 1),
-    "checkpoint.state_write.NewState": (0,),
+    "checkpoint.state_save.contents_of": (0, 1),
+    "checkpoint.state_save._plain_bytes": (0, 1),
+    "checkpoint.state_save.agreed_index": (0, 1),
+    "checkpoint.state_save._merge": (0, 1),
+    "checkpoint.state_save._add_stored_names": (0, 1),
+    "checkpoint.state_save.write_tensors": (0, 1),
+    "checkpoint.state_save.write_synced": (0, 1),
+    "checkpoint.state_save.NewState": (0,),
     "checkpoint.state_directory.sync_directory": (0,),
     "checkpoint.state_directory.mark_complete": (0,),
-    "checkpoint.state_write.prune": (0,),
+    "checkpoint.state_save.prune": (0,),
 }
 BEHIND = {"checkpoint.state.on_host": (0, 1), **WRITING}
 EXPORTING = {
@@ -75,11 +75,11 @@ ADAPTERS = {
     "features.adapters.storage.write_adapter_config": (0,),
 }
 READING = {
-    "checkpoint.state_load.candidates": (0,),
-    "checkpoint.state_load.content_problems": (0, 1),
+    "checkpoint.state_directory.candidates": (0,),
+    "checkpoint.state_directory.content_problems": (0, 1),
     "checkpoint.state_load.StateIndex.read": (0, 1),
     "checkpoint.state_load._Found._rest": (0, 1),
-    "checkpoint.state_reader.StateReader.read": (0, 1),
+    "checkpoint.state_format.StateReader.read": (0, 1),
     "checkpoint.state_load.restore_random_states": (0, 1),
     "distributed.files.reader.os.preadv": (0, 1),
 }
@@ -158,7 +158,7 @@ def saves(layout: dict[str, Any], directory: str) -> None:
 
     check(behind, BEHIND)
     for error, told in zip(ERRORS, TOLD, strict=True):
-        assert f"rank 1: {told}" in said(behind, "checkpoint.state_write.write_tensors", 1, error)
+        assert f"rank 1: {told}" in said(behind, "checkpoint.state_save.write_tensors", 1, error)
     hfscale.load_state(run.model, directory, **run.others)
 
 
@@ -190,7 +190,7 @@ def next_save(directory: str) -> str:
     run = Run({"tp_size": 2})
     save = said(
         lambda: [hfscale.save_state(run.model, directory, asynchronous=True) for _ in range(2)],
-        "checkpoint.state_write.write_tensors",
+        "checkpoint.state_save.write_tensors",
         1,
         MemoryError(),
     )
@@ -303,7 +303,7 @@ def test_nan_is_told(pools: Pools, tmp_path: Path) -> None:
 def test_an_interrupt_stays_one(tmp_path: Path) -> None:
     run = Run({})
     hfscale.save_state(run.model, tmp_path / "state")
-    fault = patch("hfscale.checkpoint.state_write.write_tensors", side_effect=KeyboardInterrupt)
+    fault = patch("hfscale.checkpoint.state_save.write_tensors", side_effect=KeyboardInterrupt)
     with fault, pytest.raises(KeyboardInterrupt):
         hfscale.save_state(run.model, tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -13,7 +13,7 @@ import torch
 
 import hfscale
 from hfscale import CheckpointError
-from hfscale.checkpoint import state_write
+from hfscale.checkpoint import state_save
 from hfscale.testing import RankPool
 
 from .test_state import start, train, weights
@@ -24,19 +24,19 @@ Pools = Callable[[int], RankPool]
 @contextmanager
 def held_disk() -> Iterator[threading.Event]:
     """Within: nothing is agreed upon, or written, until the event is set."""
-    agreed, free = state_write.agreed_index, threading.Event()
+    agreed, free = state_save.agreed_index, threading.Event()
 
     def agree(taken: Any) -> Any:
         assert free.wait(60)
         return agreed(taken)
 
-    state_write.agreed_index = agree
+    state_save.agreed_index = agree
     try:
         yield free
     finally:
         free.set()
         hfscale.wait_for_saves()
-        state_write.agreed_index = agreed
+        state_save.agreed_index = agreed
 
 
 def behind(layout: dict[str, Any], directory: str) -> None:
@@ -89,10 +89,10 @@ def test_errors_are_told_on_every_rank(pools: Pools, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys, time, torch, hfscale
-from hfscale.checkpoint import state_write
+from hfscale.checkpoint import state_save
 from transformers import LlamaConfig
-written = state_write.write_tensors
-state_write.write_tensors = lambda *arguments: (time.sleep(1), written(*arguments))[1]
+written = state_save.write_tensors
+state_save.write_tensors = lambda *arguments: (time.sleep(1), written(*arguments))[1]
 model = hfscale.from_config(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=67))
 hfscale.save_state(model, sys.argv[1], asynchronous=True)
 print("the end")

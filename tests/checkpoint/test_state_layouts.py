@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hfscale import ParallelConfig
-from hfscale.checkpoint.state_index import StateIndex
-from hfscale.checkpoint.state_reader import StateReader
+from hfscale.checkpoint.state_format import StateIndex, StateReader
 from hfscale.testing import RankPool
 
 from ..features.quantization.models import save, wide

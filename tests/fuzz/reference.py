@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hfscale
-from hfscale._compat.bitsandbytes import has_layouts, keep_layout
+from hfscale._compat.bitsandbytes import keep_layout
 from hfscale.testing.parity import plain_name
 
 from .documents import by_document
@@ -152,7 +152,7 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     """The stock model, with stock adapters."""
     model: Any = AUTO.from_pretrained(directory / "start", dtype=dtype, **arguments(draw), **quantization(draw))
     for module in model.modules():
-        if has_layouts(module):
+        if hasattr(module, "support_avx512bf16_for_cpu"):
             keep_layout(module)
     if draw.quantize is not None:
         round_experts(model, draw)

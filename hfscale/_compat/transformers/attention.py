@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    padding_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, padding_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..replaced import attribute_replaced
 
 __all__ = ["and_masks"]
 
@@ -112,7 +110,7 @@ def masks_made_here(kind: type) -> Iterator[None]:
 
     It then also looks for no packed examples in the positions.
     """
-    examples, prepared = masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments
+    prepared = masking_utils._preprocess_mask_arguments
 
     def unless_made(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(attention_mask, kind):
@@ -121,10 +119,8 @@ def masks_made_here(kind: type) -> Iterator[None]:
         leaves, _, *rest = prepared(config, inputs_embeds, of_four_dims, *args, **kwargs)
         return leaves, attention_mask, *rest
 
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    masking_utils._preprocess_mask_arguments = unless_made
-    try:
+    with (
+        attribute_replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        attribute_replaced(masking_utils, "_preprocess_mask_arguments", unless_made),
+    ):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = examples
-        masking_utils._preprocess_mask_arguments = prepared

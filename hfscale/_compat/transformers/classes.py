@@ -37,11 +37,7 @@ def from_config(kind: Any, config: Any, **kwargs: Any) -> Any:
 
 
 def model_class(given: Any) -> Any:
-    """Return the class for ``auto_class=``: an Auto class or a model's, or the name of one in transformers.
-
-    Raises:
-        ConfigError: it is neither; similar names are given.
-    """
+    """Return the class for ``auto_class=``: an Auto class, a model's, or the one of that name in transformers."""
     found = getattr(transformers, given, None) if isinstance(given, str) else given
     if (
         isinstance(found, type)
@@ -74,11 +70,7 @@ def empty_copy(model: Any) -> Any:
 
 
 def empty_model(directory: Path, trusted: bool) -> Any:
-    """Return a full model on the meta device, of the class that the config in ``directory`` names.
-
-    Raises:
-        LookupError: transformers has no such class, and no code came with the config.
-    """
+    """Return a full meta model of the class that the config in ``directory`` names; LookupError without one."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     name = (config.architectures or [""])[0]
     kind, extra = getattr(transformers, name, None), dict[str, Any]()

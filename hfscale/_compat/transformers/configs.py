@@ -13,11 +13,7 @@ from .classes import classes_by_config
 
 @contextmanager
 def made_or_explained(source: str) -> Iterator[None]:
-    """Raise :class:`~hfscale.ConfigError` with the reason if reading a config fails inside the ``with`` block.
-
-    Args:
-        source: the config's origin, for the message.
-    """
+    """Raise ConfigError with the reason if reading a config of ``source`` fails inside the ``with`` block."""
     try:
         yield
     except ArithmeticError as error:  # division by a size of 0
@@ -33,11 +29,7 @@ def made_or_explained(source: str) -> Iterator[None]:
 
 @contextmanager
 def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -> Iterator[None]:
-    """Raise :class:`~hfscale.ConfigError` with the reason if building a model fails inside the ``with`` block.
-
-    Args:
-        others: types of errors to explain, besides ``ValueError``.
-    """
+    """Raise ConfigError for a ValueError, or ``others``, of building a model inside the ``with`` block."""
     try:
         yield
     except Exception as error:

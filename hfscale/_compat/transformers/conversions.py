@@ -68,11 +68,7 @@ def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -
 
 
 def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[str, Destination]:
-    """Return the destinations of the keys of the checkpoint that ``model`` was loaded from, or was saved to.
-
-    Args:
-        names: names of the parameters of the full model, of which this rank may hold one stage only.
-    """
+    """Return the destinations, among ``names``, of the keys of the checkpoint that ``model`` came from or went to."""
     used = getattr(model, "_weight_conversions", None)  # recorded by loading, for saving
     used = copy.deepcopy(get_model_conversion_mapping(model, add_legacy=False) if used is None else used)
     return _destinations(keys, used, model.base_model_prefix, dict.fromkeys(names, True))
@@ -112,13 +108,10 @@ def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
 
 
 def convert(tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any) -> Tensor:
-    """Convert all stored tensors of one parameter as transformers does.
+    """Convert all stored full tensors of one parameter, in transformers' order, as transformers does.
 
     Args:
-        tensors: full tensors, by stored key, in transformers' order.
-        found: destinations of those keys.
         like: a stand-in for the model: ``like.get_parameter(name)`` has the shape that a converter may ask for.
-        config: the model's.
     """
     first = found[next(iter(tensors))]
     if first.converter is None:

@@ -22,9 +22,7 @@ _LOADED = "_is_hf_initialized"
 
 
 def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
-    """Initialize ``unit``, a part of ``model`` in real memory, by transformers' code as it would be within the full
-    model.
-    """
+    """Initialize ``unit``, a part of ``model`` in real memory, as transformers does within the full model."""
     owner = model
     for module in model.modules():  # the innermost model that contains the unit
         if isinstance(module, PreTrainedModel) and any(part is unit for part in module.modules()):
@@ -99,8 +97,3 @@ def is_loaded(tensor: Tensor) -> bool:
 def mark_loaded(tensor: Tensor) -> None:
     """Mark a parameter or buffer as transformers marks loaded ones."""
     setattr(tensor, _LOADED, True)
-
-
-def forget_loaded(module: nn.Module) -> None:
-    """Let transformers initialize a module again."""
-    module.__dict__.pop(_LOADED, None)

@@ -3,9 +3,8 @@
 Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_host.py`` compares signatures.
 """
 
-import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,28 +18,18 @@ from ..replaced import attribute_replaced
 
 _trainer: Any = _module
 _DEVICES = "_setup_devices"  # a cached property of TrainingArguments that counts the processes
+_Mixin: Any = object  # so that type checkers take what a Trainer has
 
 
-class TrainerHooks:
-    """A mixin with the methods that a Trainer calls for saving, resuming and clipping."""
+class TrainerHooks(_Mixin):
+    """A mixin with the methods that a Trainer calls for saving, resuming and clipping, all of them on every rank.
 
-    def write_state(self, directory: Path) -> None:
-        """Write optimizer, schedule and RNG states into a checkpoint; on every rank."""
-
-    def read_state(self, checkpoint: Path) -> None:
-        """Read optimizer, schedule and RNG states; on every rank."""
-
-    def write_random_states(self, directory: Path) -> None:
-        """Write RNG states into a checkpoint, for stock Trainer; on every rank."""
-
-    def put_back_random_states(self) -> None:
-        """Restore the RNG states of the checkpoint whose state was read; on every rank."""
-
-    def read_weights(self, checkpoint: Path) -> None:
-        """Load the weights of a checkpoint that is resumed from into the model; on every rank."""
-
-    def read_best_weights(self, checkpoint: Path) -> None:
-        """Load the weights of the best checkpoint, at the end of a run; on every rank."""
+    A subclass has ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer, schedule and RNG states,
+    ``write_random_states(directory)`` for stock Trainer, ``put_back_random_states()`` of the checkpoint whose state was
+    read, ``read_weights(checkpoint)`` of a checkpoint that is resumed from, and ``read_best_weights(checkpoint)``;
+    ``written_aside(target)``, a context in whose directory Trainer writes one of the name of ``target``, and
+    ``around_inputs()``, a context for preparing a batch.
+    """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.write_state(Path(output_dir))
@@ -60,40 +49,30 @@ class TrainerHooks:
         self.read_weights(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        state: Any = self.state  # type: ignore[attr-defined]
-        self.read_best_weights(Path(state.best_model_checkpoint))
-
-    def written_aside(self, target: Path) -> AbstractContextManager[Path]:
-        """Yield the directory in which Trainer writes a directory of the name of ``target``."""
-        return nullcontext(target.parent)
+        self.read_best_weights(Path(self.state.best_model_checkpoint))
 
     _aside: Path | None = None  # the parent directory of the checkpoint during a save
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        trainer: Any = self
-        target = Path(self._get_output_dir(trial)) / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        target = Path(self._get_output_dir(trial)) / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.written_aside(target) as self._aside:
             try:
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                super()._save_checkpoint(model, trial)
             finally:
                 self._aside = None
-        if trainer.args.push_to_hub:
+        if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(super()._get_output_dir(trial) if self._aside is None else self._aside)  # type: ignore[misc]
+        return str(super()._get_output_dir(trial) if self._aside is None else self._aside)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._aside is None:
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
-
-    def around_inputs(self) -> AbstractContextManager[None]:
-        """Return a context for preparing a batch."""
-        return nullcontext()
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         with self.around_inputs():
-            return super()._prepare_inputs(inputs)  # type: ignore[misc]
+            return super()._prepare_inputs(inputs)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the accelerator knows the axes; Trainer takes plain tensors for full ones
@@ -179,36 +158,6 @@ def has_own_prediction_step(trainer: Any) -> bool:
     """Return whether a class other than ``transformers.Trainer`` has a prediction step, as ``Seq2SeqTrainer``."""
     kinds = [kind for kind in type(trainer).__mro__ if "prediction_step" in vars(kind)]
     return any(kind is not transformers.Trainer and not issubclass(kind, TrainerHooks) for kind in kinds)
-
-
-def chooses_optimizer(trainer: Any) -> bool:
-    """Return whether a subclass overrides the meaning of ``optim``."""
-    own, stock = type(trainer).get_optimizer_cls_and_kwargs, transformers.Trainer.get_optimizer_cls_and_kwargs
-    return own is not stock
-
-
-def unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
-    """Return the options in ``optim_args`` that Trainer ignores for this ``optim``."""
-
-    def made(options: str | None) -> Any:
-        asked = copy.copy(arguments)
-        asked.optim_args = options
-        return transformers.Trainer.get_optimizer_cls_and_kwargs(asked)
-
-    usual = made(None) if given else None
-    return [name for name, value in given.items() if made(f"{name}={value}") == usual]
-
-
-def groups_by_decay(trainer: Any, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return Trainer's two parameter groups if a subclass overrides which parameters decay; else ``None``."""
-    if type(trainer).get_decay_parameter_names is transformers.Trainer.get_decay_parameter_names:
-        return None
-    names = set(trainer.get_decay_parameter_names(model))
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [
-        {"params": [each for name, each in trained if (name in names) == decays], "weight_decay": rate}
-        for decays, rate in ((True, trainer.args.weight_decay), (False, 0.0))
-    ]
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:

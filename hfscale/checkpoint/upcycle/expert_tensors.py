@@ -1,4 +1,4 @@
-"""Make the tensors of a mixture of experts one at a time from those of a dense model.
+"""Read a dense model, from a directory, the Hub or memory, and make the tensors of a mixture of experts, one at a time.
 
 Data flow: the target on the meta device tells the contents of its checkpoint; every dense tensor is read once. Tensors
 outside of MLPs are copied under their names, and an MLP's projection is copied once per expert, varied on request. Two
@@ -6,30 +6,176 @@ tensors are in memory at a time, or four if experts vary; plus the stacked tenso
 one.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..._compat.transformers.classes import class_name, is_distributed_by_host
 from ..._compat.transformers.saving import stored_layout
-from ...errors import CheckpointError
-from .config_of import find_family, mixture_layers
-from .dense import WholeModel
-from .moe_targets import DENSE, INTERMEDIATE_DIM, ExpertWeight
-from .perturb import Variation
+from ...distributed.files.reader import TensorOnDisk, named_files, open_tensors
+from ...distributed.files.replace import finish_move
+from ...distributed.files.writer import INDEX, WEIGHTS
+from ...errors import CheckpointError, ConfigError, check_count, check_number
+from ...train.runtime import find_runtime
+from ...train.runtime.initialize import seed_of
+from .moe_targets import DENSE, INTERMEDIATE_DIM, ExpertWeight, find_family
 
 _BAR_AFTER_SECONDS = 2.0
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "*.model", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
+)
+"""Patterns of a tokenizer's files in a checkpoint."""
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A full model's config and tensors, read on demand.
+
+    Attributes:
+        tensors: stored name -> tensor, on disk or in memory.
+        generation: its generation config, if it has one.
+        directory: its directory; ``None`` in memory.
+    """
+
+    config: PreTrainedConfig
+    tensors: Mapping[str, Tensor | TensorOnDisk]
+    generation: GenerationConfig | None
+    directory: Path | None
+
+    def read(self, name: str) -> Tensor:
+        """Return a copy of one tensor on the CPU."""
+        tensor = self.tensors[name]
+        return tensor[...] if isinstance(tensor, TensorOnDisk) else tensor.detach().cpu().clone()
+
+
+def open_whole(source: PreTrainedModel | str | os.PathLike[str]) -> WholeModel:
+    """Open a full model for reading: a stock model in memory, or a complete safetensors checkpoint."""
+    return _in_memory(source) if not isinstance(source, (str, os.PathLike)) else _on_disk(source)
+
+
+def _in_memory(model: Any) -> WholeModel:
+    kind = class_name(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; an adapter "
+            "is merged first (merge_and_unload())"
+        )
+    tensors = dict(model.named_parameters())
+    reason = "hfscale parallelized it" if find_runtime(model) else is_distributed_by_host(model)
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        reason = "its parameters are sharded"
+    if any(tensor.is_meta for tensor in tensors.values()):
+        reason = "it has no weights (meta device)"
+    if reason:
+        raise ConfigError(f"this {kind} is not whole in memory: {reason}. Save it, and give the directory")
+    return WholeModel(model.config, tensors, getattr(model, "generation_config", None), None)
+
+
+def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
+    directory = Path(source)
+    if not directory.is_dir():
+        directory = _download(str(source))
+    finish_move(directory)
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{source} has no config.json: give the directory of a Hugging Face checkpoint")
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    tensors = open_tensors(_weight_files(directory))
+    generation = GenerationConfig.from_pretrained(directory) if (directory / _GENERATION).is_file() else None
+    return WholeModel(config, tensors, generation, directory)
+
+
+def _download(name: str) -> Path:
+    wanted = ["config.json", _GENERATION, "model*.safetensors", INDEX, *TOKENIZER_FILES]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise CheckpointError(
+            f"{name!r} is neither a directory here nor a model that the Hub gave ({type(error).__name__}: {error}): "
+            "correct it, or download the model first"
+        ) from error
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / WEIGHTS).is_file():  # transformers prefers it too
+        return [directory / WEIGHTS]
+    if not (directory / INDEX).is_file():
+        raise CheckpointError(
+            f"{directory} has neither {WEIGHTS} nor {INDEX}: convert the model once with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    return named_files(directory / INDEX)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """How experts differ from the dense MLP: by noise, and by partial re-initialization.
+
+    Drop-Upcycling (Nakamura et al. 2025, "Drop-Upcycling: Training Sparse Mixture of Experts with Partial
+    Re-initialization") redraws a fraction of an expert's hidden channels, with the mean and standard deviation of the
+    weights that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
+
+    Attributes:
+        noise: standard deviation of the noise on each weight, relative to that of the weight's matrix.
+        reinitialize: fraction of the channels that are redrawn, different ones in each expert.
+        seed: of both, and of the router.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    noise: float = 0.0
+    reinitialize: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("noise", self.noise, least=0)
+        check_number("reinitialize", self.reinitialize, least=0, most=1)
+        check_count("seed", self.seed, least=0)
+
+    def generator(self, name: str) -> torch.Generator:
+        """Return a separate RNG for each name, so that no value depends on the order of draws."""
+        return torch.Generator().manual_seed(seed_of(self.seed, name))
+
+    def channels(self, width: int, layer: int, expert: int) -> Tensor:
+        """Return the channels of an expert that are redrawn, the same in its three projections."""
+        count = round(self.reinitialize * width)
+        return torch.randperm(width, generator=self.generator(f"{layer}/{expert}/channels"))[:count]
+
+    def apply(self, weight: Tensor, projection: str, layer: int, expert: int) -> Tensor:
+        """Return an expert's weight made from the dense one, or that itself if nothing varies."""
+        if not self.noise and not self.reinitialize:
+            return weight
+        generator = self.generator(f"{layer}/{expert}/{projection}")
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        varied = weight.clone()
+        if self.noise:
+            # Drawn in the weight's own dtype, so that a 16-bit matrix is never held in 32 bits.
+            deviation = float(weight.std(correction=0)) * self.noise
+            varied += torch.empty_like(weight).normal_(0, deviation, generator=generator)
+        dim = INTERMEDIATE_DIM[projection]
+        channels = self.channels(weight.shape[dim], layer, expert)
+        if len(channels):
+            replaced = weight.index_select(dim, channels).to(precise)
+            deviation, mean = (float(value) for value in torch.std_mean(replaced, correction=0))
+            varied.index_copy_(dim, channels, replaced.normal_(mean, deviation, generator=generator).to(weight.dtype))
+        return varied
 
 
 class Upcycling:
-    """A dense model that is converted to a mixture of experts.
-
-    Attributes:
-        model: the target, on the meta device, with its config and the dense model's generation config.
+    """A dense model that is converted to a mixture of experts, ``model``, which is on the meta device.
 
     Raises:
         CheckpointError: the dense checkpoint lacks tensors, or has other shapes than its config says.
@@ -38,7 +184,7 @@ class Upcycling:
     def __init__(self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation) -> None:
         self.dense, self.config, self.variation = dense, config, variation
         self.family = find_family(dense.config)
-        self.layers = mixture_layers(dense.config, every)
+        self.layers = range(every - 1, dense.config.num_hidden_layers, every)  # that become mixtures
         self.num_experts: int = getattr(config, self.family.count_field)
         with torch.device("meta"):
             before = AutoModelForCausalLM.from_config(dense.config)

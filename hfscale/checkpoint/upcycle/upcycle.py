@@ -13,10 +13,8 @@ from ..._compat.transformers.saving import write_configs
 from ...distributed.files.writer import STALE, CheckpointWriter
 from ...errors import ConfigError, check_count, check_path
 from ...train.runtime.atomic_directory import atomic_directory
-from .config_of import find_family, upcycled_config
-from .dense import TOKENIZER_FILES, open_whole
-from .expert_tensors import Upcycling
-from .perturb import Variation
+from .expert_tensors import TOKENIZER_FILES, Upcycling, Variation, open_whole
+from .moe_targets import find_family, upcycled_config
 
 
 def upcycle(
@@ -88,14 +86,21 @@ def _in_memory(job: Upcycling) -> Any:
 
 def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
     source = job.dense.directory
-    _check_target(target, source)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"upcycle would write {target} from {dist.get_world_size()} processes at once: call it in one, before the "
+            "training is launched"
+        )
+    if source is not None and target.resolve() == source.resolve():
+        raise ConfigError(f"{target} is where the dense model lies: name another directory, so that it is kept")
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
         for name, tensor in job.with_progress():
             writer.add(name, tensor)
         write_configs(job.model, staging.path)
         if source is not None:
-            _copy_tokenizer(source, staging.path)
+            for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()):
+                shutil.copyfile(file, staging.path / file.name)
         writer.finish()
     return target
 
@@ -109,20 +114,3 @@ def _check_class(source: Any, config: PreTrainedConfig) -> None:
             f"a {kinds[0]} cannot be upcycled, only causal language models: save it as one, with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
-
-
-def _check_target(target: Path, source: Path | None) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"upcycle would write {target} from {dist.get_world_size()} processes at once: call it in one, before the "
-            "training is launched"
-        )
-    if source is not None and target.resolve() == source.resolve():
-        raise ConfigError(f"{target} is where the dense model lies: name another directory, so that it is kept")

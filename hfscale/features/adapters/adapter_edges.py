@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.peft import BASE, COPY, LORA_B, dora_modules, dropouts, first_factors, note_casts
+from ..._compat.peft import BASE, COPY, DORA_MAGNITUDES, DROPOUTS, LORA_A, LORA_B, modules_in, note_casts
 from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
@@ -66,7 +66,7 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
         if overlap.gathered is not None:
             overlap.gathered.made(x, found, partial(_to, found.dtype))
 
-    factors = first_factors(wrapper)
+    factors = modules_in(wrapper, LORA_A)
     if factors:
         note_casts(wrapper, note)
     for factor in factors:
@@ -88,7 +88,7 @@ def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
     """All-reduce DoRA's weight norms of a row projection, of which each rank has a slice of every row."""
-    for module in dora_modules(wrapper):
+    for module in modules_in(wrapper, DORA_MAGNITUDES):
         module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
 
 
@@ -117,7 +117,7 @@ def _place_dropout(
     def in_cut_stream() -> bool:
         return stream.cut if stream is not None and stream.cut else block.dropout > 0
 
-    for number, dropout in enumerate(dropouts(wrapper)):
+    for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
         if isinstance(dropout, nn.Dropout):
             drop: Callable[[Tensor], Tensor] = dropout.forward
             dropout.forward = partial(  # type: ignore[method-assign]

@@ -326,11 +326,7 @@ class Accelerator(accelerate.Accelerator):
             )
 
     def _agree_on_order(self, data_loader: Any) -> None:
-        """Make every rank shuffle alike, since a sampler draws from each process's own RNG.
-
-        An infinite sampler, or one that Accelerate or a stateful loader handles itself, gets a generator in the same
-        state.
-        """
+        """Make every rank shuffle alike; samplers that Accelerate handles get generators in the same state."""
         sampler = get_sampler(data_loader)
         if not hasattr(sampler, "generator"):
             return

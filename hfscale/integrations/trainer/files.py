@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: plain Hugging Face directories with a training state inside.
+"""Checkpoints of a Trainer: plain Hugging Face directories with a training state inside, complete or not there.
 
 ::
 
@@ -6,27 +6,45 @@
                     tokenizer, training_args.bin, trainer_state.json: Trainer's own
                     hfscale_state/: weights, optimizer, schedule and RNG states (hfscale.save_state)
                     optimizer.pt, scheduler.pt: for resuming with stock Trainer in one process (:mod:`.stock_state`)
-
-Each is written aside, and appears once complete (:mod:`.output_directories`).
+    .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
+    .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 """
 
+import json
+import logging
+import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
-from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..._compat.accelerate import stock_optimizer
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
 from ...checkpoint import load_state, save_pretrained, save_state
 from ...checkpoint.weights import load_weights
+from ...distributed.files.complete import read_mark, size_problems
+from ...distributed.files.directories import sync_directory
+from ...distributed.files.reader import SafetensorsFile
+from ...distributed.files.writer import INDEX, REPLACED
+from ...distributed.mesh import Mesh
+from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .output_directories import ASIDE, STATE, finish_replacing, has_state, make_empty, put_in_place, remove, rotate
 from .streams import TrainerRandomStreams
+
+_STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
+_OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
+_UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
+_MOST_READ = 16 << 20  # bytes of a file whose checksums are compared before a run goes on from it
+_log = logging.getLogger(__name__)
 
 
 class Checkpoints(TrainerHooks):
@@ -37,68 +55,54 @@ class Checkpoints(TrainerHooks):
     @property
     def runtime(self) -> Runtime:
         """The runtime of the model: plan, mesh and parts."""
-        trainer: Any = self
-        return runtime_of(trainer.model)
+        return runtime_of(self.model)
 
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
-        """Write the checkpoint ``target`` to a temporary directory inside the ``with`` block; rename it once all ranks
-        succeed.
-
-        Raises:
-            CheckpointError: on every rank, if one of them failed; older checkpoints are then as they were.
-        """
-        trainer: Any = self
-        mesh, aside = self.runtime.mesh, target.parent / ASIDE
+        """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
+        mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             if is_writer(mesh):
-                finish_replacing(target.parent)
-                make_empty(aside)
+                _finish_replacing(target.parent)
+                _remove(aside)  # what a killed process left
+                aside.mkdir(parents=True)
         try:
-            with all_or_none(mesh, f"{target} could not be written"), _best_named(trainer.state, target):
+            with all_or_none(mesh, f"{target} could not be written"), _best_named(self.state, target):
                 yield aside
             with all_or_none(mesh, f"{target} could not be written"):
                 if is_writer(mesh):
-                    put_in_place(aside / target.name, target)
+                    _put_in_place(aside / target.name, target)
         finally:
             if is_writer(mesh):
-                remove(aside)
+                _remove(aside)
         with all_or_none(mesh, f"{target} could not be written"):
             if is_writer(mesh):
-                rotate(target, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+                _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
-        trainer: Any = self
-        directory = output_dir or trainer.args.output_dir
-        save_pretrained(trainer.model, directory)
-        written = attribute_replaced(trainer.model, "save_pretrained", lambda *_, **__: None)
+        directory = output_dir or self.args.output_dir
+        save_pretrained(self.model, directory)
+        written = attribute_replaced(self.model, "save_pretrained", lambda *_, **__: None)
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"), written:
-            super().save_model(directory, _internal_call)  # type: ignore[misc]
+            super().save_model(directory, _internal_call)
 
     def write_state(self, directory: Path) -> None:
         """Write optimizer, schedule and RNG states in hfscale's own format; on every rank."""
-        trainer: Any = self
-        optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-        save_state(trainer.model, directory / STATE, optimizer=optimizer, scheduler=scheduler)
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        save_state(self.model, directory / _STATE, optimizer=optimizer, scheduler=scheduler)
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             stock_state.write(self.runtime, directory, stock_optimizer(optimizer), scheduler)
 
     def read_state(self, checkpoint: Path) -> None:
-        """Read optimizer, schedule and RNG states; without any in the checkpoint, leave them at their beginning, as
-        Trainer does.
-
-        Raises:
-            CheckpointError: the state belongs to another model, optimizer or, if hfscale wrote it, layout.
-        """
-        trainer: Any = self
-        model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
-        if has_state(checkpoint):
-            load_state(model, checkpoint / STATE, optimizer=optimizer, scheduler=scheduler)
+        """Read optimizer, schedule and RNG states; without any, leave them at their beginning, as Trainer."""
+        model, optimizer, scheduler = self.model, self.optimizer, self.lr_scheduler
+        if _has_state(checkpoint):
+            load_state(model, checkpoint / _STATE, optimizer=optimizer, scheduler=scheduler)
         elif (checkpoint / stock_state.OPTIMIZER).exists():
             with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
                 stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
-        self._streams.read(checkpoint, own=has_state(checkpoint))
+        self._streams.read(checkpoint, own=_has_state(checkpoint))
 
     def write_random_states(self, directory: Path) -> None:
         """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
@@ -111,13 +115,12 @@ class Checkpoints(TrainerHooks):
 
     def read_weights(self, checkpoint: Path) -> None:
         """Read the weights of a checkpoint without a training state, which would hold them too."""
-        if not has_state(checkpoint):
+        if not _has_state(checkpoint):
             self.read_best_weights(checkpoint)
 
     def read_best_weights(self, checkpoint: Path) -> None:
         """Read the weights from a checkpoint's plain Hugging Face files."""
-        model: nn.Module = self.model  # type: ignore[attr-defined]
-        load_weights(model, checkpoint)
+        load_weights(self.model, checkpoint)
 
 
 @contextmanager
@@ -137,3 +140,171 @@ def _best_named(state: Any, target: Path) -> Iterator[None]:
     with attribute_replaced(state, "save_to_json", save_to_json):
         yield
     name_it()
+
+
+def _has_state(checkpoint: Path) -> bool:
+    """Return whether the checkpoint holds a training state written by hfscale."""
+    return (checkpoint / _STATE).is_dir()
+
+
+def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
+    """Return the checkpoint to resume from, for ``True`` the newest complete one in ``output``; the same on every rank.
+
+    It is ``None`` if the run was killed during its first save.
+
+    Raises:
+        CheckpointError: on every rank: the requested checkpoint is not complete, or none is.
+    """
+    if not isinstance(resume, str | Path) and resume is not True:
+        return resume
+    found: Any = resume
+    problem = ""
+    if is_writer(mesh):
+        try:
+            found = _newest_whole(output) if resume is True else _whole(Path(resume))
+        except (OSError, CheckpointError) as error:
+            problem = str(error)
+    found, problem = mesh.all_gather_object((found, problem))[0]
+    if problem:
+        raise CheckpointError(problem)
+    return found
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Return a checkpoint's defect, in words that follow its name; no large file is read."""
+    if not (checkpoint / TRAINER_STATE_NAME).exists():
+        return _UNFINISHED
+    path = checkpoint / TRAINER_STATE_NAME
+    try:
+        int(json.loads(path.read_bytes())["global_step"])
+        if _has_state(checkpoint):
+            path = checkpoint / _STATE
+            for each in size_problems(path, read_mark(path)):
+                raise CheckpointError(each)
+        weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*model*.bin")]
+        if not weights and not _has_state(checkpoint):
+            return "has no weights"
+        for path in sorted({*weights, *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")}):
+            _check_readable(path)
+        if (path := checkpoint / INDEX).exists():
+            missing = {*json.loads(path.read_bytes())["weight_map"].values()} - {each.name for each in weights}
+            if missing:
+                return f"lacks {min(missing)}"
+    except (OSError, ValueError, LookupError, TypeError, BadZipFile, CheckpointError) as error:
+        return f"has a damaged {path.name} ({error})"
+    return None
+
+
+def _check_readable(path: Path) -> None:
+    """Read the table of contents of a file, and the checksums of a small one."""
+    if path.suffix == ".safetensors":
+        SafetensorsFile(path)
+        return
+    with ZipFile(path) as file:
+        damaged = file.testzip() if path.stat().st_size <= _MOST_READ else None
+    if damaged:
+        raise BadZipFile(f"the checksum of {damaged} differs")
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    """Return the directories that Trainer takes for checkpoints, in the order of their steps."""
+    inside = output.iterdir() if output.is_dir() else ()
+    found = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[-1])
+
+
+def _newest_whole(output: Path) -> str | bool | None:
+    _finish_replacing(output)
+    problems: dict[Path, str] = {}
+    for path in reversed(_checkpoints(output)):
+        problem = problem_of(path)
+        if problem is None:
+            if problems:
+                _log.warning("resume_from_checkpoint=True goes on from %s: %s", path, _listed(problems))
+            return str(path)
+        problems[path] = problem
+    if {*problems.values()} - {_UNFINISHED}:
+        raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
+    if not problems and not (output / _ASIDE).exists():
+        return True  # Trainer refuses it
+    _log.warning("%s has no whole checkpoint, as its first save was stopped: training begins at step 0", output)
+    return None
+
+
+def _listed(problems: dict[Path, str]) -> str:
+    return "; ".join(f"{path} {problem}" for path, problem in problems.items())
+
+
+def _whole(checkpoint: Path) -> str:
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint={str(checkpoint)!r} must be a directory, and there is none")
+    problem = problem_of(checkpoint)
+    if problem is None:
+        return str(checkpoint)
+    whole = [path for path in _checkpoints(checkpoint.parent) if problem_of(path) is None]
+    advice = f"resume_from_checkpoint={str(whole[-1])!r} is whole" if whole else "there is no whole one beside it"
+    raise CheckpointError(f"{checkpoint} cannot be used: it {problem}; {advice}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or a link to one, but not what it links to."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _put_in_place(source: Path, target: Path) -> None:
+    """Sync a checkpoint to the disk, and rename it to ``target``."""
+    for directory, _, names in os.walk(source):
+        for name in names:
+            with (Path(directory) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(directory))
+    if target.exists():
+        replaced = target.parent / _REPLACED
+        replaced.mkdir(exist_ok=True)
+        target.rename(replaced / target.name)
+    source.rename(target)
+    sync_directory(target.parent)
+    _finish_replacing(target.parent)
+
+
+def _finish_replacing(output: Path) -> None:
+    """Remove replaced checkpoints, moving foreign files to the new one; restore one if there is no new one."""
+    replaced = output / _REPLACED
+    if replaced.is_symlink() or not replaced.is_dir():
+        return
+    for old in replaced.iterdir():
+        if not (output / old.name).exists():
+            old.rename(output / old.name)
+            continue
+        for file in old.iterdir():
+            known = any(fnmatch(file.name, pattern) for pattern in _OWN)
+            if not known and not (output / old.name / file.name).exists():
+                file.rename(output / old.name / file.name)
+    _remove(replaced)
+
+
+def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
+    """Keep ``limit`` complete checkpoints up to ``newest``, including it and the best one, and remove the others.
+
+    Checkpoints of later steps belong to another run and stay. Incomplete ones are removed, and not counted.
+    """
+    if limit is None or limit <= 0:
+        return
+    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+    older = [path for path in _checkpoints(newest.parent) if _step(path) < _step(newest)]
+    rest = [path for path in older if path.resolve() not in kept]
+    whole = [path for path in rest if problem_of(path) is None]
+    room = max(0, limit - len(kept))
+    staying = whole[len(whole) - room :]
+    for path in rest:
+        if path not in staying:
+            aside = newest.parent / _ASIDE
+            aside.mkdir(exist_ok=True)
+            path.rename(aside / path.name)
+            _remove(aside)

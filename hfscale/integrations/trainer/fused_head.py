@@ -6,8 +6,15 @@ scores::
     a rank has all layers      the model's forward pass, whose loss scores tokens (with autograd graph)
     stages, no gradients       hfscale.token_scores: a collective call whose result is on all stages
     stages, a training step    record the calls in a :class:`Conversation`; the pipelined step computes the scores later
+
+In such a step ``compute_loss`` runs unchanged, three times for each microbatch; the trained model runs once::
+
+    on every stage   record the model's arguments; other models (a reference) run now, on all stages together
+    last stage       in the step, the loss of each microbatch from its scores and the other models' outputs
+    on every stage   the same loss of the same scores again, for the metrics that the trainer records
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import answer_calls
-from ..._compat.trl import fused_output
+from ..._compat.trl import fused_output, loss_is_scaled, unrecorded
 from ...distributed.ops.token_scores import TokenScores
 from ...errors import ConfigError
 from ...parallel.tensor import router_loss_counted_once, share_of_router_loss
-from ...train import token_scores
+from ...train import token_scores, train_step
+from ...train.last_stage import from_last_stage
 from ...train.runtime import Runtime, runtime_of
 
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
 _TRAINS = object()
 
 
@@ -46,26 +52,16 @@ class Conversation:
 
 
 class FusedHead:
-    """The fused head of one model.
-
-    Args:
-        runtime: the model's.
-        temperature: divisor of the logits.
-        outputs: which scores are wanted.
-        trains: whether it is the model that is trained.
+    """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores.
 
     Attributes:
-        temperature: the same.
         conversation: the recorded calls of the current pipelined step, if any.
     """
 
-    def __init__(self, runtime: Runtime, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
-        self._runtime, self.temperature, self._outputs = runtime, temperature, {"log_probs", *outputs}
-        self._trains = trains
+    def __init__(self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
+        self._runtime: Runtime = runtime_of(model)
+        self.temperature, self._outputs, self._trains = temperature, {"log_probs", *outputs}, trains
         self.conversation: Conversation | None = None
-
-    def install(self) -> None:
-        """Intercept the model's calls."""
         answer_calls(self._runtime.model, self)
 
     def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -117,16 +113,54 @@ class FusedHead:
             )
         talk.answers.append(_TRAINS)
         talk.call = {name: value for name, value in kwargs.items() if value is not None}
-        return self.output(_unknown(kwargs["labels"]), kwargs)
+        unknown = torch.zeros(kwargs["labels"].shape, device=kwargs["labels"].device)
+        return self.output(TokenScores(unknown, unknown, unknown, unknown, unknown.bool()), kwargs)
 
 
-def _unknown(labels: Tensor) -> TokenScores:
-    zero = torch.zeros(labels.shape, device=labels.device)
-    return TokenScores(zero, zero, zero, zero, zero.bool())
+def step_of_scores(
+    trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]
+) -> Tensor:
+    """Run forward and backward over a step's microbatches; return the sum of this distinct batch's losses.
 
+    Args:
+        count: Trainer's ``num_items_in_batch``.
+        missing: how many microbatches the step is short of a full one.
+        heads: fused heads of all models that the loss calls.
+    """
+    model, runtime = trainer.model, trainer.runtime
+    share = 1.0 if loss_is_scaled(trainer, count) else 1.0 / trainer.current_gradient_accumulation_steps
+    talks = [Conversation() for _ in batches]
 
-def fused_head(model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> FusedHead:
-    """Return a fused head that is installed into the model."""
-    head = FusedHead(runtime_of(model), temperature, outputs, trains)
-    head.install()
-    return head
+    def loss_of(index: int) -> Tensor:
+        talks[index].place = 0
+        for head in heads:
+            head.conversation = talks[index]
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, dict(batches[index]), num_items_in_batch=count)
+        finally:
+            for head in heads:
+                head.conversation = None
+        return loss * share  # type: ignore[no-any-return]
+
+    def score_loss(scores: TokenScores, index: int) -> Tensor:
+        if index >= len(batches):
+            return scores.log_probs.sum() * 0
+        kept[index], talks[index].scores = scores, scores
+        with unrecorded(trainer):
+            return loss_of(index)
+
+    for index in range(len(batches)):
+        with unrecorded(trainer):
+            loss_of(index)
+    calls = [talk.call for talk in talks]
+    kept: dict[int, TokenScores] = {}
+    # A step at the end of an epoch may be short of microbatches that the schedule needs.
+    train_step(model, calls + [calls[-1]] * missing, score_loss=score_loss, temperature=heads[0].temperature)
+    total = torch.zeros((), device=trainer.args.device)
+    with torch.no_grad():
+        for index, talk in enumerate(talks):
+            own = list(kept[index].each()) if index in kept else []
+            talk.scores = TokenScores(*from_last_stage(runtime, own))
+            total += loss_of(index).detach()
+    return total

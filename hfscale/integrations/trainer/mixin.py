@@ -8,7 +8,8 @@ Data flow of a step whose loss is the model's own (any layout)::
 If a subclass or a function computes the loss, Trainer's own step runs, over every axis but stages.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from ..._compat.transformers.classes import class_name, is_causal_lm
 from ..._compat.transformers.trainer import (
     accelerator_made_by,
     batches_skipped_by_accelerator,
@@ -30,37 +30,25 @@ from ..._compat.transformers.trainer import (
     prepared,
     taken_for_adapted,
 )
-from ..._compat.trl import is_trl
+from ..._compat.trl import DataHooks, is_trl, pairs_rows_of_a_batch
 from ...api import build
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train import train_step
 from ...train.runtime import find_runtime, runtime_of
-from . import evaluation, generation, through_stages
-from . import trainer_optimizers as optimizers
-from .data_sets import DataSets
-from .divisor import divisor
-from .files import Checkpoints
-from .output_directories import resumed_from
-from .refusals import (
-    check_generation,
-    check_layout_of,
-    check_losses_of_scores,
-    check_model,
-    check_packing,
-    check_run,
-    check_scaled,
-    check_step,
-)
+from . import evaluation
+from .files import Checkpoints, resumed_from
+from .fused_head import step_of_scores
+from .refusals import check_cached, check_layout_of, check_model, check_run, check_trainer
 from .seams import Seams, batches_gathered, count_generations, options_of
 from .streams import TrainerRandomStreams
 from .trainer_accelerator import TrainerAccelerator
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
-from .work import operations
+from .trainer_optimizers import named_optimizer
 
 
-class TrainerMixin(Checkpoints, DataSets):
+class TrainerMixin(Checkpoints, DataHooks):
     """A mixin that lets a Trainer train parallelized models: ``class MyTrainer(hfscale.TrainerMixin,
     transformers.Trainer)``.
 
@@ -72,6 +60,8 @@ class TrainerMixin(Checkpoints, DataSets):
     Raises:
         ConfigError: the arguments cannot work in the layout; nothing has been built yet.
     """
+
+    optimizer: Any
 
     def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
         arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
@@ -93,33 +83,17 @@ class TrainerMixin(Checkpoints, DataSets):
             self._seams.train(model)
         self._while_made = context  # models made by Trainer's __init__ enter contexts into it
         with context, self._seams.while_made(type(self)):
-            super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+            super().__init__(model, *args, **kwargs)
         self._while_made = ExitStack()
         self._seams.follow_casts()
         self._streams = TrainerRandomStreams(self.runtime.mesh)
-        self.add_callback(self._streams)  # type: ignore[attr-defined]
+        self.add_callback(self._streams)
         self.check_loss()
 
     def check_loss(self) -> None:
         """Refuse a loss, and other options, that the layout cannot run."""
-        trainer: Any = self
-        runtime, own = self.runtime, not has_stock_loss(self)
-        check_packing(trainer, runtime)
-        check_generation(trainer, runtime)
-        generation.check_predictions(trainer)
-        if runtime.plan.stages is None:
-            check_scaled(trainer, runtime, own_step=not self.uses_train_step)
-            check_step(trainer, runtime, self.uses_train_step)
-            return
-        check_losses_of_scores(trainer, runtime)
-        if (own and not self._scores_tokens) or runtime.loss is None:
-            whose = f"{type(self).__name__}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
-            raise ConfigError(
-                f"{runtime.mesh.layout.describe()}: {whose} needs the model's full output, which only one stage has: "
-                "use pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
-                "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
-            )
-        check_step(trainer, runtime, self.uses_train_step)
+        evaluation.check_predictions(self)
+        check_trainer(self, self._scores_tokens)
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
         """Return the model parallelized: as it is, or by the requested layout."""
@@ -132,7 +106,7 @@ class TrainerMixin(Checkpoints, DataSets):
                 )
             return model
         layout = asked or ParallelConfig()
-        check_layout_of(model, layout, started_processes())
+        check_layout_of(model, layout)
         training = model.training
         return build.parallelize(model, layout, **options_of(arguments)).train(training)
 
@@ -140,35 +114,29 @@ class TrainerMixin(Checkpoints, DataSets):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create Trainer's accelerator as one that counts distinct batches."""
-        trainer: Any = self
-        check_run(trainer.args)
+        check_run(self.args)
         with accelerator_made_by(TrainerAccelerator):
-            super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if trainer.model is not None:
-            self._adopt(trainer.model)
+            super().create_accelerator_and_postprocess()
+        if self.model is not None:
+            self._adopt(self.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Call the user's ``model_init``, and parallelize a stock model."""
-        trainer: Any = self
-        model = self._parallelized(super().call_model_init(trial), trainer.args)  # type: ignore[misc]
-        model.config.use_cache = getattr(trainer.args, "use_cache", False)  # Trainer sets it on its first model only
+        model = self._parallelized(super().call_model_init(trial), self.args)
+        model.config.use_cache = getattr(self.args, "use_cache", False)  # Trainer sets it on its first model only
         self._while_made.enter_context(taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model
 
     def _adopt(self, model: Any) -> None:
-        trainer: Any = self
-        runtime = runtime_of(model)
-        smooths = bool(trainer.args.label_smoothing_factor) and runtime.plan.loss is None
-        check_model(runtime, trainer.args, smooths and is_causal_lm(class_name(runtime.model)))
-        trainer.accelerator.adopt(model)
+        check_model(runtime_of(model), self.args)
+        self.accelerator.adopt(model)
 
     @property
     def _scores_tokens(self) -> bool:
         """Whether the loss is computed from token scores: TRL's, by its fused head."""
-        trainer: Any = self
-        smoothed = bool(trainer.args.label_smoothing_factor) and not hasattr(trainer, "label_pad_token_id")
-        return bool(self._seams.heads) and trainer.compute_loss_func is None and not smoothed
+        smoothed = bool(self.args.label_smoothing_factor) and not hasattr(self, "label_pad_token_id")
+        return bool(self._seams.heads) and self.compute_loss_func is None and not smoothed
 
     @property
     def uses_train_step(self) -> bool:
@@ -176,15 +144,14 @@ class TrainerMixin(Checkpoints, DataSets):
 
         If the model does not divide by a step's number of labels, Trainer's loss is a mean of means, or their sum. Its
         own step computes that, except through stages, over data ranks, or with smoothed labels; there
-        :func:`.divisor.divisor` returns what to divide each batch by.
+        :meth:`_divisor` returns what to divide each batch by.
         """
-        trainer: Any = self
         runtime = self.runtime
         if not self.knows_loss or runtime.loss is None:
             return False
         spread = runtime.plan.stages is not None or runtime.mesh.data_world > 1
-        needed = spread or (trainer.args.label_smoothing_factor and runtime.plan.loss)
-        return bool((trainer.model_accepts_loss_kwargs and runtime.loss.divides) or needed)
+        needed = spread or (self.args.label_smoothing_factor and runtime.plan.loss)
+        return bool((self.model_accepts_loss_kwargs and runtime.loss.divides) or needed)
 
     @property
     def knows_loss(self) -> bool:
@@ -193,80 +160,92 @@ class TrainerMixin(Checkpoints, DataSets):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, resuming from a complete checkpoint."""
-        output = self.args.output_dir  # type: ignore[attr-defined]
+        output = self.args.output_dir
         resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         with batches_skipped_by_accelerator(self), kernels_left_alone():
-            done = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            done = super().train(resume_from_checkpoint, *args, **kwargs)
         return done._replace(training_loss=done.metrics["train_loss"])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does, with the run's mean loss over all data ranks."""
-        accelerator = self.accelerator  # type: ignore[attr-defined]
+        accelerator = self.accelerator
         if "train_loss" in logs and accelerator.num_processes > 1:
             own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
             logs["train_loss"] = accelerator.reduce(own, "mean").item()
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return a step's batches as Trainer does, without the rows that pad data ranks at the end of an epoch."""
-        trainer: Any = self
         if self._waiting:  # the data ended within a step: stock Trainer adds these gradients to the next one's
             self._carried = self._step(self._items)
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        drops, stream = self.uses_train_step, isinstance(trainer.train_dataset, IterableDataset)
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        drops, stream = self.uses_train_step, isinstance(self.train_dataset, IterableDataset)
         if not batches or not (drops or (self._scores_tokens and "labels" in batches[-1])):
             if batches and not stream:
-                warn_of_repeated(self, trainer.accelerator.examples_of(batches[-1]))
+                warn_of_repeated(self, self.accelerator.examples_of(batches[-1]))
             return batches, count
         looked_at = range(len(batches)) if stream else [len(batches) - 1]  # loader workers end one after the other
-        known = {index: trainer.accelerator.examples_of(batches[index], of_stream=stream) for index in looked_at}
+        known = {index: self.accelerator.examples_of(batches[index], of_stream=stream) for index in looked_at}
         if any(known.values()):
             for index in looked_at:
                 batches[index] = first_examples(batches[index], known[index], drop=drops)
-            count = labels_of_step(trainer, batches)
+            count = labels_of_step(self, batches)
         return batches, count
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collect microbatches until the last one of their step, then run forward and backward over all of them."""
-        trainer: Any = self
         staged = self.runtime.plan.stages is not None
         if not self.uses_train_step and not staged:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc,no-any-return]
+            return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers
-            trainer.optimizer.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            self.optimizer.train()
         self._waiting.append(prepared(self, inputs))
         loss, self._carried = self._carried, 0.0
-        if trainer.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients:
             loss = loss + self._step(num_items_in_batch)
         else:
             self._items = num_items_in_batch
-        return torch.as_tensor(loss, dtype=torch.float32, device=trainer.args.device)
+        return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
 
     def _step(self, num_items_in_batch: Any) -> Tensor:
         """Run forward and backward over the microbatches that wait."""
-        trainer: Any = self
         batches, self._waiting = self._waiting, []
-        args, model, staged = trainer.args, trainer.model, self.runtime.plan.stages is not None
+        args, model, staged = self.args, self.model, self.runtime.plan.stages is not None
         if not self.uses_train_step:
             missing = args.gradient_accumulation_steps - len(batches)
-            return through_stages.training_step(self, batches, num_items_in_batch, missing, self._seams.heads)
-        loss = self.runtime.loss
-        assert loss is not None  # or it would not be train_step's
-        items = divisor(self, num_items_in_batch, batches)
+            return step_of_scores(self, batches, num_items_in_batch, missing, self._seams.heads)
+        items = self._divisor(num_items_in_batch, batches)
         if staged and isinstance(items, list):
             items += [1.0] * (args.gradient_accumulation_steps - len(batches))  # for padding microbatches
         given: dict[str, Any] = {"label_smoothing": args.label_smoothing_factor, "num_items_in_batch": items}
         if not staged:
             return train_step(model, batches, **given)
-        with cut_by_schedule(self.runtime.executor, batches, args, ignores=loss.ignores) as microbatches:
+        ignores = self.runtime.loss is not None and self.runtime.loss.ignores
+        with cut_by_schedule(self.runtime.executor, batches, args, ignores) as microbatches:
             return train_step(model, microbatches, **given)
+
+    def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
+        """Return what Trainer would divide a step's summed loss by; ``None`` for its number of labels.
+
+        A loss that is not divided by ``num_items_in_batch`` (``items``) is a mean per batch. Trainer takes the mean of
+        these, or their sum if the model accepts that number without using it: one divisor for each batch.
+        """
+        loss = self.runtime.loss
+        assert loss is not None  # or the step would not be train_step's
+        given = items is not None and self.model_accepts_loss_kwargs
+        if given and loss.divides:
+            return float(items) if loss.shift else None
+        counts = torch.stack([loss.look(batch)[0].cpu() for batch in batches]).double()
+        if self.accelerator.num_processes > 1:
+            counts = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        return [max(count, 1.0) * (1 if given else len(batches)) for count in counts.tolist()]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, with generated predictions in any layout."""
-        with generation.while_evaluated(self):
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with evaluation.while_evaluated(self):
+            return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self,
@@ -277,39 +256,55 @@ class TrainerMixin(Checkpoints, DataSets):
         **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate one batch as Trainer does, without the rows that pad data ranks."""
-        stock = evaluated_with_logits(self, super().prediction_step)  # type: ignore[misc]
-        if generation.generates(self) and not prediction_loss_only:
+        stock = evaluated_with_logits(self, super().prediction_step)
+        if evaluation.generates(self) and not prediction_loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
-            return generation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
+            return evaluation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
         if not self.knows_loss:
-            known = self.accelerator.examples_of(inputs)  # type: ignore[attr-defined]
+            known = self.accelerator.examples_of(inputs)
             if known is not None and prediction_loss_only and is_trl(type(self)) and isinstance(inputs, Mapping):
                 return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
-            return stock(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+            return stock(model, inputs, prediction_loss_only, ignore_keys)
         return evaluation.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, stock)
 
     def around_inputs(self) -> AbstractContextManager[None]:
         """Return a context for Trainer's preparation of a batch, in which some trainers gather rewards."""
-        trainer: Any = self
-        return batches_gathered(type(self), trainer.accelerator)
+        return batches_gathered(type(self), self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Create the optimizer named in the arguments over shards, or let Trainer create what a subclass chooses."""
-        trainer: Any = self
-        if trainer.optimizer is None:
-            trainer.optimizer = optimizers.named(trainer, trainer.model if model is None else model)
-        return super().create_optimizer(model)  # type: ignore[misc]
+        if self.optimizer is None:
+            self.optimizer = named_optimizer(self, self.model if model is None else model)
+        return super().create_optimizer(model)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of a step, over the distinct batches."""
-        trainer: Any = self
-        return int(trainer.accelerator.num_processes * args.gradient_accumulation_steps * args.train_batch_size)
+        return int(self.accelerator.num_processes * args.gradient_accumulation_steps * args.train_batch_size)
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's fraction of a batch's FLOPs, which ranks that share the batch divide between them."""
-        return operations(self.runtime, inputs)
+        main = getattr(self.runtime.model, "main_input_name", "input_ids")
+        if main not in inputs:  # prompts are a list
+            return 0.0
+        sharing = self.runtime.mesh.layout.total_size / self.runtime.mesh.batch_world
+        parameters = self.runtime.model.num_parameters(exclude_embeddings=True)
+        return 6.0 * float(inputs[main].numel()) * parameters / sharing
+
+    # --- hooks of TRL's trainers, for rows that are paired, or scored, once before training --------------------------
+
+    def arguments_of_data(self, arguments: Any) -> Any:
+        """Return the config for TRL's preparation of rows: pairs form within the global batch, as in one process."""
+        if not pairs_rows_of_a_batch(self):
+            return arguments
+        own = copy.copy(arguments)
+        own.per_device_train_batch_size *= 1 if self._seams.layout is None else self._seams.layout.batch_world
+        return own
+
+    def check_cached(self, dataset: Any) -> None:
+        """Refuse rows whose cached scores the other ranks could not read."""
+        check_cached(dataset, started_processes())
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

@@ -1,4 +1,7 @@
-"""Refuse options of a Trainer that cannot work here, before anything is built."""
+"""Refuse options of a Trainer that cannot work here, before anything is built or trained.
+
+Every function raises :class:`~hfscale.ConfigError`, which names the option and an alternative.
+"""
 
 import os
 from typing import Any
@@ -8,22 +11,23 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 from ..._compat.torch_device import accelerators
-from ..._compat.transformers.classes import class_name
-from ..._compat.transformers.trainer import count_processes_on_cpu, unheard_options, use_one_gpu
+from ..._compat.transformers.classes import class_name, is_causal_lm
+from ..._compat.transformers.trainer import count_processes_on_cpu, has_stock_loss, use_one_gpu
 from ...config.environment import started_processes
-from ...config.parallel import ParallelConfig
+from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
-from ...optim.catalog import find_choice, parse_arguments
 from ...parallel.experts import ExpertRouting
 from ...plan.offload import offloaded, refuse_aside
 from ...train.guards import check_packed_rows
 from ...train.runtime import Runtime
+from .trainer_optimizers import check_optimizer
 
+_SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
     "torch_compile": "would compile forward passes in which ranks talk to each other: leave it out",
-    "fsdp": "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)",
-    "deepspeed": "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)",
+    "fsdp": _SHARDS,
+    "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
     "auto_find_batch_size": "begins anew on the rank that ran out of memory, and not on the others: set "
     "per_device_train_batch_size",
@@ -42,12 +46,8 @@ _REFUSED = {
 
 
 def check_run(arguments: Any) -> None:
-    """Check ``TrainingArguments``, and correct their number of processes on CPUs.
-
-    Raises:
-        ConfigError: an argument cannot work, or they count other processes than were started.
-    """
-    check_arguments(arguments)
+    """Check ``TrainingArguments``, and correct their number of processes on CPUs."""
+    _check_arguments(arguments)
     check_optimizer(arguments)
     processes = started_processes()
     if arguments.world_size != processes and not accelerators().is_available():
@@ -60,12 +60,7 @@ def check_run(arguments: Any) -> None:
     use_one_gpu(arguments)
 
 
-def check_arguments(arguments: Any) -> None:
-    """Check ``TrainingArguments``.
-
-    Raises:
-        ConfigError: one of them cannot work; it names the argument and an alternative.
-    """
+def _check_arguments(arguments: Any) -> None:
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
@@ -92,29 +87,20 @@ def check_arguments(arguments: Any) -> None:
         )
 
 
-def check_optimizer(arguments: Any) -> None:
-    """Check the optimizer that the arguments name.
+def check_layout_of(model: nn.Module, layout: ParallelConfig) -> None:
+    """Check that the layout of a model that is not parallelized yet is for the processes that were started."""
+    processes = started_processes()
+    if layout.total_size != processes:
+        raise ConfigError(
+            f"{type(model).__name__} is a model of one process, {processes} run, and the layout is "
+            f"{layout.describe()}: build the model with hfscale.from_pretrained(path, parallel=layout), or pass "
+            "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
+            "processes as run"
+        )
 
-    Raises:
-        ConfigError: hfscale does not know it, or it does not take ``optim_args``.
-    """
-    name = str(getattr(arguments.optim, "value", arguments.optim))
-    adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-    choice, given = find_choice(name), parse_arguments(arguments.optim_args)
-    unheard = {*unheard_options(arguments, given)} & {*choice.adam}  # these have arguments of their own
-    choice.options(name, adam, {option: value for option, value in given.items() if option not in unheard})
 
-
-def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> None:
-    """Check the model and its layout against the arguments.
-
-    Args:
-        smoothed_by_host: whether labels would be smoothed by transformers' code.
-
-    Raises:
-        ConfigError: its precision, its kernels or its optimizer's device do not match the arguments, or its schedule
-            has no flush.
-    """
+def check_model(runtime: Runtime, arguments: Any) -> None:
+    """Check the model's precision, kernels, schedule and optimizer's device against the arguments."""
     if offloaded(runtime.plan).optimizer:
         refuse_aside(str(getattr(arguments.optim, "value", arguments.optim)))
     built, asked = runtime.options.around_products, str(arguments.mixed_precision)
@@ -137,148 +123,101 @@ def check_model(runtime: Runtime, arguments: Any, smoothed_by_host: bool) -> Non
             f"{schedule} hands out the gradients of earlier batches, and a Trainer steps after each: use a schedule "
             "with a flush, such as '1f1b' or 'zbv', or a loop of your own with hfscale.train_step and hfscale.drain"
         )
-    if smoothed_by_host and runtime.mesh.data_world > 1:
+    smoothed_by_host = bool(arguments.label_smoothing_factor) and runtime.plan.loss is None
+    if smoothed_by_host and is_causal_lm(class_name(runtime.model)) and runtime.mesh.data_world > 1:
         raise ConfigError(
             "TrainingArguments(label_smoothing_factor=...): transformers smooths the labels of this model by the name "
             "of its class, which FSDP2 changes: use dp_shard_size=1 and dp_replicate_size=1, or leave it out"
         )
 
 
-def check_layout_of(model: nn.Module, layout: ParallelConfig, processes: int) -> None:
-    """Check the layout of a model that is not parallelized yet.
-
-    Raises:
-        ConfigError: the layout is not for the processes that were started.
-    """
-    if layout.total_size != processes:
+def check_trainer(trainer: Any, scores_tokens: bool) -> None:
+    """Check a Trainer that has been made: its loss, which may be of token scores, its data and its microbatches."""
+    runtime: Runtime = trainer.runtime
+    layout, name = runtime.mesh.layout, type(trainer).__name__
+    _check_packing(trainer, runtime)
+    if hasattr(trainer, "reward_funcs") and layout.cp > 1:
         raise ConfigError(
-            f"{type(model).__name__} is a model of one process, {processes} run, and the layout is "
-            f"{layout.describe()}: build the model with hfscale.from_pretrained(path, parallel=layout), or pass "
-            "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
-            "processes as run"
+            f"{layout.describe()}: {name} generates and shuffles what it trains on, and context ranks draw different "
+            f"random numbers; they would compute whole sequences, too: use tp_size or dp_shard_size, and "
+            f"{UNCUT_SEQUENCES}"
+        )
+    if runtime.plan.stages is not None:
+        _check_stages(trainer, runtime, scores_tokens)
+    elif runtime.options.mixed_precision == "fp16" and not trainer.uses_train_step:
+        raise ConfigError(
+            f"TrainingArguments(fp16=True): hfscale.train_step scales the loss, and {name} runs the "
+            "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
+        )
+    _check_step(trainer, runtime)
+
+
+def _check_packing(trainer: Any, runtime: Runtime) -> None:
+    """Refuse collators that pack several documents into one row, for models that do not keep them apart."""
+    collator = getattr(trainer, "data_collator", None)
+    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
+        tokens = getattr(trainer.args, "max_length", None)  # of TRL's trainers
+        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)
+
+
+def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
+    """Refuse what needs the full model on one rank."""
+    layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
+    if hasattr(trainer, "reward_funcs"):
+        raise ConfigError(
+            f"{layout}: {name} generates with the model that it trains, of which a rank has some layers: use pp_size=1"
+        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ConfigError(
+            f"{layout}: {name} adds the router's loss, a sum over layers of which each stage has "
+            f"some: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
+            "routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
+        )
+    if getattr(trainer.args, "activation_offloading", False):
+        raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")
+    own = not has_stock_loss(trainer)
+    if (own and not scores_tokens) or runtime.loss is None:
+        whose = f"{name}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
+        raise ConfigError(
+            f"{layout}: {whose} needs the model's full output, which only one stage has: "
+            "use pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
+            "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
         )
 
 
-def check_generation(trainer: Any, runtime: Runtime) -> None:
-    """Check a trainer that generates its training data.
-
-    Raises:
-        ConfigError: it has context ranks, which draw different random numbers for their different tokens.
-    """
-    if hasattr(trainer, "reward_funcs") and runtime.mesh.layout.cp > 1:
+def _check_step(trainer: Any, runtime: Runtime) -> None:
+    """Check the microbatches that a step will have, and that their labels can be smoothed."""
+    args, layout = trainer.args, runtime.mesh.layout
+    if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
         raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: {type(trainer).__name__} generates and shuffles what it trains on, and "
-            "context ranks draw different random numbers; they would compute whole sequences, too: use tp_size or "
-            "dp_shard_size in the place of cp_size"
+            f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): {class_name(runtime.model)} "
+            f"takes its loss itself, and over {layout.describe()} nobody smooths it: leave it out, or use tensor ranks "
+            "alone, where Trainer does"
+        )
+    if trainer.train_dataset is None or (runtime.plan.stages is None and not trainer.uses_train_step):
+        return
+    row = torch.zeros(args.per_device_train_batch_size, 2, dtype=torch.int64)
+    count = args.gradient_accumulation_steps
+    given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
+    if trainer.uses_train_step:
+        if (routing := runtime.part(ExpertRouting)) is not None:
+            routing.check_step(runtime, given)
+    elif len(given) != count:
+        asked = "" if layout.num_microbatches is None else "leave num_microbatches out, and "
+        rows, left = divmod(args.per_device_train_batch_size * count, len(given))
+        same = "" if left else f" and per_device_train_batch_size={rows}, for as many rows in a step as now"
+        raise ConfigError(
+            f"{layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
+            f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
+            f"{asked}use gradient_accumulation_steps={len(given)}{same}"
         )
 
 
 def check_cached(dataset: Any, processes: int) -> None:
-    """Check rows whose scores the first rank is about to cache beside them for all ranks.
-
-    Raises:
-        ConfigError: they are in memory, and every rank would look for the cache in a directory of its own.
-    """
+    """Refuse rows in memory beside which the first rank would cache scores: other ranks would look elsewhere."""
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
             f"precompute_ref_log_probs=True in {processes} processes: the first one caches the reference's scores "
             "beside the rows, which are in memory: give the trainer rows of a file, "
             "datasets.load_dataset(...), or dataset.save_to_disk(path) and datasets.load_from_disk(path)"
         )
-
-
-def check_losses_of_scores(trainer: Any, runtime: Runtime) -> None:
-    """Check features of TRL's trainers beside their loss, for a model cut into stages.
-
-    Raises:
-        ConfigError: it needs the full model on one rank.
-    """
-    layout = runtime.mesh.layout.describe()
-    if hasattr(trainer, "reward_funcs"):
-        raise ConfigError(
-            f"{layout}: {type(trainer).__name__} generates with the model that it trains, of which a rank has some "
-            "layers: use pp_size=1"
-        )
-    if getattr(trainer, "aux_loss_enabled", False):
-        raise ConfigError(
-            f"{layout}: {type(trainer).__name__} adds the router's loss, a sum over layers of which each stage has "
-            f"some: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
-            "routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
-        )
-    if getattr(trainer.args, "activation_offloading", False):
-        raise ConfigError(f"{layout}: activation_offloading is not for passes between stages: leave it out")
-
-
-def check_smoothing(trainer: Any, runtime: Runtime) -> None:
-    """Check label smoothing in steps of :func:`hfscale.train_step`.
-
-    Raises:
-        ConfigError: the model computes its loss itself, where labels cannot be smoothed.
-    """
-    if trainer.args.label_smoothing_factor and runtime.plan.loss is None:
-        name, layout = class_name(runtime.model), runtime.mesh.layout.describe()
-        raise ConfigError(
-            f"TrainingArguments(label_smoothing_factor={trainer.args.label_smoothing_factor}): {name} takes its loss "
-            f"itself, and over {layout} nobody smooths it: leave it out, or use tensor ranks alone, where Trainer does"
-        )
-
-
-def check_step(trainer: Any, runtime: Runtime, uses_train_step: bool) -> None:
-    """Check the microbatches that a step will have.
-
-    Raises:
-        ConfigError: the schedule cannot run them, they would add the router's loss several times, or their labels are
-            to be smoothed in a loss that the model computes itself.
-    """
-    args = trainer.args
-    if uses_train_step:
-        check_smoothing(trainer, runtime)
-    if trainer.train_dataset is None or (runtime.plan.stages is None and not uses_train_step):
-        return
-    row = torch.zeros(args.per_device_train_batch_size, 2, dtype=torch.int64)
-    count = args.gradient_accumulation_steps
-    given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
-    if uses_train_step:
-        routing = runtime.part(ExpertRouting)
-        if routing is not None:
-            routing.check_step(runtime, given)
-    elif len(given) != count:
-        asked = "" if runtime.mesh.layout.num_microbatches is None else "leave num_microbatches out, and "
-        raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
-            f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
-            f"{asked}use gradient_accumulation_steps={len(given)}{_same_rows(args, len(given))}"
-        )
-
-
-def _same_rows(args: Any, microbatches: int) -> str:
-    """Return advice on how a step keeps its number of rows."""
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    same = f" and per_device_train_batch_size={rows // microbatches}, for as many rows in a step as now"
-    return "" if rows % microbatches else same
-
-
-def check_scaled(trainer: Any, runtime: Runtime, own_step: bool) -> None:
-    """Check that the loss of float16 will be scaled.
-
-    Raises:
-        ConfigError: it would not be: the backward pass is the trainer's own.
-    """
-    if runtime.options.mixed_precision == "fp16" and own_step:
-        raise ConfigError(
-            f"TrainingArguments(fp16=True): hfscale.train_step scales the loss, and {type(trainer).__name__} runs the "
-            "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
-        )
-
-
-def check_packing(trainer: Any, runtime: Runtime) -> None:
-    """Refuse collators that pack several documents into one row, for models that do not keep them apart.
-
-    Raises:
-        ConfigError: see :func:`hfscale.train.guards.check_packed_rows`.
-    """
-    collator = getattr(trainer, "data_collator", None)
-    flattens = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False)
-    if flattens:
-        tokens = getattr(trainer.args, "max_length", None)  # of TRL's trainers
-        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)

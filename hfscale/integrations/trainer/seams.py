@@ -19,16 +19,14 @@ from ...errors import ConfigError
 from ...features.adapters import Adapters
 from ...parallel.data import reshard
 from ...train.runtime import Runtime, find_runtime, local_tensor, runtime_of
-from .fused_head import FusedHead, fused_head
+from .fused_head import FusedHead
 
 
 class Seams:
-    """The replacements, for one trainer.
+    """The replacements, for one trainer, and the layout and options of models that it makes itself.
 
     Attributes:
         heads: the fused heads of its models; the first belongs to the trained model.
-        layout: the layout of models that it makes itself.
-        options: the options, likewise.
     """
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
@@ -83,7 +81,7 @@ class Seams:
                 "cast_lm_head_to_fp32=True needs a full head, and this one is sharded: leave it out; sums over the "
                 "vocabulary are in float32 anyway"
             )
-        self.heads.append(fused_head(model, temperature, tuple(outputs), trains=not self.heads))
+        self.heads.append(FusedHead(model, temperature, tuple(outputs), trains=not self.heads))
 
     def _get_peft_model(self, stock: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
         if find_runtime(model) is None:
@@ -124,11 +122,7 @@ def options_of(arguments: Any) -> dict[str, Any]:
 
 
 def reference_of(policy: Runtime) -> dict[str, Any]:
-    """Return the arguments that load a reference model equal to the policy: quantized alike, with its saved adapter.
-
-    Raises:
-        ConfigError: its adapters are new, and the reference is the model without them.
-    """
+    """Return the arguments that load a reference model equal to the policy; refuse if its adapters are new."""
     quantization = getattr(policy.model.config, "quantization_config", None)
     given = {} if quantization is None else {"quantization_config": quantization}
     adapters = policy.part(Adapters)
@@ -159,10 +153,8 @@ def _synchronized(stock: Any, **kwargs: Any) -> Any:
 def _hash_module(stock: Any, module: Any) -> str:
     """Hash the shards of all ranks; TRL's hashes this rank's alone."""
     runtime = find_runtime(module)
-    return str(stock(module)) if runtime is None else _hash(runtime)
-
-
-def _hash(runtime: Runtime) -> str:
+    if runtime is None:
+        return str(stock(module))
     own = hashlib.sha256()
     for planned, parameter in runtime.parameters():
         share = local_tensor(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
@@ -187,11 +179,7 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
 
 
 def count_generations(arguments: Any, batches: int) -> None:
-    """Set the generation batch size of a GRPO or RLOO config, which multiplied by processes that may share a batch.
-
-    Raises:
-        ConfigError: a generation cannot be divided into groups.
-    """
+    """Set the generation batch size of a GRPO or RLOO config, which counts processes that share a batch."""
     if getattr(arguments, "generation_batch_size", None) is None:
         return
     size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation

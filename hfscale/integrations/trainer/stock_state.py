@@ -9,6 +9,7 @@ with the shape of its parameter is cut, or gathered, like the parameter::
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,6 @@ from ...train.runtime.writing import is_writer
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
 
-Names = list[list[str]]
-"""Per parameter group, the names of its parameters in the plan, in stock Trainer's order."""
-
 
 def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Write the files from which stock Trainer resumes; collective.
@@ -42,14 +40,14 @@ def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, s
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
     if numbers is not None and kinds is not None and _size(runtime, kinds) <= _LARGEST:
         states = _gathered(runtime, optimizer, kinds)
-        places = [place for group in numbers for place in group]
+        names = [name for group in numbers for name in group]
         options = [{key: v for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
-        starts = [sum(map(len, numbers[:index])) for index in range(len(numbers))]
+        number = count()
         written = {
-            "state": {number: states[name] for number, name in enumerate(places) if name in states},
+            "state": {place: states[name] for place, name in enumerate(names) if name in states},
             "param_groups": [
-                {**given, "params": [start + index for index in range(len(group))]}
-                for given, start, group in zip(options, starts, numbers, strict=True)
+                {**given, "params": [next(number) for _ in group]}
+                for given, group in zip(options, numbers, strict=True)
             ],
         }
     if is_writer(runtime.mesh):
@@ -59,11 +57,7 @@ def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, s
 
 
 def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Resume from a checkpoint of stock Trainer's; call it on every rank.
-
-    Raises:
-        CheckpointError: its state belongs to other parameters, or is in blocks that the layout cuts.
-    """
+    """Resume from a checkpoint of stock Trainer's, on every rank; refuse one of other parameters or cut blocks."""
     written = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     names, groups = _numbers(runtime, optimizer), written["param_groups"]
     if names is None or [len(group["params"]) for group in groups] != [len(group) for group in names]:
@@ -83,17 +77,13 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
                 key: _taken(key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer)
                 for key, value in _flat(written["state"].get(place, {})).items()
             }
-            _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
+            if "absmax1" in state[place] and planned[id(parameter)].cuts:
+                raise CheckpointError(
+                    f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot "
+                    "shard: resume in one process, or from a checkpoint of hfscale.Trainer"
+                )
     optimizer.load_state_dict({"state": state, "param_groups": mine})
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
-
-
-def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
-    if "absmax1" in state and planned.cuts:
-        raise CheckpointError(
-            f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
-            "resume in one process, or from a checkpoint of hfscale.Trainer"
-        )
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +111,8 @@ def _taken(
     return value
 
 
-def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> Names | None:
-    """Return all ranks' parameters in stock order; ``None`` for groups that differ from stock Trainer's."""
+def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+    """Return all ranks' parameters by group, in stock order; ``None`` for groups that are not stock Trainer's."""
     adapters = runtime.part(Adapters)
     whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()
     here = {planned.name for planned, p in runtime.parameters() if p.requires_grad}

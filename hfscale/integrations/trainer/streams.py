@@ -45,11 +45,7 @@ class TrainerRandomStreams(TrainerCallback):
             torch.save({**_written(self._mesh), "began": self._began}, directory / RANDOM)
 
     def read(self, checkpoint: Path, own: bool) -> None:
-        """Read the RNG states from a checkpoint.
-
-        Args:
-            own: whether it held this rank's own, which are restored already.
-        """
+        """Read a checkpoint's RNG states; ``own``: it held this rank's own, which are restored already."""
         mesh, found = self._mesh, read_random_states(checkpoint)
         self._goes_on, self._before, self._left_off = True, None, None
         if own:

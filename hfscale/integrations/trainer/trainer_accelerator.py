@@ -13,10 +13,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..._compat.accelerate import is_prepared
 from ..._compat.transformers.trainer import seed_workers_by
+from ...parallel.pipeline.microbatches import rows_of
 from ...train import metrics
 from ..accelerator import Accelerator
-from .dealt import DealtStream, dealt
-from .trainer_batches import Collator, Marked, rows_of
+from .trainer_batches import Collator, DealtStream, Marked, dealt
 
 
 class TrainerAccelerator(Accelerator):
@@ -56,14 +56,10 @@ class TrainerAccelerator(Accelerator):
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
     def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
-        """Return the number of examples in the loader's latest batch, and how many of these are not repeated.
+        """Return the number of examples in the loader's latest ``batch``, and how many are not repeated.
 
         Data ranks get batches of one size; the last ones are padded with examples from the beginning. ``None``, on
-        every rank alike, if there can be no repeated ones.
-
-        Args:
-            batch: the loader's latest batch.
-            of_stream: whether it comes from an iterable dataset for training, whose loader may be at its end already.
+        every rank alike, if there can be no repeated ones. The loader of a stream for training may have ended already.
         """
         state, self._last = self.gradient_state, None
         if self.num_processes == 1:

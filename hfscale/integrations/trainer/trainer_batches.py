@@ -1,124 +1,67 @@
-"""Adapt batches with fewer rows than a schedule needs, or with examples that must not count."""
+"""Deal examples to distinct batches, and adapt batches with fewer rows than a schedule needs or that must not count.
+
+Data ranks get equally many examples of an iterable dataset, in the order of one process. If it ends within a step, the
+last ones are padded with examples from the beginning, which are marked so that they do not count::
+
+    10 examples, two ranks, 3 rows each         rank 0: 0 1 2 | 6 7 8
+                                                rank 1: 3 4 5 | 9 (0) (1)
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ...parallel.pipeline.microbatches import rows_of
 from ...train.runtime import Executor
-from .dealt import Repeated
 
-__all__ = [
-    "Collator",
-    "Marked",
-    "cut_by_schedule",
-    "filled_up",
-    "first_of_chunks",
-    "first_rows",
-    "pieces",
-    "rows_of",
-    "warn_of_repeated",
-    "with_rows",
-    "without_labels",
-]
+Batch = Mapping[str, Any]
 
 _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
+_KEPT = (
+    *("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+)
 
 
-def filled_up(batches: Sequence[Mapping[str, Any]], count: int, rows: int) -> list[Mapping[str, Any]]:
-    """Pad to ``count`` batches of ``rows`` rows; at the end of an epoch there may be fewer of both.
+@dataclass
+class Repeated:
+    """An example that another rank, or an earlier step, has already."""
 
-    A schedule cannot run every number of microbatches, nor cut every number of rows into them. Added rows repeat the
-    last one without labels, so that they change neither loss nor gradients. For losses without an ignored label, see
-    :func:`pieces`.
-    """
-    full = [with_rows(batch, rows) for batch in batches]
-    return full + [without_labels(full[-1])] * (count - len(full))
+    example: Any
 
 
-@contextmanager
-def cut_by_schedule(
-    executor: Executor, batches: Sequence[Mapping[str, Any]], arguments: Any, ignores: bool
-) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say.
+class DealtStream(IterableDatasetShard):
+    """Accelerate's shard of an iterable dataset, with :class:`Repeated` examples as padding of the last step."""
 
-    Args:
-        ignores: whether the loss has a label that is ignored.
-    """
-    count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
-    if ignores:
-        yield filled_up(batches, count, rows)
-        return
-    with executor.uncut():
-        yield [*chain(*pieces(executor, batches, count, rows))]
-
-
-def pieces(
-    executor: Executor, batches: Sequence[Mapping[str, Any]], count: int, rows: int
-) -> list[list[Mapping[str, Any]]]:
-    """Return the microbatches of each of ``count`` batches of ``rows`` rows; the last batches may have fewer, or none.
-
-    For losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 + 0. Run
-    them inside of ``executor.uncut()``.
-    """
-    row = torch.zeros(rows, 2, dtype=torch.int64)
-    each = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
-    given = [*batches, *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches))]
-    return [_cut(batch, rows_of(batch), each) for batch in given]
+    def __iter__(self) -> Iterator[Any]:
+        ranks = range(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
+        first, step = list[Any](), list[Any]()
+        for example in self.dataset:
+            step.append(example)
+            if len(step) == self.batch_size * self.num_processes:
+                yield from (step[place] for place in ranks)
+                first, step = first or step, []
+        if step and not self.drop_last:
+            first = first or step
+            for place in ranks:
+                yield step[place] if place < len(step) else Repeated(first[(place - len(step)) % len(first)])
 
 
-def _cut(batch: Mapping[str, Any], rows: int, parts: int) -> list[Mapping[str, Any]]:
-    ends = [rows * (index + 1) // parts for index in range(parts)]
-    starts = [0, *ends[:-1]]
-    if rows == 0:
-        return [batch] * parts
-
-    def part(value: Any, start: int, end: int) -> Any:
-        return value[start:end] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-
-    return [
-        {name: part(value, start, end) for name, value in batch.items()}
-        for start, end in zip(starts, ends, strict=True)
-    ]
-
-
-def first_examples(batch: Mapping[str, Any], known: tuple[int, int], drop: bool = True) -> Mapping[str, Any]:
-    """Return ``batch`` with only its first examples counting.
-
-    Args:
-        known: how many it has, and how many of them count, from the first one on.
-        drop: leave the others' rows out; else they lose their labels, as packed examples in one row always do.
-    """
-    (given, own), rows = known, rows_of(batch)
-    if own >= given or (rows != given and rows != 1):
-        return batch
-    if rows == given:
-        return first_rows(batch, rows, own) if drop else without_labels(batch, since=own)
-    lengths = batch.lengths if isinstance(batch, Marked) else []
-    return without_tokens(batch, sum(lengths[:own])) if len(lengths) == given else batch
-
-
-def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
-    """Warn once that examples count twice in a loss from which hfscale cannot leave them out.
-
-    Args:
-        known: how many examples the last batch has, and how many of these are not repeated.
-    """
-    if known is None or known[1] >= known[0] or vars(trainer).setdefault("_told_of_repeated", False):
-        return
-    vars(trainer)["_told_of_repeated"] = True
-    warnings.warn(
-        f"data ranks are given as many examples each, so {known[0] - known[1]} of an epoch's last batch are dealt "
-        f"twice, and the loss of {type(trainer).__name__} counts them twice, as over data ranks of stock Trainer: give "
-        "it data sets of whole steps, or dataloader_drop_last=True",
-        stacklevel=2,
-    )
+def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
+    """Return a copy of the loader over the examples of one distinct batch; ``split``: of its size in all batches."""
+    size = loader.batch_size // batches if split else loader.batch_size
+    stream = DealtStream(loader.dataset, size, loader.drop_last, batches, index)
+    return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
 
 
 class Marked(dict[str, Any]):
@@ -155,58 +98,108 @@ class Collator:
         return marked
 
 
-def first_rows(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
-    """Return ``batch`` with the first ``rows`` of its ``has`` rows; there may be none left."""
-    if rows == has:
-        return batch
-    return {
-        name: value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == has else value
-        for name, value in batch.items()
-    }
+@contextmanager
+def cut_by_schedule(
+    executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
+) -> Iterator[list[Batch]]:
+    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say.
 
-
-def first_of_chunks(batch: Mapping[str, Any], has: int, rows: int) -> Mapping[str, Any]:
-    """Return ``batch`` with the first ``rows`` of its ``has`` rows, in both halves if chosen rows precede rejected
-    ones.
+    A schedule cannot run every number of microbatches, nor cut every number of rows into them. Added rows repeat the
+    last one without labels, so that they change neither loss nor gradients; for a loss that ignores no label, see
+    :func:`pieces`.
     """
-    return {
-        name: torch.cat([chunk[:rows] for chunk in value.split(has)])
-        if isinstance(value, Tensor) and value.ndim and len(value) in (has, 2 * has)
-        else value
-        for name, value in batch.items()
-    }
+    count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
+    if ignores:
+        full = [with_rows(batch, rows) for batch in batches]
+        yield full + [_unlabelled(full[-1])] * (count - len(full))
+        return
+    with executor.uncut():
+        yield [*chain(*pieces(executor, batches, count, rows))]
 
 
-def with_rows(batch: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
+def pieces(executor: Executor, batches: Sequence[Batch], count: int, rows: int) -> list[list[Batch]]:
+    """Return the microbatches of each of ``count`` batches of ``rows`` rows; the last batches may have fewer, or none.
+
+    For losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 + 0. Run
+    them inside of ``executor.uncut()``.
+    """
+    row = torch.zeros(rows, 2, dtype=torch.int64)
+    parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
+    given = [*batches, *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches))]
+    return [_cut(batch, rows_of(batch), parts) for batch in given]
+
+
+def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
+    if rows == 0:
+        return [batch] * parts
+    ends = [rows * index // parts for index in range(parts + 1)]
+    return [_by_rows(batch, (rows,), itemgetter(slice(*each))) for each in pairwise(ends)]
+
+
+def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:
+    """Return ``batch`` with only its first examples counting.
+
+    Args:
+        known: how many it has, and how many of them count, from the first one on.
+        drop: leave the others' rows out; else they lose their labels, as packed examples in one row always do.
+    """
+    (given, own), rows = known, rows_of(batch)
+    if own >= given or (rows != given and rows != 1):
+        return batch
+    if rows == given:
+        return first_rows(batch, rows, own) if drop else _unlabelled(batch, own)
+    lengths = batch.lengths if isinstance(batch, Marked) else []
+    return _unlabelled(batch, sum(lengths[:own]), dim=1) if len(lengths) == given else batch
+
+
+def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
+    """Warn once that ``known[0] - known[1]`` examples count twice in a loss that hfscale does not compute."""
+    if known is None or known[1] >= known[0] or vars(trainer).setdefault("_told_of_repeated", False):
+        return
+    vars(trainer)["_told_of_repeated"] = True
+    warnings.warn(
+        f"data ranks are given as many examples each, so {known[0] - known[1]} of an epoch's last batch are dealt "
+        f"twice, and the loss of {type(trainer).__name__} counts them twice, as over data ranks of stock Trainer: give "
+        "it data sets of whole steps, or dataloader_drop_last=True",
+        stacklevel=2,
+    )
+
+
+def first_rows(batch: Batch, has: int, rows: int) -> Batch:
+    """Return ``batch`` with the first ``rows`` of its ``has`` rows; there may be none left."""
+    return batch if rows == has else _by_rows(batch, (has,), lambda value: value[:rows])
+
+
+def first_of_chunks(batch: Batch, has: int, rows: int) -> Batch:
+    """Return ``batch`` with the first ``rows`` of its ``has``, in both halves if chosen rows precede rejected ones."""
+    return _by_rows(batch, (has, 2 * has), lambda value: torch.cat([chunk[:rows] for chunk in value.split(has)]))
+
+
+def with_rows(batch: Batch, rows: int) -> Batch:
     """Return ``batch`` with at least ``rows`` rows, repeating the last one without labels."""
     has = rows_of(batch)
     if not 0 < has < rows:
         return batch
-    return {name: _repeated(name, value, has, rows) for name, value in batch.items()}
+
+    def padded(value: Tensor) -> Tensor:
+        return torch.cat((value, value[-1:].expand(rows - has, *value.shape[1:])))
+
+    return _unlabelled(_by_rows(batch, (has,), padded), has)
 
 
-def without_labels(batch: Mapping[str, Any], since: int = 0) -> Mapping[str, Any]:
-    """Return ``batch`` with all labels of rows from ``since`` on ignored."""
+def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return ``batch`` with its tensors of so many rows changed."""
+    return {
+        name: change(value) if isinstance(value, Tensor) and value.ndim and len(value) in sizes else value
+        for name, value in batch.items()
+    }
+
+
+def _unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
+    """Return ``batch`` with all labels ignored, of rows, or along ``dim``, from ``since`` on."""
     masked = dict(batch)
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):
             masked[name] = batch[name].clone()
-            masked[name][since:] = _IGNORED
+            masked[name][(slice(None),) * dim + (slice(since, None),)] = _IGNORED
     return masked
-
-
-def without_tokens(batch: Mapping[str, Any], since: int) -> Mapping[str, Any]:
-    """Return ``batch`` with all labels of tokens from ``since`` on ignored."""
-    masked = dict(batch)
-    for name in _LABELS:
-        if isinstance(batch.get(name), Tensor):
-            masked[name] = batch[name].clone()
-            masked[name][:, since:] = _IGNORED
-    return masked
-
-
-def _repeated(name: str, value: Any, has: int, rows: int) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != has:
-        return value
-    more = value[-1:].expand(rows - has, *value.shape[1:])
-    return torch.cat((value, torch.full_like(more, _IGNORED) if name in _LABELS else more))

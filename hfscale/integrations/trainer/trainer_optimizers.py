@@ -1,27 +1,44 @@
 """Create the optimizer that ``TrainingArguments`` name, over shards."""
 
+import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from torch import nn
 
-from ..._compat.transformers.trainer import chooses_optimizer, groups_by_decay, unheard_options
 from ...optim import create_optimizer
-from ...optim.catalog import parse_arguments
+from ...optim.catalog import find_choice, parse_arguments
 
 
-def named(trainer: Any, model: nn.Module) -> Any:
-    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates.
+def check_optimizer(arguments: Any) -> None:
+    """Check that hfscale knows the optimizer that the arguments name, and that it takes ``optim_args``."""
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    choice, given = find_choice(name), parse_arguments(arguments.optim_args)
+    unheard = {*_unheard_options(arguments, given)} & {*choice.adam}  # these have arguments of their own
+    choice.options(name, adam, {option: value for option, value in given.items() if option not in unheard})
 
-    Weight decay follows the subclass's choice of parameters.
-    """
-    args = trainer.args
-    if trainer.optimizer_cls_and_kwargs is not None or chooses_optimizer(trainer):
+
+def named_optimizer(trainer: Any, model: nn.Module) -> Any:
+    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates."""
+    args, kind, stock = trainer.args, type(trainer), transformers.Trainer
+    overridden = kind.get_optimizer_cls_and_kwargs is not stock.get_optimizer_cls_and_kwargs
+    if trainer.optimizer_cls_and_kwargs is not None or overridden:
         return None
+    groups = None
+    if kind.get_decay_parameter_names is not stock.get_decay_parameter_names:  # the subclass chooses what decays
+        names = set(trainer.get_decay_parameter_names(model))
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [each for name, each in trained if (name in names) == decays], "weight_decay": rate}
+            for decays, rate in ((True, args.weight_decay), (False, 0.0))
+        ]
     return create_optimizer(
         model,
         args.optim,
-        groups=groups_by_decay(trainer, model),
+        groups=groups,
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
@@ -33,7 +50,7 @@ def named(trainer: Any, model: nn.Module) -> Any:
 def heard_options(arguments: Any) -> dict[str, Any]:
     """Return the ``optim_args`` that ``transformers.Trainer`` uses, so that a script logs the same; warn of others."""
     given = parse_arguments(arguments.optim_args)
-    unheard = unheard_options(arguments, given)
+    unheard = _unheard_options(arguments, given)
     if unheard:
         warnings.warn(
             f"TrainingArguments(optim_args={arguments.optim_args!r}): transformers.Trainer makes nothing of "
@@ -42,3 +59,15 @@ def heard_options(arguments: Any) -> dict[str, Any]:
             stacklevel=4,
         )
     return {name: value for name, value in given.items() if name not in unheard}
+
+
+def _unheard_options(arguments: Any, given: Mapping[str, Any]) -> list[str]:
+    """Return the options in ``optim_args`` that Trainer ignores for this ``optim``."""
+
+    def made(options: str | None) -> Any:
+        asked = copy.copy(arguments)
+        asked.optim_args = options
+        return transformers.Trainer.get_optimizer_cls_and_kwargs(asked)
+
+    usual = made(None) if given else None
+    return [name for name, value in given.items() if made(f"{name}={value}") == usual]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import hfscale
-from hfscale.checkpoint.upcycle.dense import open_whole
-from hfscale.checkpoint.upcycle.perturb import Variation
+from hfscale.checkpoint.upcycle.expert_tensors import Variation, open_whole
 from hfscale.distributed.files.reader import TensorOnDisk
 
 from ...tensor_memory import follow_memory

@@ -13,9 +13,9 @@ from transformers.models.llama import LlamaForSequenceClassification
 
 import hfscale
 from hfscale import CheckpointError, ConfigError
-from hfscale.checkpoint.upcycle import dense as dense_module
-from hfscale.checkpoint.upcycle.config_of import upcycled_config
+from hfscale.checkpoint.upcycle import expert_tensors
 from hfscale.checkpoint.upcycle.expert_tensors import Upcycling
+from hfscale.checkpoint.upcycle.moe_targets import upcycled_config
 
 from .dense import SMALL, distance, load, save_dense, stored
 
@@ -128,7 +128,7 @@ def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: Any, **kwargs: Any) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(dense_module, "snapshot_download", offline)
+    monkeypatch.setattr(expert_tensors, "snapshot_download", offline)
     with pytest.raises(CheckpointError, match=r"'some/where' is neither a directory here nor .*no network"):
         hfscale.upcycle("some/where")
 

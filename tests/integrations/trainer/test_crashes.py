@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale.integrations.trainer.output_directories import problem_of, resumed_from
+from hfscale.integrations.trainer.files import problem_of, resumed_from
 from hfscale.testing import RankPool
 
 from ...tiny_models import tiny

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hfscale
 import hfscale.trl
 from hfscale import ParallelConfig
-from hfscale.integrations.trainer.refusals import check_cached, check_optimizer
-from hfscale.integrations.trainer.trainer_optimizers import heard_options
+from hfscale.integrations.trainer.refusals import check_cached
+from hfscale.integrations.trainer.trainer_optimizers import check_optimizer, heard_options
 from hfscale.testing import RankPool
 
 from ...refusals import refusal_of

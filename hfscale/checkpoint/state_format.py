@@ -1,0 +1,306 @@
+"""The format of a saved state: its index ``state.json``, and any shard of its tensors, whatever shards were written.
+
+Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. The
+ranks that wrote a tensor's shards, and so the files they are in, follow from its cuts and the arrangement of the ranks.
+Only the needed bytes are read: the boxes in which the written shards overlap the wanted one.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.parallel import ParallelConfig
+from ..distributed.files.reader import SafetensorsFile, TensorOnDisk
+from ..distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
+from ..errors import CheckpointError
+from ..plan import Cut, Plan
+from ..plan.cut import Spans, share_spans
+from ..plan.state_tensor import StateTensor, overlaps
+
+INDEX = "state.json"
+_VERSION = 2
+_OPEN_FILES = 64
+_SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
+
+
+@dataclass
+class StateIndex:
+    """The contents of ``state.json``.
+
+    Attributes:
+        sizes: axis -> size, of the layout that it was written in.
+        layers: the layers of each pipeline rank, in words; empty without stages.
+        axes: axes and sizes, outermost first: of the mesh, and of the mesh that experts see.
+        step: the caller's step number.
+        batch_world: distinct batches in a step.
+        tensors: ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts.
+        numbers: name of a parameter -> its optimizer state besides tensors.
+        groups: names of the parameters in each of the optimizer's groups; ``None`` without an optimizer.
+        optimizer: its name, and the names of its options; ``None`` in states that were written without them.
+        others: name of another saved object -> whether its state was the same on every rank.
+        stored: name of a tensor in a checkpoint, or in an adapter's file -> its key here.
+        adapter: whether these are an adapter's, in PEFT's names.
+        versions: of the packages that wrote it.
+    """
+
+    sizes: dict[str, int]
+    layers: list[str]
+    axes: list[list[tuple[str, int]]]
+    step: int | None = None
+    batch_world: int = 1
+    tensors: dict[str, StateTensor] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[list[str]] | None = None
+    optimizer: list[Any] | None = None
+    others: dict[str, bool] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
+    adapter: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
+        """Return an index of a layout, without contents."""
+        return cls(
+            {axis: layout.size(axis) for axis in _SIZES},
+            _layers_by_rank(layout, plan),
+            [_axes(layout, experts) for experts in (False, True)],
+            batch_world=layout.batch_world,
+        )
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that wrote it."""
+        return prod(size for _, size in self.axes[0])
+
+    def rank_of(self, ranks: dict[str, int], cuts: Sequence[Cut] = ()) -> int:
+        """Return the global rank at coordinates ``ranks``, in the mesh that these ``cuts`` refer to."""
+        number = 0
+        for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
+            number = number * size + ranks.get(axis, 0) % size
+        return number
+
+    def rank_with_batch(self, mesh: Mesh) -> int:
+        """Return the rank that had this rank's batches; the first one if none had."""
+        if mesh.batch_world != self.batch_world:
+            return 0
+        replicate, shard = divmod(mesh.batch_rank * self.sizes["cp"], self.sizes["dp_shard"])
+        return self.rank_of({"dp_replicate": replicate, "dp_shard": shard})
+
+    def rank_with_random_states(self, mesh: Mesh) -> tuple[int, str]:
+        """Return the rank whose RNG states this one takes over in another layout, and a seed if others do so too."""
+        data, stage = mesh.data_rank, mesh.pp_rank
+        there = data if data < self.sizes["dp_replicate"] * self.sizes["dp_shard"] else 0
+        at = stage if stage < self.sizes["pp"] else 0
+        replicate, shard = divmod(there, self.sizes["dp_shard"])
+        rank = self.rank_of({"pp": at, "dp_replicate": replicate, "dp_shard": shard})
+        return rank, "" if (there, at) == (data, stage) else f"{data}, stage {stage}"
+
+    def written_by(self, tensor: StateTensor, ranks: dict[str, int]) -> int:
+        """Return the rank that wrote the shard of ``tensor`` at ``ranks``."""
+        return self.rank_of({**ranks, "pp": tensor.home}, tensor.cuts)
+
+    def placed_alike(self, other: "StateIndex") -> bool:
+        """Return whether another layout has the same axes, sizes and layers per rank."""
+        return (self.sizes, self.layers) == (other.sizes, other.layers)
+
+    def write(self) -> bytes:
+        """Return the bytes of the file."""
+        told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
+        return json.dumps(told).encode()
+
+    @classmethod
+    def read(cls, directory: Path) -> "StateIndex":
+        """Read the index of a saved state; CheckpointError if there is none, or it is damaged."""
+        try:
+            told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
+            if (version := told.pop("version")) != _VERSION:
+                raise CheckpointError(
+                    f"{directory} has format {version} and this hfscale reads format {_VERSION}: read it with the "
+                    f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
+                )
+            told["tensors"] = {key: StateTensor.hear(each) for key, each in told["tensors"].items()}
+            told["axes"] = [[(str(axis), int(size)) for axis, size in each] for each in told["axes"]]
+            index = cls(**told)
+            if not isinstance(index.step, int | None) or not isinstance(index.others, dict) or index.batch_world < 1:
+                raise ValueError(f"step={index.step!r}, batch_world={index.batch_world!r}, others={index.others!r}")
+            return index
+        except FileNotFoundError as error:
+            earlier = (directory / "layout.json").exists()
+            what = "was written by an earlier hfscale, in a format of its own" if earlier else "is not a state"
+            raise CheckpointError(
+                f"{directory} {what}: give what hfscale.save_state wrote, or the directory that its states are in"
+            ) from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
+
+
+def _axes(layout: ParallelConfig, experts: bool) -> list[tuple[str, int]]:
+    """Return axes and sizes, outermost first, of the mesh, or of the mesh that experts see."""
+    if experts and layout.ep > 1:
+        return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
+    return [(axis, layout.size(axis)) for axis in MESH_AXES]
+
+
+def _layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
+    """Return the layers of each pipeline rank, in words."""
+    if plan.stages is None:
+        return []
+    numbers = {name: number for number, name in enumerate(plan.layers)}
+    return [
+        ", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in plan.stages.of_rank(rank))
+        for rank in range(layout.pp)
+    ]
+
+
+def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:
+    """Return whether this rank writes its shard of ``tensor``: it is the first one that has it."""
+    _, ranks = mesh.view(tensor.cuts)
+    writers = {cut.axis: holders for cut, holders in zip(tensor.cuts, _writers(tensor), strict=True)}
+    return ranks.pop("pp") == tensor.home and all(rank in writers.get(axis, (0,)) for axis, rank in ranks.items())
+
+
+def _writers(tensor: StateTensor) -> Iterator[range]:
+    """Yield, for each cut of a tensor, the coordinates of the ranks that write a shard: the first of each replica."""
+    for cut in tensor.cuts:
+        yield range(0, cut.size, 1 if tensor.own else _copies(cut))
+
+
+def _copies(cut: Cut) -> int:
+    """Return how many consecutive ranks hold the same shard, if that is the same for all shards; else 1."""
+    return cut.replicas[0] if len(set(cut.replicas)) == 1 else 1
+
+
+def weights_name(rank: int) -> str:
+    """Return the name of a rank's file of tensors."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def rest_name(rank: int) -> str:
+    """Return the name of a rank's file of other data."""
+    return f"rank-{rank:05d}.pt"
+
+
+class StateReader:
+    """A reader of one saved state's tensors, by their keys in its index."""
+
+    def __init__(self, directory: Path, index: StateIndex) -> None:
+        self.directory, self.index = directory, index
+        self._file = lru_cache(_OPEN_FILES)(lambda rank: SafetensorsFile(directory / weights_name(rank)).slices())
+
+    def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
+        """Return a copy of the shard of a tensor at ``ranks``, on the CPU.
+
+        Args:
+            wanted: how the reading layout shards the tensor.
+
+        Raises:
+            CheckpointError: it has another shape, is usable only in the layout it was written in, or is incomplete.
+        """
+        self.check(key, wanted)
+        written = self.index.tensors[key]
+        if written.cuts == wanted.cuts and (written.own or written.block == wanted.block):
+            if not written.own and 0 in wanted.local_shape(ranks):
+                return self._empty(key, wanted.local_shape(ranks))
+            first = {c.axis: ranks.get(c.axis, 0) for c in written.cuts}
+            if not written.own:
+                first = {c.axis: first[c.axis] - first[c.axis] % _copies(c) for c in written.cuts}
+            return self._piece(key, written, first)[...]
+        if written.block or wanted.block:
+            whole = self._whole(key, written)
+            return whole[..., wanted.blocks(ranks)].contiguous() if wanted.block else whole
+        return self._assembled(key, written, wanted.spans(ranks))
+
+    def whole(self, key: str) -> Tensor:
+        """Return the full tensor."""
+        return self._whole(key, self.index.tensors[key])
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+        return self._piece(key, self.index.tensors[key], {}).dtype
+
+    def check(self, key: str, wanted: StateTensor) -> None:
+        """Raise the errors of :meth:`read`, without reading."""
+        written = self.index.tensors.get(key)
+        if written is None:
+            raise CheckpointError(f"{self.directory} has no {key}: it is of another model or another optimizer")
+        if written.own and written.cuts != wanted.cuts:
+            raise CheckpointError(
+                f"{self.directory} has {key} as each rank kept it, which means something in the layout "
+                f"{self.index.sizes} only: resume in that one, or make the optimizer with hfscale.create_optimizer, "
+                "whose states resume in every layout"
+            )
+        if not written.own and written.shape != wanted.shape:
+            raise CheckpointError(
+                f"{self.directory} has no {key} of shape {wanted.shape}, but one of {written.shape}: it is of another "
+                "model"
+            )
+
+    def _piece(self, key: str, written: StateTensor, ranks: dict[str, int]) -> TensorOnDisk:
+        rank = self.index.written_by(written, ranks)
+        found: TensorOnDisk | None = self._file(rank).get(key)
+        if found is None:
+            raise CheckpointError(
+                f"{self.directory}/{weights_name(rank)} has no {key}, of which that rank held a share: it is damaged, "
+                "use another state"
+            )
+        shape = found.shape if written.own else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{self.directory}/{weights_name(rank)} has {key} of shape {found.shape}, not {shape}: the "
+                "file is damaged, or another rank's; use another state"
+            )
+        return found
+
+    def _pieces(self, written: StateTensor, wanted: list[Spans]) -> Iterator[dict[str, int]]:
+        """Yield the coordinates of written shards that overlap the wanted one, found cut by cut to skip most early."""
+        holders = list(_writers(written))
+
+        def below(done: int, ranks: dict[str, int]) -> Iterator[dict[str, int]]:
+            spans = share_spans(written.weight or written.shape, written.cuts[:done], ranks)
+            if wanted and not all(overlaps(want, held) for want, held in zip(wanted, spans, strict=True)):
+                return
+            if done == len(written.cuts):
+                yield ranks
+                return
+            for rank in holders[done]:
+                yield from below(done + 1, {**ranks, written.cuts[done].axis: rank})
+
+        yield from below(0, {})
+
+    def _assembled(self, key: str, written: StateTensor, wanted: list[Spans]) -> Tensor:
+        shape = [sum(stop - start for start, stop in dim) for dim in wanted]
+        found = self._empty(key, shape)
+        if 0 in shape:
+            return found
+        covered = 0
+        for ranks in self._pieces(written, wanted):
+            piece = self._piece(key, written, ranks)
+            meet = [overlaps(want, held) for want, held in zip(wanted, written.spans(ranks), strict=True)]
+            for box in product(*meet):
+                place = tuple(slice(into, into + length) for into, _, length in box)
+                found[place] = piece.read(tuple((start, start + length) for _, start, length in box))
+                covered += prod(length for *_, length in box)
+        if covered < prod(shape):
+            raise CheckpointError(f"{self.directory} has only a part of {key}: it is damaged, use another state")
+        return found
+
+    def _whole(self, key: str, written: StateTensor) -> Tensor:
+        if not written.block:
+            return self._assembled(key, written, [[(0, size)] for size in written.shape])
+        found = self._empty(key, written.shape)
+        for ranks in self._pieces(written, []):
+            numbers = written.blocks(ranks)
+            if len(numbers):
+                found[..., numbers] = self._piece(key, written, ranks)[...]
+        return found
+
+    def _empty(self, key: str, shape: Any) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self.dtype(key))

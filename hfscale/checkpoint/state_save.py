@@ -1,0 +1,300 @@
+"""Take a rank's state of a run, agree on the index of all ranks' states, and write them.
+
+Taking needs no communication and copies nothing but what is no tensor, so that an asynchronous save can write later.
+"""
+
+import hashlib
+import io
+import pickle
+import tempfile
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.transformers.saving import write_configs
+from ..distributed.files.complete import FileSum, write_synced
+from ..distributed.files.directories import staging_of
+from ..distributed.files.writer import write_tensors
+from ..distributed.mesh import Mesh
+from ..errors import CheckpointError
+from ..features.adapters import Adapters
+from ..features.adapters.storage import write_adapter_config
+from ..plan import ParameterPlan
+from ..plan.state_tensor import StateTensor, like, own, whole
+from ..train.runtime import Runtime
+from ..train.runtime.full_tensors import in_order, tensors_of_stage
+from ..train.runtime.shards import local_tensor
+from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
+from .random_states import random_states
+from .state_directory import NewState, prune
+from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name
+
+
+@dataclass
+class TakenState:
+    """This rank's state that is not written yet.
+
+    Attributes:
+        mesh: the ranks that write it.
+        index: with the tensors of this rank's stage, and what its optimizer keeps besides.
+        held: key -> shard that this rank writes: the run's own tensor, or a copy.
+        options: of the optimizer's groups.
+        digests: of the states of other objects, by name.
+        rest: this rank's other data, as the bytes of a file.
+        entries: this rank's entries of the tensors that a converter saves.
+        stored: key in the file of an adapter -> name of a parameter; empty without one, and on other ranks.
+        beside: config files of a Hugging Face checkpoint, by name; on the first rank.
+    """
+
+    mesh: Mesh
+    runtime: Runtime
+    index: StateIndex
+    held: dict[str, Tensor] = field(default_factory=dict)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    rest: bytes = b""
+    entries: list[tuple[Any, ...]] = field(default_factory=list)
+    stored: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
+        """Add a tensor of pipeline rank ``home`` of which this rank has ``share``."""
+        tensor = self.index.tensors[key] = replace(tensor, home=home)
+        if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
+            raise CheckpointError(
+                f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
+                "parameters after the model was made"
+            )
+        if is_written_by(self.mesh, tensor):
+            self.held[key] = share
+
+
+@torch.no_grad()  # with autograd, to_local() of DTensors took a third of the time
+def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> TakenState:
+    """Collect the tensors to write of a model and its optimizer, without copies."""
+    mesh, plan = runtime.mesh, runtime.plan
+    found = TakenState(mesh, runtime, StateIndex.of(mesh.layout, plan))
+    for planned, parameter in written_parameters(runtime):
+        share = local_tensor(parameter).detach()
+        found.add(f"weights/{planned.name}", like(planned), plan.primary_rank(planned.name), share)
+    for name, buffer in runtime.model.named_buffers():
+        found.add(f"buffers/{name}", whole(*buffer.shape), mesh.pp_rank, buffer)
+    if optimizer is not None:
+        _add_optimizer(found, runtime, optimizer)
+    return found
+
+
+def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
+    """Return the parameters to write, without frozen weights in 4 or 8 bits: those are loaded from the checkpoint."""
+    frozen = runtime.plan.quantized.weights if runtime.plan.quantized is not None else ()
+    return [(planned, parameter) for planned, parameter in runtime.parameters() if planned.name not in frozen]
+
+
+def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+    plans = {id(parameter): planned for planned, parameter in written_parameters(runtime)}
+    given = moved_parameters(optimizer)
+    strange = {id(parameter) for group in given for parameter in group} - plans.keys()
+    if strange:
+        raise CheckpointError(
+            f"the optimizer has {len(strange)} parameters that are not the model's: keep them in an optimizer of their "
+            "own, and pass it to save_state under a name"
+        )
+    for parameter, values in optimizer.state.items():
+        planned = plans.get(id(parameter))
+        if planned is None:  # frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning
+            continue
+        home, share = runtime.plan.primary_rank(planned.name), tuple(local_tensor(parameter).shape)
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                held = local_tensor(value).detach()
+                lies = state_lies(optimizer, planned, key, tuple(held.shape), share)
+                found.add(f"optimizer/{key}/{planned.name}", lies, home, held)
+            elif value is None or isinstance(value, bool | int | float | str):
+                found.index.numbers.setdefault(planned.name, {})[key] = value
+            else:
+                raise CheckpointError(
+                    f"the optimizer keeps a {type(value).__name__} as {key!r} of {planned.name}, which is neither a "
+                    "tensor nor a number: save its state yourself, and pass it to save_state under a name"
+                )
+    found.index.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
+    found.index.optimizer = described(optimizer)
+    found.options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def described(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return an optimizer's name and the names of its options: equal options go with equal states."""
+    return [str(getattr(optimizer, "name", type(optimizer).__name__)), sorted(optimizer.defaults)]
+
+
+def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """Return each group's parameters that the optimizer may update, without frozen weights in 4 or 8 bits."""
+    return [
+        [parameter for parameter in group["params"] if parameter.is_floating_point() or parameter.requires_grad]
+        for group in optimizer.param_groups
+    ]
+
+
+def state_lies(
+    optimizer: Any, planned: ParameterPlan, key: str, shape: tuple[int, ...], weight: tuple[int, ...]
+) -> StateTensor:
+    """Return how a tensor of an optimizer's state is sharded, relative to that of one process.
+
+    Args:
+        shape: the tensor's: this rank's shard, together with the weight's; or the full one, with the full weight's.
+        weight: the shape of the weight's shard, or of the full weight.
+    """
+    if getattr(optimizer, "lies", None) is not None:
+        found: StateTensor = optimizer.lies(planned, key, shape)
+        return found
+    if not shape or not planned.cuts:
+        return whole(*shape)
+    # In bitsandbytes' own optimizers over shards, the shard's size decides which state has 8 bits.
+    alike = shape == weight and not type(optimizer).__module__.startswith("bitsandbytes")
+    return like(planned) if alike else own(planned)
+
+
+def take_state(
+    runtime: Runtime, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
+) -> TakenState:
+    """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied."""
+    taken = contents_of(runtime, optimizer)
+    taken.index.step = step
+    states = {name: other.state_dict() for name, other in others.items()}
+    parts = {part.state_key: state for part in runtime.parts if (state := part.state(runtime))}
+    random = random_states(runtime.mesh)
+    taken.rest = _plain_bytes({"random": random, "others": states, "options": taken.options, "parts": parts})
+    taken.digests = {name: _digest(state) for name, state in states.items()}
+    taken.entries = tensors_of_stage(runtime)
+    if is_writer(runtime.mesh):
+        adapters = runtime.part(Adapters)
+        with tempfile.TemporaryDirectory() as written:  # config files, and code that came with the model
+            write_configs(runtime.model, Path(written))
+            if adapters is not None:
+                taken.stored = adapters.stored_names(runtime)
+                write_adapter_config(adapters.whole, adapters.name, Path(written))
+            files = (path for path in sorted(Path(written).iterdir()) if path.is_file())
+            taken.beside = {path.name: path.read_bytes() for path in files}
+    return taken
+
+
+def _plain_bytes(content: dict[str, Any]) -> bytes:
+    """Return the bytes of ``torch.save``, if ``torch.load(weights_only=True)`` can read them."""
+    for name, state in content["others"].items():
+        file = io.BytesIO()
+        try:
+            torch.save(state, file)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"the state of {name!r} is not plain data (numbers, strings, tensors, lists, dicts): {error}"
+            ) from error
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def _digest(state: Any) -> str:
+    """Return a digest that is equal for equal states."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=repr):
+                digest.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            digest.update(f"[{len(value)}".encode())
+            for each in value:
+                add(each)
+        else:
+            digest.update(repr(value).encode())
+
+    add(state)
+    return digest.hexdigest()
+
+
+def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None) -> None:
+    """Write a taken state: every rank its file, rank 0 the index. If one rank fails, ``target`` is unchanged on all."""
+    mesh, run, new = taken.mesh, taken.runtime.run, None
+    with all_or_none(mesh, f"{target} could not be written"):
+        try:
+            if is_writer(mesh):
+                new = NewState(target)
+            index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
+            every = mesh.all_gather_object(_write_own(taken, index, staging_of(target)))
+            if new is not None:
+                new.commit({name: file for rank in every for name, file in rank.items()}, taken.index.step, run)
+                new = None
+            numbers = {key: share for key, share in taken.held.items() if not key.startswith("buffers/")}
+            warn_of_not_finite(mesh, not_finite(numbers), str(target))
+        finally:
+            if new is not None:
+                new.give_up()
+    with all_or_none(mesh, f"{target} is written, and older states beside it could not be removed"):
+        if is_writer(mesh):
+            prune(target, run, keep_last, keep_every)
+
+
+def _write_own(taken: TakenState, index: StateIndex, directory: Path) -> dict[str, FileSum]:
+    """Write this rank's files and fsync them."""
+    rank = index.rank_of(taken.mesh.ranks)
+    files = {rest_name(rank): write_synced(directory / rest_name(rank), taken.rest)}
+    if taken.held:
+        files[weights_name(rank)] = write_tensors(directory / weights_name(rank), taken.held)
+    if is_writer(taken.mesh):
+        for name, content in {INDEX: index.write(), **taken.beside}.items():
+            files[name] = write_synced(directory / name, content)
+    return files
+
+
+def agreed_index(taken: TakenState) -> StateIndex:
+    """Return the index, the same on every rank; collective. The first rank of each stage contributes its tensors."""
+    mesh, own_part = taken.mesh, taken.index
+    told: dict[str, Any] = {"digests": taken.digests, "entries": taken.entries, "stored": taken.stored}
+    if mesh.speaks_for_stage:
+        told["tensors"] = {key: tensor.told() for key, tensor in own_part.tensors.items()}
+        told["numbers"], told["groups"] = own_part.numbers, own_part.groups
+    every: list[dict[str, Any]] = mesh.all_gather_object(told)
+    index = StateIndex.of(mesh.layout, taken.runtime.plan)
+    index.step, index.optimizer = own_part.step, own_part.optimizer
+    index.versions = {"hfscale": metadata.version("hfscale"), "torch": str(torch.__version__)}
+    digests = taken.digests.items()
+    index.others = {name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests}
+    for each in every:
+        _merge(index, each)
+    # A rank may have optimizer state that the first rank of its stage lacks.
+    unheard = {key: own_part.tensors[key].told() for key in taken.held if key not in index.tensors}
+    for tensors in mesh.all_gather_object(unheard):
+        _merge(index, {"tensors": tensors})
+    _add_stored_names(index, taken.runtime, every)
+    return index
+
+
+def _add_stored_names(index: StateIndex, runtime: Runtime, every: list[dict[str, Any]]) -> None:
+    """Add the names that a converter to a checkpoint needs."""
+    if names := {key: name for each in every for key, name in each["stored"].items()}:
+        owned = {planned.name: planned.tied_to or planned.name for planned in runtime.plan.parameters}
+        index.adapter, index.stored = True, {key: f"weights/{owned[name]}" for key, name in names.items()}
+        return
+    staged = runtime.plan.stages is not None
+    entries = in_order(runtime, [each["entries"] for each in (every if staged else every[:1])])
+    index.stored = {e.name: f"weights/{e.planned.name}" if e.planned else f"buffers/{e.name}" for e in entries}
+
+
+def _merge(index: StateIndex, told: dict[str, Any]) -> None:
+    """Add a rank's contribution; existing entries stay, so the first stage's counts if several have a tensor."""
+    for key, tensor in told.get("tensors", {}).items():
+        index.tensors.setdefault(key, StateTensor.hear(tensor))
+    for name, numbers in told.get("numbers", {}).items():
+        index.numbers.setdefault(name, numbers)
+    if (groups := told.get("groups")) is not None:
+        merged = index.groups if index.groups is not None else [[] for _ in groups]
+        pairs = zip(merged, groups, strict=True)
+        index.groups = [[*old, *(name for name in new if name not in set(old))] for old, new in pairs]
