@@ -14,8 +14,7 @@ from ..distributed.files.complete import MARK
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import MESH_AXES, Mesh
 from ..errors import CheckpointError
-from ..train.runtime.atomic_directory import atomic_directory
-from ..train.runtime.writing import all_or_none
+from ..train.runtime.writing import all_or_none, atomic_directory
 from .state_index import INDEX, StateIndex
 from .state_load import find_whole
 from .state_reader import StateReader

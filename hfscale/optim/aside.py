@@ -20,7 +20,7 @@ from torch import Tensor
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor
-from ..train.runtime.unshard import gather_full
+from ..train.runtime.shards import gather_full
 from .rounding import key_of, places_of, write_rounded
 from .sharded import Groups, Member, State
 from .stock import LocalStepper, Stock, StockOverStandIns, WholeStepper

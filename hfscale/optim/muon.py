@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like
-from ..train.runtime.unshard import gather_full
+from ..train.runtime.shards import gather_full
 from .sharded import Groups, Member, State
 from .sums import gradients_present
 

@@ -10,7 +10,7 @@ from ..cost.model.optimizer_bytes import BLOCK
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, scales, whole
-from ..train.runtime.unshard import gather_full
+from ..train.runtime.shards import gather_full
 from .sharded import Groups, Member, State
 from .sums import gradients_present
 

@@ -10,10 +10,10 @@ from ..config.schedules import ASYNCHRONOUS
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from .inputs import prepare
-from .last_stage import from_last_stage
+from .outputs import from_last_stage
 from .runtime import Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .user_function import UserFunction
+from .user_loss import UserFunction
 
 LossOfScores = Callable[[TokenScores, int], Tensor]
 """Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""

@@ -7,10 +7,12 @@ the sums backward, and divides gradients and loss afterwards::
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
@@ -18,13 +20,74 @@ from .._compat.transformers.classes import class_name, stock_class
 from .._compat.transformers.computing import packing
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import ConfigError, check_number
-from .batch_check import forward_arguments
-from .inputs import prepare
+from .inputs import forward_arguments, prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, local_tensor
 from .runtime.batches import BORDERS, Microbatch
-from .runtime.gradients import add_back, gradients_aside
-from .user_function import UserFunction
+from .runtime.shards import add_back, gradients_aside
+
+Value = TypeVar("Value")
+
+
+class UserFunction:
+    """A user's function whose failure on one rank does not leave other ranks waiting.
+
+    A rank on which it failed continues with a value that counts nothing, until all ranks meet at the end of the step.
+
+    Args:
+        name: name of the argument that it was passed as.
+        arguments: names of the arguments that it is called with.
+
+    Raises:
+        ConfigError: it cannot be called with them.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
+        if not callable(function) or not _takes(function, len(arguments)):
+            raise ConfigError(f"{name}={function!r} is impossible: pass a function of {' and '.join(arguments)}")
+        self.name, self._runtime, self._function = name, runtime, function
+        self._error: Exception | None = None
+
+    def __call__(self, read: Callable[[Any], Value], *args: Any, instead: Value) -> Value:
+        """Return ``read(function(*args))``; ``instead`` if one of the two raises."""
+        try:
+            return read(self._function(*args))
+        except Exception as error:  # of any type: it is raised in `agree`
+            self._error = self._error or error
+            return instead
+
+    def agree(self) -> None:
+        """Raise on every rank if the function failed on one; collective."""
+        error, control = self._error, self._runtime.mesh.control
+        failed = torch.tensor([int(error is not None)])
+        if control is not None:
+            dist.all_reduce(failed, group=control)
+        if error is not None:
+            raise error
+        if failed:
+            raise ConfigError(f"{self.name} failed on {int(failed)} other rank(s): see their error")
+
+    def scalar(self, value: Any, what: str) -> Tensor:
+        """Return a loss as a scalar tensor.
+
+        Raises:
+            ConfigError: it is not a floating-point tensor of one number.
+        """
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            given = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:60]
+            raise ConfigError(f"{self.name} must return {what} as a tensor of one number, got {given}: use .sum()")
+        return value.reshape(())
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # compiled functions may have no signature
+        return True
+    return True
+
 
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
 """Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._compat.trl import loss_is_scaled, unrecorded
 from ...distributed.ops.token_scores import TokenScores
 from ...train import train_step
-from ...train.last_stage import from_last_stage
+from ...train.outputs import from_last_stage
 from .fused_head import Conversation, FusedHead
 
 

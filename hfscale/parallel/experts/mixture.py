@@ -21,7 +21,6 @@ from ...distributed.ops.packed import packings_of
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime
-from ...train.runtime.mixed_weights import shares_casts
 from ...train.runtime.parameter_names import unwrapped
 from .capacity_buffers import through_slots
 from .dispatch import combine, dispatch
@@ -126,7 +125,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    copies = bool(modules) and shares_casts(runtime)  # of which the host would make one for each microbatch
+    copies = bool(modules) and runtime.shares_casts  # of which the host would make one for each microbatch
     if group is None and options is None and not (changed or narrow or copies):
         return None
     shares = mesh.tp_group if layout.slices_tokens else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError
 from ...train.runtime import Runtime, local_tensor
-from ...train.runtime.gradients import add_back, gradients_aside
+from ...train.runtime.shards import add_back, gradients_aside
 
 
 @dataclass

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from ..._compat.torch import own_parameters
 from ...distributed.ops import enter
 from ...plan import Plan
-from ...train.runtime.gradients import add_back, gradients_aside
 from ...train.runtime.parameter_names import computing, module_at
-from ...train.runtime.shards import local_tensor
+from ...train.runtime.shards import add_back, gradients_aside, local_tensor
 
 
 class PartialSums:

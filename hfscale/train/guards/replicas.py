@@ -129,10 +129,9 @@ def _weighted(numbers: Tensor, salt: int) -> Tensor:
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
     """Return whether several ranks hold entries of a parameter; the same answer on every rank."""
-    layout, (_, ranks) = runtime.mesh.layout, runtime.mesh.view(planned.cuts)
-    cut = {cut.axis for cut in planned.cuts}
-    free = [axis for axis in ranks if axis != "pp" and axis not in cut]
-    sizes = (layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) for axis in free)
+    layout, spread = runtime.mesh.layout, planned.cut_over("ep") is not None
+    free = runtime.mesh.free_axes(planned.cuts)
+    sizes = (layout.size("expert_tp" if axis == "tp" and spread else axis) for axis in free)
     return max(sizes, default=1) > 1 or planned.replicas > 1 or len(runtime.plan.holders(planned.name)) > 1
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.features.memory.saved import count_saved
-from hfscale.features.precision.shared_casts_part import SharedCasts
+from hfscale.features.precision.part import SharedCasts
 from hfscale.parallel.pipeline import asynchronous
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
