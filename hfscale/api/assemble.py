@@ -11,7 +11,6 @@ from ..distributed.mesh import Mesh
 from ..features.adapters import Adapters
 from ..features.fp8.part import Float8, Float8Gather
 from ..features.memory.kept_activations import KeptActivations
-from ..features.memory.offload_optimizer import OffloadOptimizer
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
 from ..features.precision.loss_scale import LossScaling
@@ -56,7 +55,6 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         DataParallel(),
         Float8Gather(),
         Quantization(),
-        OffloadOptimizer(),
         Autocast(),
         PipelineStages(),
         StockCode(save_pretrained),
@@ -79,7 +77,8 @@ def assemble(
         adapters: PEFT's adapters around its modules, if any.
     """
     look_again = watch(model)
-    runtime = Runtime(model, plan, mesh, options, parts_of(adapters))
+    runtime = Runtime(model, plan, mesh, options, parts=())
+    runtime.parts = tuple(part for part in parts_of(adapters) if part.is_needed(runtime))
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()

@@ -92,6 +92,11 @@ class Mesh:
         """Groups to reduce over to sum over pipeline stages."""
         return self.groups("pp")
 
+    @property
+    def context_groups(self) -> list[dist.ProcessGroup]:
+        """Groups to reduce over to sum over the ranks that hold pieces of the same sequences."""
+        return self.groups("cp")
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
@@ -124,6 +129,13 @@ class Mesh:
         assert device_mesh is not None
         names: Any = device_mesh.mesh_dim_names
         return int(device_mesh.mesh[tuple({**ranks, "pp": stage}.get(name, 0) for name in names)])
+
+    def largest(self, *numbers: float) -> list[Any]:
+        """Return the largest value of each number on any rank, over gloo; collective."""
+        found = torch.tensor(numbers)
+        if self.control is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self.control)
+        return found.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
         """Return every rank's ``value``, by rank; collective.

@@ -11,14 +11,15 @@ would cost more than the update of a small tensor, and bitsandbytes does not sup
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..plan import ParameterPlan
-from ..plan.state_tensor import StateTensor
+from ..plan.state_tensor import StateTensor, like
 from ..train.runtime.shards import local_tensor
 
 Groups = Sequence[dict[str, Any]]
@@ -57,17 +58,18 @@ class Member:
         return tuple(cut.axis for cut in self.planned.cuts)
 
 
-class Stepper(Protocol):
-    """An object that updates some of an optimizer's parameters, in place."""
+class Stepper:
+    """A base of what updates some of an optimizer's parameters, its ``members``, in place."""
+
+    def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
+        self.members, self._mesh = members, mesh
 
     def publish(self, state: State) -> None:
         """Put the state that exists before the first step into ``state``."""
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update by the present gradients; every rank of a pipeline stage makes the same calls."""
-
-    def members(self) -> Sequence[Member]:
-        """Return the parameters this stepper updates."""
+        raise NotImplementedError
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return how a tensor of a parameter's state is sharded, relative to that of one process.
@@ -75,6 +77,7 @@ class Stepper(Protocol):
         Args:
             shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.
         """
+        return like(planned)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -105,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._complete = False
         super().__init__(list(groups), defaults)
         self._steppers = tuple(steppers)
-        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members()}
+        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members}
         self._complete = True
         for stepper in self._steppers:
             stepper.publish(self.state)

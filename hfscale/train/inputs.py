@@ -15,7 +15,7 @@ from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from .guards import check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
-from .runtime.batches import BORDERS, Microbatch, agree, known, look_at, to_device, total_of, with_borders
+from .runtime.batches import BORDERS, Counts, Microbatch, agree, known, look_at, to_device, total_of, with_borders
 
 _INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels")
@@ -181,18 +181,18 @@ def prepare(
     if not train:  # before a training step that was looked at by itself
         check_model(runtime)
     loss = _loss_of(runtime, loss)
-    mesh, rows, refused = runtime.mesh, list[list[int]](), None
+    mesh, rows, refused = runtime.mesh, list[Counts](), None
     microbatches = list[Microbatch]()
     try:
         given, rows = _agreed(runtime, loss, batch, train)
-        _refuse_outside(runtime, sum(outside for _, outside, _ in rows))
+        _refuse_outside(runtime, sum(row.outside for row in rows))
         microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
-        if packed := [each for each, row in zip(microbatches, rows, strict=True) if row[2]]:
+        if packed := [each for each, row in zip(microbatches, rows, strict=True) if row.packed]:
             check_packed_rows(runtime.model, packed)
         microbatches = [runtime.context.shard_batch(each) for each in microbatches]
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
-    valid = sum(valid for valid, _, _ in rows)
+    valid = sum(row.valid for row in rows)
     control = mesh.control if mesh.data_world > 1 else None
     passes = runtime.executor.passes_together(len(microbatches))
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
@@ -208,8 +208,8 @@ def prepare(
 
 def _agreed(
     runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool
-) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the microbatches, checked and compared with the ranks that share them, and the rows of :func:`agree`."""
+) -> tuple[list[dict[str, Any]], list[Counts]]:
+    """Return the microbatches, checked and compared with the ranks that share them, and their counts."""
     executor, sharing = runtime.executor, runtime.mesh.sharing
     agrees = executor.agrees(train)
     given, seen, refused = list[dict[str, Any]](), None, None

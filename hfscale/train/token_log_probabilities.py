@@ -53,7 +53,8 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
     with torch.no_grad(), runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
         runtime.executor.run(model, microbatches, Objective(keep), backward=False)
     parts = [kept[index].each() for index in sorted(kept)]
-    return TokenScores(*from_last_stage(runtime, [torch.cat(each) for each in zip(*parts, strict=True)]))
+    joined = dict(enumerate(torch.cat(each) for each in zip(*parts, strict=True)))
+    return TokenScores(*from_last_stage(runtime, [joined])[0].values())
 
 
 def loss_of_scores(

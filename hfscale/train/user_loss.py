@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
@@ -25,6 +24,7 @@ from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, local_tensor
 from .runtime.batches import BORDERS, Microbatch
 from .runtime.shards import add_back, gradients_aside
+from .runtime.writing import sum_or_raise
 
 Value = TypeVar("Value")
 
@@ -58,14 +58,8 @@ class UserFunction:
 
     def agree(self) -> None:
         """Raise on every rank if the function failed on one; collective."""
-        error, control = self._error, self._runtime.mesh.control
-        failed = torch.tensor([int(error is not None)])
-        if control is not None:
-            dist.all_reduce(failed, group=control)
-        if error is not None:
-            raise error
-        if failed:
-            raise ConfigError(f"{self.name} failed on {int(failed)} other rank(s): see their error")
+        elsewhere = f"{self.name} failed on {{}} other rank(s): see their error"
+        sum_or_raise((), self._runtime.mesh.control, self._error, elsewhere)
 
     def scalar(self, value: Any, what: str) -> Tensor:
         """Return a loss as a scalar tensor.
@@ -117,11 +111,8 @@ class UserLoss:
     """
 
     def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
-        self._runtime, self._loss_fn, self._kept = (
-            runtime,
-            UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch")),
-            kept,
-        )
+        self._loss_fn = UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch"))
+        self._runtime, self._kept = runtime, kept
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model))
@@ -134,7 +125,12 @@ class UserLoss:
             ConfigError: a feature of the layout cannot run such a loss.
         """
         runtime = self._runtime
-        self._refuse_unfit()
+        layout = runtime.mesh.layout
+        if runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:
+            raise ConfigError(
+                f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
+                "'zbv'"
+            )
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
@@ -161,14 +157,6 @@ class UserLoss:
         runtime = self._runtime
         with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
             return runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
-
-    def _refuse_unfit(self) -> None:
-        layout = self._runtime.mesh.layout
-        if self._runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:
-            raise ConfigError(
-                f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
-                "'zbv'"
-            )
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
         with packing(inputs.packed, inputs):

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from ..._compat.torch_device import keep_for_stream
 from ..._compat.torch_fsdp import gather_encoded
 from ...config.schedules import ASYNCHRONOUS
-from ...distributed.mesh import Mesh
 from ...distributed.ops import WeightLater, project
 from ...distributed.ops.products import multiplied_by, multiply_by, products_of
 from ...models.projections import is_transposed, weight_dims
-from ...plan import Plan
 from ...plan.products_plan import Float8Plan, gathered_in_8_bits
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
@@ -39,11 +37,14 @@ class Float8(Part):
     def __init__(self) -> None:
         self._projections: list[tuple[nn.Module, Float8Projection]] = []
 
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether products are planned in fp8."""
+        return runtime.plan.feature(Float8Plan) is not None
+
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the projections' forward, before block edges and recomputation are installed around it."""
         planned = runtime.plan.feature(Float8Plan)
-        if planned is None:
-            return
+        assert planned is not None
         for name in filter(runtime.is_local, planned.modules):
             for projection in computing(module_at(runtime.model, name)):
                 made = Float8Projection(_groups(runtime, name, projection), planned.rowwise)
@@ -82,7 +83,7 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
     dims = {cut.dim for cut in runtime.plan.by_name[f"{name}.weight"].cuts if cut.axis == "tp"}
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
-    return Float8Groups(runtime.mesh.groups("cp"), inputs, outputs)
+    return Float8Groups(runtime.mesh.context_groups, inputs, outputs)
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
@@ -119,17 +120,11 @@ class Float8Gather(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Encode the all-gathers of FSDP2. Must follow the data axes, which shard the weights."""
-        gather_in_8_bits(runtime.model, runtime.plan, runtime.mesh)
-
-
-def gather_in_8_bits(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Make FSDP2 gather in 8 bits the sharded weights that the plan marks."""
-    encodings: dict[nn.Module, _InEightBits] = {}
-    for name in sorted(gathered_in_8_bits(plan)):
-        if plan.is_local(mesh.pp_rank, name):
-            for projection in computing(module_at(model, name.removesuffix(".weight"))):
+        encodings: dict[nn.Module, _InEightBits] = {}
+        for name in filter(runtime.is_local, sorted(gathered_in_8_bits(runtime.plan))):
+            for projection in computing(module_at(runtime.model, name.removesuffix(".weight"))):
                 made = multiplied_by(projection)
                 assert isinstance(made, Float8Projection)
-                encodings[projection] = _InEightBits(made, mesh.groups("dp_shard"))
-    if encodings:
-        gather_encoded(model, encodings)
+                encodings[projection] = _InEightBits(made, runtime.mesh.groups("dp_shard"))
+        if encodings:
+            gather_encoded(runtime.model, encodings)

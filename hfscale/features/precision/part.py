@@ -43,14 +43,12 @@ class Autocast(Part):
 class SharedCasts(Part):
     """A part for mixed precision in pipeline stages without data ranks; over data ranks FSDP2 casts what it gathers."""
 
-    def __init__(self) -> None:
-        self._active = False
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether microbatches in flight share casts."""
+        return runtime.shares_casts
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the projections' forward, inside of block edges; with deferred weight gradients those cast weights."""
-        self._active = runtime.shares_casts
-        if not self._active:
-            return
         for module in runtime.model.modules():
             if type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
                 module.forward = partial(_with_shared_cast, module, module.forward)
@@ -58,9 +56,6 @@ class SharedCasts(Part):
     @contextmanager
     def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
         """Share casts inside the `with` block, in which the weights do not change."""
-        if not self._active:
-            yield
-            return
         with sharing(Casts()), nullcontext() if recomputes(runtime.model) else autocast_remembers():
             yield
 

@@ -64,7 +64,7 @@ def training_step(trainer: Any, batches: Sequence[Any], count: Any, missing: int
     total = torch.zeros((), device=trainer.args.device)
     with torch.no_grad():
         for index, talk in enumerate(talks):
-            own = list(kept[index].each()) if index in kept else []
-            talk.scores = TokenScores(*from_last_stage(runtime, own))
+            own = dict(enumerate(kept[index].each())) if index in kept else {}
+            talk.scores = TokenScores(*from_last_stage(runtime, [own])[0].values())
             total += loss_of(index).detach()
     return total

@@ -10,7 +10,7 @@ computes with as if they were full, the copy steps two small DTensors: some clas
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..._compat.torch_device import fork_random_state
 from ...errors import ConfigError
+from ...plan.offload import offloaded
 from ..runtime import Runtime
 
-_PARTS = "_hfscale_parts"
+_MARK = "_hfscale_parts"
 _TOLERANCE = 1e-3
 _INSTEAD = (
     "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
@@ -32,14 +33,26 @@ _hooked: list[Any] = []
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 
 
-def refuse_whole_tensor_optimizers(runtime: Runtime) -> None:
+class _Held(NamedTuple):
+    """What is known of one parameter that an optimizer may step."""
+
+    layout: str
+    name: str
+    cut: bool
+    staged: bool
+    on_host: bool  # whether it is stepped on the CPU
+
+
+def refuse_other_optimizers(runtime: Runtime) -> None:
     """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if it would differ
-    from that of one process, or is impossible over FSDP2's shards.
+    from that of one process, is impossible over FSDP2's shards, or would keep an offloaded state on the device.
     """
-    layout = runtime.mesh.layout
+    layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
+    if layout.total_size == 1 and not on_host:
+        return
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
-        setattr(parameter, _PARTS, (layout.describe(), planned.name, cut, layout.pp > 1))
+        setattr(parameter, _MARK, _Held(layout.describe(), planned.name, cut, layout.pp > 1, on_host))
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_check))
 
@@ -48,35 +61,40 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Check an optimizer before its first step; torch calls it before every optimizer's step."""
     if _trying or optimizer in _judged:
         return
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = [getattr(parameter, _MARK) for parameter in held if hasattr(parameter, _MARK)]
+    if getattr(optimizer, "state_device", None) is None and any(part.on_host for part in parts):
+        raise ConfigError(
+            f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
+            "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
+        )
     _judged.add(optimizer)
     if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
         return
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parts = [getattr(parameter, _PARTS) for parameter in held if hasattr(parameter, _PARTS)]
-    cut = next((part for part in parts if part[2]), None)
+    cut = next((part for part in parts if part.cut), None)
     if cut is not None and _differs(optimizer, held[0].device, halved=True):
-        _refuse(optimizer, cut, f"{cut[1]} is cut")
-    elif parts and parts[0][3] and _differs(optimizer, held[0].device, halved=False):
+        _refuse(optimizer, cut, f"{cut.name} is cut")
+    elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
         _refuse(optimizer, parts[0], "stages hold some parameters each")
     _refuse_over_shards(optimizer, held)
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
-    sharded = next((each for each in held if hasattr(each, _PARTS) and isinstance(each, DTensor)), None)
+    sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
         _judged.discard(optimizer)
         raise ConfigError(
-            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over {getattr(sharded, _PARTS)[0]} "
-            f"({error}): make {_INSTEAD}"
+            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
+            f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
         )
 
 
-def _refuse(optimizer: torch.optim.Optimizer, part: tuple[str, str, bool, bool], why: str) -> None:
+def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     name = type(optimizer).__name__
     _judged.discard(optimizer)
     raise ConfigError(
         f"{name} does not treat entries one by one (tried on two small matrices, whole and in parts), and over "
-        f"{part[0]} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
+        f"{part.layout} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
     )
 
 

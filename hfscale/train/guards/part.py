@@ -21,7 +21,7 @@ from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import compare_first
 from ..runtime.local_weights import LocalWeights
-from .optimizers import refuse_whole_tensor_optimizers
+from .optimizers import refuse_other_optimizers
 from .replicas import check_replicas
 from .stock_loops import refuse_stock_accelerator, refuse_stock_clipping
 from .structure import Structure
@@ -120,11 +120,11 @@ class StockCode(Part):
         refuse_changes(model, layout)
         if layout.total_size > 1 or runtime.plan.adapters:  # transformers would save adapters' wrapped names
             model.save_pretrained = _saves_all_of_it(model, self._save)
+        refuse_other_optimizers(runtime)
         if layout.total_size == 1:
             return
         refuse_stock_accelerator()
         refuse_stock_clipping(runtime)
-        refuse_whole_tensor_optimizers(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)
         if runtime.plan.stages is None:  # stages run in steps alone, with older weights in some schedules

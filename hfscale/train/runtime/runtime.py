@@ -45,6 +45,10 @@ class Part:
     masks_padding = False
     state_key = ""
 
+    def is_needed(self, runtime: "Runtime") -> bool:
+        """Return whether the plan or an option asks for this feature; otherwise it is left out of the runtime."""
+        return True
+
     def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
         """Install this feature into the model, which already has its local sizes.
 

@@ -1,4 +1,4 @@
-"""Coordination of all ranks around files: arrive together, let one rank write, and fail together."""
+"""Coordination of all ranks: arrive together, fail together, and write files or none at all."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...distributed.files.directories import target_of
 from ...distributed.files.replace import NewFiles
 from ...distributed.mesh import Mesh
-from ...errors import CheckpointError, HFScaleError, RankFailedError, in_words
+from ...errors import CheckpointError, ConfigError, HFScaleError, RankFailedError, in_words
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +87,29 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         own = failure if alike and isinstance(failure, HFScaleError) else CheckpointError(f"{what}: {told}")
         own.everywhere = True
         raise own from (failure.__cause__ if failure is own else failure)
+
+
+def sum_or_raise(
+    numbers: Sequence[int], group: dist.ProcessGroup | None, refused: Exception | None, elsewhere: str
+) -> list[int]:
+    """Sum numbers over ``group`` in one all-reduce over gloo; collective.
+
+    Args:
+        refused: the error with which this rank refuses to go on, if any.
+        elsewhere: what ranks without an error are told, where ``{}`` is the number of those with one.
+
+    Raises:
+        ConfigError: ``refused`` on its rank, and a pointer to it on all others.
+    """
+    sums = torch.tensor([int(refused is not None), *numbers])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    refusing, *found = sums.tolist()
+    if refused is not None:
+        raise refused
+    if refusing:
+        raise ConfigError(elsewhere.format(refusing))
+    return found
 
 
 def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
