@@ -22,8 +22,7 @@ from torch import Tensor
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, whole, without_dim
-from .sharded import Groups, Member, State, Stepper
-from .sums import Piece, gradients_present, sum_over_ranks
+from .sharded import Groups, Member, Piece, State, Stepper, gradients_present, sum_over_ranks
 
 DEFAULTS: dict[str, Any] = {
     "eps": (1e-30, 1e-3),

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..plan import ParameterPlan
 from ..train.runtime.shards import gather_full
-from .sharded import Groups, Member, State, Stepper
-from .sums import gradients_present
+from .sharded import Groups, Member, State, Stepper, gradients_present
 
 _EPS = 1e-7
 DEFAULTS: dict[str, Any] = {

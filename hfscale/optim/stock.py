@@ -23,8 +23,7 @@ from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, scales, whole
 from ..train.runtime.shards import gather_full
 from .rounding import key_of, places_of, write_rounded
-from .sharded import Groups, Member, State, Stepper
-from .sums import gradients_present
+from .sharded import Groups, Member, State, Stepper, gradients_present
 
 UPDATES = "updates"
 """Key of a parameter group that counts updates, so that a resumed run continues the rounding's random numbers."""

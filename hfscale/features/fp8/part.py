@@ -27,8 +27,7 @@ from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import computing, module_at
-from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, weight_scales
-from .weight import Float8Weight
+from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, weight_scales
 
 
 class Float8(Part):
