@@ -25,6 +25,10 @@ from .replicas import check_replicas
 from .stock_loops import refuse_other_optimizers, refuse_stock_accelerator, refuse_stock_clipping
 from .structure import Structure
 
+_CHECKED = frozenset({10, 100, 1000, 10000})
+_HALF = (torch.bfloat16, torch.float16)
+_log = logging.getLogger(__name__)
+
 
 def count_whole(runtime: Runtime) -> None:
     """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication.
@@ -171,11 +175,6 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
         save(model, save_directory, max_shard_size=max_shard_size)
 
     return save_pretrained
-
-
-_CHECKED = frozenset({10, 100, 1000, 10000})
-_HALF = (torch.bfloat16, torch.float16)
-_log = logging.getLogger(__name__)
 
 
 def before_step(runtime: Runtime) -> None:

@@ -19,7 +19,6 @@ computes with as if they were full, the copy steps two small DTensors: some clas
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -36,7 +35,16 @@ from ...errors import ConfigError
 from ...plan.offload import offloaded
 from ..runtime import Runtime, find_runtime
 
-_MARK = "_hfscale_refuses"
+_PATCHED = "_hfscale_refuses"
+_MARK = "_hfscale_parts"
+_TOLERANCE = 1e-3
+_INSTEAD = (
+    "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
+    "use one like AdamW, SGD or Lion"
+)
+_judged: "WeakSet[torch.optim.Optimizer]" = WeakSet()
+_hooked: list[Any] = []
+_trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
 
 
@@ -68,21 +76,21 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
 def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
     """Patch the function ``name`` of ``holder`` to run on the positional arguments that ``check`` returns."""
     function = getattr(holder, name)
-    if hasattr(function, _MARK):
+    if hasattr(function, _PATCHED):
         return
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         return function(*check(*args, **kwargs), **kwargs)
 
-    setattr(checked, _MARK, True)
+    setattr(checked, _PATCHED, True)
     setattr(holder, name, checked)
 
 
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if not getattr(accelerator, "serves_hfscale", False):
         for model in (given for given in (*args, *kwargs.values()) if isinstance(given, nn.Module)):
-            _refuse(model)
+            _refuse_spread(model)
     return accelerator, *args
 
 
@@ -127,7 +135,7 @@ def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tup
     return scaler, optimizer, *args
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse_spread(model: nn.Module) -> None:
     runtime = find_runtime(model)
     if runtime is None or runtime.mesh.layout.total_size == 1:
         return
@@ -140,17 +148,6 @@ def _refuse(model: nn.Module) -> None:
         "write a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
         "optimizer.step(). One process may use Trainer as it is"
     )
-
-
-_MARK = "_hfscale_parts"
-_TOLERANCE = 1e-3
-_INSTEAD = (
-    "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
-    "use one like AdamW, SGD or Lion"
-)
-_judged: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
-_hooked: list[Any] = []
-_trying: list[None] = []  # not empty during a trial step, which is not checked itself
 
 
 class _Held(NamedTuple):
