@@ -1,7 +1,7 @@
 """Merge a saved adapter into a saved checkpoint, file to file: one process, one module in memory at a time.
 
 Tensors without adapters are copied as stored. For others PEFT's own merge runs on the full weight and factors
-(:mod:`..features.adapters.merge_whole`).
+(:mod:`..features.adapters.merge_adapters`).
 """
 
 import shutil
