@@ -9,15 +9,12 @@ from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
 from ..features.adapters import Adapters
-from ..features.fp8.float8_gather import Float8Gather
-from ..features.fp8.part import Float8
+from ..features.fp8.part import Float8, Float8Gather
 from ..features.memory.kept_activations import KeptActivations
-from ..features.memory.offload_optimizer import OffloadOptimizer
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
 from ..features.precision.loss_scale import LossScaling
-from ..features.precision.part import Autocast
-from ..features.precision.shared_casts_part import SharedCasts
+from ..features.precision.part import Autocast, SharedCasts
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
 from ..parallel.data import DataParallel
@@ -28,9 +25,7 @@ from ..plan import Plan
 from ..train.guards.packed_rows import PackedRows
 from ..train.guards.part import SharedBatch, StockCode
 from ..train.runtime import Part, Runtime, local_tensor
-from ..train.runtime.local_loop import LocalLoop
 from ..train.runtime.local_weights import LocalWeights
-from ..train.runtime.model_loss import ModelsOwnLoss
 from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.snapshot import watch
 
@@ -50,7 +45,6 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         TensorParallel(),
         *([adapters] if adapters is not None else []),
         VocabularyLoss(),
-        ModelsOwnLoss(),
         ContextParallel(),
         Recomputation(),
         KeptActivations(),
@@ -61,7 +55,6 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         DataParallel(),
         Float8Gather(),
         Quantization(),
-        OffloadOptimizer(),
         Autocast(),
         PipelineStages(),
         StockCode(save_pretrained),
@@ -84,8 +77,8 @@ def assemble(
         adapters: PEFT's adapters around its modules, if any.
     """
     look_again = watch(model)
-    runtime = Runtime(model, plan, mesh, options, parts_of(adapters))
-    runtime.executor = LocalLoop(runtime)
+    runtime = Runtime(model, plan, mesh, options, parts=())
+    runtime.parts = tuple(part for part in parts_of(adapters) if part.is_needed(runtime))
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()

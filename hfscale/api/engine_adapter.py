@@ -29,7 +29,7 @@ from ..features.adapters.peft_config import read_config
 from ..features.adapters.plan import plan_adapters
 from ..features.adapters.storage import WEIGHTS, stored_names
 from ..plan import AdapterParameter
-from ..train.runtime.atomic_directory import atomic_directory
+from ..train.runtime.writing import atomic_directory
 from .build_plan import build_plan
 
 _NAME, _PREFIX = "default", "base_model.model."

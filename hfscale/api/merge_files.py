@@ -1,7 +1,7 @@
 """Merge a saved adapter into a saved checkpoint, file to file: one process, one module in memory at a time.
 
 Tensors without adapters are copied as stored. For others PEFT's own merge runs on the full weight and factors
-(:mod:`..features.adapters.merge_whole`).
+(:mod:`..features.adapters.merge_adapters`).
 """
 
 import shutil
@@ -20,11 +20,11 @@ from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.attach import Adapters
-from ..features.adapters.merge_whole import WholeMerge
+from ..features.adapters.merge_adapters import WholeMerge
 from ..features.adapters.peft_config import read_config
 from ..features.adapters.plan import plan_adapters
 from ..features.adapters.storage import WEIGHTS, stored_names
-from ..train.runtime.atomic_directory import atomic_directory
+from ..train.runtime.writing import atomic_directory
 from .build_plan import build_plan
 
 _NAME = "default"

@@ -14,8 +14,7 @@ from ..distributed.files.complete import MARK
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..train.runtime.atomic_directory import atomic_directory
-from ..train.runtime.writing import all_or_none
+from ..train.runtime.writing import all_or_none, atomic_directory
 from .state_directory import find_whole
 from .state_format import INDEX, StateIndex, StateReader
 

@@ -21,9 +21,16 @@ from ..features.adapters.storage import save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
-from ..train.runtime.atomic_directory import atomic_directory
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
-from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, not_finite, saving, warn_of_not_finite
+from ..train.runtime.writing import (
+    all_or_none,
+    atomic_directory,
+    everyone_arrives,
+    is_writer,
+    not_finite,
+    saving,
+    warn_of_not_finite,
+)
 from .carried import carried_tensors, copy_files
 
 _WAIT = timedelta(minutes=2)

@@ -14,7 +14,7 @@ from .._compat.transformers.saving import AsStored
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError, check_switch
 from ..features.adapters import Adapters
-from ..features.adapters.merge_whole import WholeMerge
+from ..features.adapters.merge_adapters import WholeMerge
 from ..parallel.data import reshard
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save

@@ -227,6 +227,11 @@ class ParallelConfig(ParallelismConfig):
         return self.asked("cp")
 
     @property
+    def cp_in_words(self) -> str:
+        """The cut of sequences as it was asked for, for messages: ``cp_size=2``."""
+        return f"cp_size={self.cp}"
+
+    @property
     def ep(self) -> int:
         """The number of ranks over which experts are spread."""
         return self.asked("ep")

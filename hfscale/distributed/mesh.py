@@ -87,6 +87,16 @@ class Mesh:
         """The group of the tensor ranks; ``None`` for one rank."""
         return self.group("tp")
 
+    @property
+    def stage_groups(self) -> list[dist.ProcessGroup]:
+        """Groups to reduce over to sum over pipeline stages."""
+        return self.groups("pp")
+
+    @property
+    def context_groups(self) -> list[dist.ProcessGroup]:
+        """Groups to reduce over to sum over the ranks that hold pieces of the same sequences."""
+        return self.groups("cp")
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
         if self.layout.size(axis) == 1 or self.device_mesh is None:
@@ -107,6 +117,25 @@ class Mesh:
             return self.device_mesh, {axis: self.ranks[axis] for axis in MESH_AXES}
         ranks = {axis: self.ranks[axis] for axis in EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.expert_tp > 1 else {**ranks, "tp": 0}
+
+    def free_axes(self, cuts: Sequence[Cut]) -> list[str]:
+        """Return the axes of a stage along which ranks hold replicas of a parameter with these ``cuts``."""
+        cut = {"pp", *(cut.axis for cut in cuts)}
+        return [axis for axis in self.view(cuts)[1] if axis not in cut]
+
+    def rank_at(self, cuts: Sequence[Cut], ranks: dict[str, int], stage: int) -> int:
+        """Return the first global rank that holds the shard at ``ranks`` of a parameter, on pipeline rank ``stage``."""
+        device_mesh, _ = self.view(cuts)
+        assert device_mesh is not None
+        names: Any = device_mesh.mesh_dim_names
+        return int(device_mesh.mesh[tuple({**ranks, "pp": stage}.get(name, 0) for name in names)])
+
+    def largest(self, *numbers: float) -> list[Any]:
+        """Return the largest value of each number on any rank, over gloo; collective."""
+        found = torch.tensor(numbers)
+        if self.control is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self.control)
+        return found.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
         """Return every rank's ``value``, by rank; collective.

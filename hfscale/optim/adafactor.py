@@ -14,7 +14,6 @@ that the norms are those of the full parameter.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torch import Tensor
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, whole, without_dim
-from .sharded import Groups, Member, State
-from .sums import Piece, gradients_present, sum_over_ranks
+from .sharded import Groups, Member, Piece, State, Stepper, gradients_present, sum_over_ranks
 
 DEFAULTS: dict[str, Any] = {
     "eps": (1e-30, 1e-3),
@@ -42,18 +40,8 @@ _FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 """State of mean squares -> the dim that it averages over."""
 
 
-class AdafactorStepper:
+class AdafactorStepper(Stepper):
     """A stepper that updates ``members`` by Adafactor."""
-
-    def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
-        self._members, self._mesh = members, mesh
-
-    def publish(self, state: State) -> None:
-        """Publish nothing: there is no state before the first step."""
-
-    def members(self) -> Sequence[Member]:
-        """Return the parameters this stepper updates."""
-        return self._members
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return the state layout, see :meth:`Stepper.lies`; all-reduced tensors are bitwise equal on all ranks."""
@@ -63,10 +51,10 @@ class AdafactorStepper:
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; communicates over the axes of the parameters' cuts."""
-        present = gradients_present(self._members, self._mesh)
+        present = gradients_present(self.members, self._mesh)
         updates = [
             _Update(member, groups[member.group], state.setdefault(member.parameter, {}), self._mesh)
-            for member, with_gradient in zip(self._members, present, strict=True)
+            for member, with_gradient in zip(self.members, present, strict=True)
             if with_gradient
         ]
         for stage in (_Update.squares, _Update.averages, _Update.norm):

@@ -4,6 +4,7 @@ A name stands for a class, fixed options, and the options a user may give. Optio
 ``transformers.trainer_optimizer``; where that passes strings on, they are converted to numbers here.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,40 +152,13 @@ CHOICES: dict[str, OptimizerChoice] = {
     **{name: _bitsandbytes(known) for name, known in BITSANDBYTES.items()},
 }
 
-_PROJECTED = "it projects whole gradients by code that knows no shards"
-_PACKAGE = "its package knows no shards"
-_DEVICE = "it is for another kind of device"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "galore_adamw",
-            "galore_adamw_8bit",
-            "galore_adafactor",
-            "galore_adamw_layerwise",
-            "galore_adamw_8bit_layerwise",
-            "galore_adafactor_layerwise",
-            "apollo_adamw",
-            "apollo_adamw_layerwise",
-        ),
-        _PROJECTED,
-    ),
-    **dict.fromkeys(("lomo", "adalomo"), "it steps inside the backward pass, before gradients are summed over ranks"),
-    **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused"), _DEVICE),
-    **dict.fromkeys(
-        (
-            "adamw_anyprecision",
-            "adamw_torch_4bit",
-            "adamw_torch_8bit",
-            "grokadamw",
-            "schedule_free_radam",
-            "schedule_free_adamw",
-            "schedule_free_sgd",
-            "stable_adamw",
-        ),
-        _PACKAGE,
-    ),
+REFUSED = {
+    "galore|apollo": "it projects whole gradients by code that knows no shards",
+    "lomo": "it steps inside the backward pass, before gradients are summed over ranks",
+    "xla|npu": "it is for another kind of device",
+    "anyprecision|torch_[48]bit|grok|schedule_free|stable": "its package knows no shards",
 }
-"""HF Trainer's names that are not supported, and why."""
+"""Patterns of HF Trainer's names that are not supported, and why."""
 
 
 def find_choice(name: str) -> OptimizerChoice:
@@ -193,12 +167,12 @@ def find_choice(name: str) -> OptimizerChoice:
     Raises:
         ConfigError: it is not supported, or unknown; the supported ones are listed.
     """
-    found = CHOICES.get(str(getattr(name, "value", name)))
-    if found is None:
-        reason = REFUSED.get(str(getattr(name, "value", name)))
+    plain = str(getattr(name, "value", name))
+    if plain not in CHOICES:
+        reason = next((why for pattern, why in REFUSED.items() if re.search(pattern, plain)), "")
         why = f"cannot be had: {reason}" if reason else "is no optimizer's name"
         raise ConfigError(f"optimizer {name!r} {why}. Use one of {', '.join(sorted(CHOICES))}")
-    return found
+    return CHOICES[plain]
 
 
 def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:

@@ -14,12 +14,11 @@ from ..plan import ParameterPlan
 from ..plan.offload import offloaded, refuse_aside
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
-from .aside import Aside, AsideStepper, CountUpdates, WholeAsideStepper
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .decay import owners_of, weight_decay_groups
 from .eight_bit import steppers_by_size, stock_class, without_paging
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
-from .stock import LocalStepper, Stock, WholeStepper
+from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -121,19 +120,19 @@ class _Order:
     def local(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
         """Return a stepper of shards by ``stock``."""
         if self.aside is None:
-            return LocalStepper(stock, members, groups)
-        return AsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
+            return LocalStepper(stock, members, groups, self.runtime.mesh)
+        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full=False)
 
     def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
         """Return a stepper of full parameters by ``stock``."""
-        if self.aside is None:
-            return WholeStepper(stock, members, groups, self.runtime.mesh)
-        return WholeAsideStepper(stock, members, groups, self.runtime.mesh, self.aside)
+        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full=True)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
         full = [{**defaults, **group} for group in groups]
-        counted = [CountUpdates()] if self.aside is not None and self.aside.seed is not None else []
+        counted = (
+            [CountUpdates((), self.runtime.mesh)] if self.aside is not None and self.aside.seed is not None else []
+        )
         made = [*steppers(members_of(full, self.plans), full), *counted]
         device = None if self.aside is None else self.aside.device
         return ShardedOptimizer(self.name, full, defaults, made, device)
@@ -195,7 +194,7 @@ def _muon(order: _Order) -> ShardedOptimizer:
     def steppers(members: Any, groups_of_both: Any) -> Any:
         matrices = [member for member in members if member.group < len(order.groups)]
         rest = [member for member in members if member.group >= len(order.groups)]
-        return [muon.MuonStepper(matrices, runtime.mesh), LocalStepper(stock, rest, groups_of_both)]
+        return [muon.MuonStepper(matrices, runtime.mesh), LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
 
     return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
 

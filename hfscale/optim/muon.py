@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
-from ..plan.state_tensor import StateTensor, like
-from ..train.runtime.unshard import gather_full
-from .sharded import Groups, Member, State
-from .sums import gradients_present
+from ..train.runtime.shards import gather_full
+from .sharded import Groups, Member, State, Stepper, gradients_present
 
 _EPS = 1e-7
 DEFAULTS: dict[str, Any] = {
@@ -42,27 +39,13 @@ def is_hidden_matrix(planned: ParameterPlan, owners: Sequence[nn.Module], layers
     return any(planned.name.startswith(f"{layer}.") for layer in layers)
 
 
-class MuonStepper:
+class MuonStepper(Stepper):
     """A stepper that updates ``members``, which are matrices, by Muon."""
-
-    def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
-        self._members, self._mesh = members, mesh
-
-    def publish(self, state: State) -> None:
-        """Publish nothing: there is no state before the first step."""
-
-    def members(self) -> Sequence[Member]:
-        """Return the parameters this stepper updates."""
-        return self._members
-
-    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout: sharded like the parameter."""
-        return like(planned)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; communicates over the axes of the parameters' cuts."""
-        present = gradients_present(self._members, self._mesh)
-        for member, with_gradient in zip(self._members, present, strict=True):
+        present = gradients_present(self.members, self._mesh)
+        for member, with_gradient in zip(self.members, present, strict=True):
             if with_gradient:
                 self._step_one(member, groups[member.group], state.setdefault(member.parameter, {}))
 

@@ -11,14 +11,17 @@ would cost more than the update of a small tensor, and bitsandbytes does not sup
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed.mesh import Mesh
+from ..distributed.ops.collectives import all_reduce
 from ..errors import ConfigError
 from ..plan import ParameterPlan
-from ..plan.state_tensor import StateTensor
+from ..plan.flat_blocks import some_share_is_empty
+from ..plan.state_tensor import StateTensor, like
 from ..train.runtime.shards import local_tensor
 
 Groups = Sequence[dict[str, Any]]
@@ -57,17 +60,18 @@ class Member:
         return tuple(cut.axis for cut in self.planned.cuts)
 
 
-class Stepper(Protocol):
-    """An object that updates some of an optimizer's parameters, in place."""
+class Stepper:
+    """A base of what updates some of an optimizer's parameters, its ``members``, in place."""
+
+    def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
+        self.members, self._mesh = members, mesh
 
     def publish(self, state: State) -> None:
         """Put the state that exists before the first step into ``state``."""
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update by the present gradients; every rank of a pipeline stage makes the same calls."""
-
-    def members(self) -> Sequence[Member]:
-        """Return the parameters this stepper updates."""
+        raise NotImplementedError
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return how a tensor of a parameter's state is sharded, relative to that of one process.
@@ -75,6 +79,7 @@ class Stepper(Protocol):
         Args:
             shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.
         """
+        return like(planned)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -105,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._complete = False
         super().__init__(list(groups), defaults)
         self._steppers = tuple(steppers)
-        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members()}
+        self._stepper_of = {member.planned.name: stepper for stepper in steppers for member in stepper.members}
         self._complete = True
         for stepper in self._steppers:
             stepper.publish(self.state)
@@ -184,3 +189,43 @@ def describe(members: Iterable[Member], limit: int = 3) -> str:
     """Return the first names of some parameters."""
     names = [member.planned.name for member in members]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+Piece = tuple[Tensor, tuple[str, ...]]
+"""A tensor, and the axes to all-reduce it over."""
+
+
+def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
+    """All-reduce every piece over its axes: one collective per axis, on all pieces concatenated.
+
+    Every rank of a pipeline stage passes pieces of the same axes in the same order, and ranks of one group, of the same
+    shapes. The result is bitwise the same on all ranks that were summed over.
+    """
+    found = [piece for piece, _ in pieces]
+    for axis in sorted({axis for _, axes in pieces for axis in axes}):
+        group = mesh.group(axis)
+        if group is None:
+            continue
+        chosen = [index for index, (_, axes) in enumerate(pieces) if axis in axes]
+        wide = torch.float64 if any(found[index].dtype == torch.float64 for index in chosen) else torch.float32
+        flat = all_reduce(torch.cat([found[index].reshape(-1).to(wide) for index in chosen]), group)
+        parts = flat.split([found[index].numel() for index in chosen])
+        for index, part in zip(chosen, parts, strict=True):
+            found[index] = part.view(found[index].shape).to(found[index].dtype)
+    return found
+
+
+def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
+    """Return for each member whether it has a gradient on the ranks of its cuts; the same answer on all of these.
+
+    A rank with entries of a parameter knows. Autograd may leave a rank with an empty shard without a gradient: if there
+    are such ranks, they ask the others.
+    """
+    present = [member.parameter.grad is not None for member in members]
+    doubtful = [index for index, member in enumerate(members) if some_share_is_empty(member.planned)]
+    if doubtful:
+        flags = torch.tensor([float(present[index]) for index in doubtful], device=mesh.device)
+        pieces = [(flag, members[index].axes) for index, flag in zip(doubtful, flags.unbind(), strict=True)]
+        for index, total in zip(doubtful, torch.stack(sum_over_ranks(pieces, mesh)).tolist(), strict=True):
+            present[index] = total > 0
+    return present

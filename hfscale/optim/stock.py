@@ -1,6 +1,17 @@
-"""Steps with a stock optimizer class, of torch or bitsandbytes, on plain tensors."""
+"""Steps with a stock optimizer class, of torch or bitsandbytes, on plain tensors.
+
+All shards in place by one optimizer; or one parameter at a time, by an optimizer each, on its shard or on the gathered
+full tensor. Then a step may be on copies: on the CPU (offload), or in float32 for stochastic rounding::
+
+    weight, gradient --copy--> CPU and / or float32 --stock optimizer--> copy --written back, rounded--> weight
+                                                          |
+                                                        state   stays where the copies were
+
+Besides the state no memory is kept: at most one copy of the largest of these, and of its gradient.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +21,44 @@ from ..cost.model.optimizer_bytes import BLOCK
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, scales, whole
-from ..train.runtime.unshard import gather_full
-from .sharded import Groups, Member, State
-from .sums import gradients_present
+from ..train.runtime.shards import gather_full
+from .rounding import key_of, places_of, write_rounded
+from .sharded import Groups, Member, State, Stepper, gradients_present
+
+UPDATES = "updates"
+"""Key of a parameter group that counts updates, so that a resumed run continues the rounding's random numbers."""
 
 _SCALES, _TABLES = "absmax", "qmap"  # keys of bitsandbytes' 8-bit states
 
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the stock optimizer over parameter groups."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Where copies are stepped, and how results are written back.
+
+    Attributes:
+        device: device of the copies.
+        seed: seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype.
+    """
+
+    device: torch.device
+    seed: int | None = None
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a weight or gradient for the optimizer, in float32 if the weight is to be rounded."""
+        wide = self.seed is not None and tensor.dtype == torch.bfloat16
+        return tensor.to(self.device, torch.float32 if wide else tensor.dtype, copy=True)
+
+    def write(self, member: Member, stepped: Tensor, mesh: Mesh, update: int) -> None:
+        """Write this rank's updated shard ``stepped`` into the member's weight."""
+        share = member.weight
+        if self.seed is None or share.dtype != torch.bfloat16:
+            share.copy_(stepped)
+            return
+        places = places_of(member.planned, mesh.ranks, share.device)
+        write_rounded(share, stepped.to(share.device), places, key_of(self.seed, update, member.planned.name))
 
 
 class StockOverStandIns:
@@ -70,27 +111,20 @@ class StockOverStandIns:
             stand_in.data = stand_in.data.new_empty(0)
 
 
-class LocalStepper:
+class LocalStepper(Stepper):
     """A stepper of shards in place, for elementwise optimizers, and blockwise ones if shards are whole blocks."""
 
-    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups) -> None:
+    def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh) -> None:
+        super().__init__(members, mesh)
         self._inner = StockOverStandIns(stock, members, groups)
 
     def publish(self, state: State) -> None:
         """Publish the state that exists before the first step."""
         self._inner.publish(state)
 
-    def members(self) -> Sequence[Member]:
-        """Return the parameters this stepper updates."""
-        return [member for member, _ in self._inner.pairs]
-
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return the state layout, see :meth:`Stepper.lies`: sharded like the parameter, or scales of its blocks."""
-        if not shape or key.startswith(_TABLES):
-            return whole(*shape)
-        if key.startswith(_SCALES):
-            return scales(planned, BLOCK, *shape[:-1])
-        return like(planned, *shape[: len(shape) - len(planned.shape)])
+        return _lies(planned, key, shape, full=False)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; no communication."""
@@ -102,55 +136,78 @@ def _here(member: Member) -> tuple[Tensor, Tensor | None]:
     return weight, None if grad is None or not weight.numel() else member.gradient
 
 
-class WholeStepper:
-    """A stepper of full parameters: every rank that holds a shard of one gathers it, one parameter at a time.
+class OneByOneStepper(Stepper):
+    """A stepper of one parameter at a time, on copies, or on full tensors.
 
-    Weight and gradient are gathered over the ranks of the parameter's cuts; all of them make the same update of the
-    same full tensor, and each copies its shard back. The state is full on every rank.
+    Args:
+        aside: how copies are made; ``None``: the tensors themselves are stepped.
+        full: gather weight and gradient over the ranks of the parameter's cuts; all of them make the same update of the
+            same full tensor, and each writes its shard back. The state is full on every rank.
     """
 
     def __init__(
-        self,
-        stock: Stock,
-        members: Sequence[Member],
-        groups: Groups,
-        mesh: Mesh,
-        copied: Callable[[Tensor], Tensor] = lambda weight: weight,
+        self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside | None, full: bool
     ) -> None:
-        self._members, self._mesh = members, mesh
-        self._inners = [StockOverStandIns(stock, [member], groups, copied) for member in members]
+        super().__init__(members, mesh)
+        self._aside, self._full = aside, full
+        self._inners = [StockOverStandIns(stock, [member], groups, self._copy) for member in members]
         for inner in self._inners:
             inner.release()
+            optimizer: Any = inner.optimizer
+            if hasattr(optimizer, "name2qmap"):  # share bitsandbytes' tables of 8-bit values
+                first: Any = self._inners[0].optimizer
+                optimizer.name2qmap = first.name2qmap
 
     def publish(self, state: State) -> None:
         """Publish the state that exists before the first step."""
         for inner in self._inners:
             inner.publish(state)
 
-    def members(self) -> Sequence[Member]:
-        """Return the parameters this stepper updates."""
-        return self._members
-
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout, see :meth:`Stepper.lies`: full on every rank."""
-        if not shape or key.startswith(_TABLES):
-            return whole(*shape)
-        if key.startswith(_SCALES):
-            return scales(planned, BLOCK, *shape[:-1], whole=True)
-        return whole(*shape[: len(shape) - len(planned.shape)], *planned.shape)
+        """Return the state layout, see :meth:`Stepper.lies`: like the parameter, or full on every rank."""
+        return _lies(planned, key, shape, self._full)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update; communicates over the axes of each parameter's cuts."""
-        present = gradients_present(self._members, self._mesh)
-        for member, inner, with_gradient in zip(self._members, self._inners, present, strict=True):
-            if with_gradient:
-                self._step_one(member, inner, groups, state)
+        """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
+        if self._full:
+            steps = gradients_present(self.members, self._mesh)
+        else:
+            steps = [each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members]
+        for member, inner, makes_step in zip(self.members, self._inners, steps, strict=True):
+            if makes_step:
+                pair = self._taken(member, member.weight), self._taken(member, member.gradient)
+                inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
+                self._write(member, pair[0], groups[member.group].get(UPDATES, 0))
+                inner.release()
 
-    def _step_one(self, member: Member, inner: StockOverStandIns, groups: Groups, state: State) -> None:
-        planned, share = member.planned, member.weight
-        weight, gradient = (
-            gather_full(tensor, planned.shape, planned.cuts, self._mesh) for tensor in (share, member.gradient)
-        )
-        inner.step(groups, state, lambda _: (weight, gradient))
-        share.copy_(planned.take(weight, self._mesh.ranks))
-        inner.release()
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor if self._aside is None else self._aside.copy(tensor)
+
+    def _taken(self, member: Member, tensor: Tensor) -> Tensor:
+        planned = member.planned
+        return self._copy(gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor)
+
+    def _write(self, member: Member, stepped: Tensor, update: int) -> None:
+        share = member.planned.take(stepped, self._mesh.ranks) if self._full else stepped
+        if self._aside is None:
+            member.weight.copy_(share)
+        else:
+            self._aside.write(member, share, self._mesh, update)
+
+
+def _lies(planned: ParameterPlan, key: str, shape: tuple[int, ...], full: bool) -> StateTensor:
+    if not shape or key.startswith(_TABLES):
+        return whole(*shape)
+    if key.startswith(_SCALES):
+        return scales(planned, BLOCK, *shape[:-1], whole=full)
+    lead = shape[: len(shape) - len(planned.shape)]
+    return whole(*lead, *planned.shape) if full else like(planned, *lead)
+
+
+class CountUpdates(Stepper):
+    """A stepper of no parameters that only counts updates, after the steppers that read the number."""
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Count one update."""
+        for group in groups:
+            group[UPDATES] = group.get(UPDATES, 0) + 1

@@ -2,10 +2,8 @@
 
 from .bad_steps import BadStepError, BadSteps
 from .gradient_norm import clip_grad_norm_
-from .metrics import metrics
-from .predict import predict_step
 from .preemption import Preempted, preempted
-from .step import batch_rank, batch_world, drain, eval_step, train_step
+from .step import batch_rank, batch_world, drain, eval_step, metrics, predict_step, train_step
 from .token_log_probabilities import token_scores
 from .watchdog import watchdog
 

@@ -40,15 +40,14 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
     mesh, infinite = runtime.mesh, norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
-    for axes, gradients in sorted(
-        _counted_by_axes(runtime, here).items()
-    ):  # the same order of collectives on every rank
+    by_axes = _counted_by_axes(runtime, here)
+    for axes, gradients in sorted(by_axes.items()):  # the same order of collectives on every rank
         part = _joined(gradients, norm_type, mesh.device)
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=operation, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
     assert total is not None  # a model has parameters
-    for group in mesh.groups("pp"):
+    for group in mesh.stage_groups:
         wide, total = total.dtype, total.double()  # stages may differ in dtype
         dist.all_reduce(total, op=operation, group=group)
         total = total.to(wide)

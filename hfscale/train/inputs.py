@@ -1,18 +1,170 @@
 """Prepare a step: check its microbatches, compare them between ranks, count valid labels, and copy to the device."""
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
-from .._compat.transformers.classes import class_name, takes_argument
+from .._compat.transformers.classes import class_name, stock_class, takes_argument
 from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
-from .batch_check import check_microbatch, microbatches_of
-from .guards import check_model, check_packed_rows, without_gaps
+from .guards import check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
-from .runtime.batches import Microbatch, agree, known, look_at, to_device, total_of, with_borders
+from .runtime.batches import BORDERS, Counts, Microbatch, agree, known, look_at, to_device, total_of, with_borders
+
+_INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
+_TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels")
+_WHOLE = (torch.int64, torch.int32)
+_IGNORED = -100
+_NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt one
+
+
+def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
+    """Return the microbatches of a step's ``batch`` argument as a list of dictionaries.
+
+    Raises:
+        ConfigError: it is neither a mapping nor a list of mappings.
+    """
+    listed: Any = [batch] if isinstance(batch, Mapping) else batch
+    found = list(listed) if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor) else [listed]
+    for each in found:
+        if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
+            what = "mapping whose keys are no names" if isinstance(each, Mapping) else type(each).__name__
+            raise ConfigError(
+                f"a step takes a batch, a mapping of tensors by the names of the model's arguments, or a list of such "
+                f"microbatches, and found a {what}"
+            )
+    if not found:
+        raise ConfigError("a step got an empty list of microbatches: pass at least one")
+    return [dict(each) for each in found]
+
+
+def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
+    """Raise :class:`ConfigError`, naming the argument, if the model or the step's loss cannot read a microbatch."""
+    names, takes_more = forward_arguments(stock_class(runtime.model))
+    if loss.needs_labels and batch.get("labels") is None:
+        raise ConfigError(f"a step needs 'labels' in every batch, and found only {', '.join(batch)}")
+    _check_names(batch, names, takes_more or not loss.needs_labels)
+    for name, value in batch.items():
+        _check_value(name, value, runtime.mesh.device)
+    if batch.get("logits_to_keep"):
+        raise ConfigError(
+            "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
+        )
+    _check_documents(batch)
+    _check_types(batch, loss)
+    if "input_ids" in names:
+        _check_shapes(runtime, batch, loss)
+
+
+@lru_cache(maxsize=64)
+def forward_arguments(kind: type) -> tuple[frozenset[str], bool]:
+    """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
+    found = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
+    named = frozenset(each.name for each in found if each.kind != each.VAR_KEYWORD)
+    return named, len(named) < len(found)
+
+
+def _check_documents(batch: Mapping[str, Any]) -> None:
+    borders = batch.get(BORDERS[0])
+    if isinstance(borders, Tensor) and len(borders) > 2 and batch.get("position_ids") is None:
+        raise ConfigError(
+            f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
+            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
+        )
+
+
+def _check_names(batch: Mapping[str, Any], names: frozenset[str], takes_more: bool) -> None:
+    for name in batch.keys() - names:
+        close = difflib.get_close_matches(name, names, 1, _NEAR)
+        if close or not takes_more:
+            meant = (
+                f"did you mean {close[0]!r}?" if close else f"its arguments are {', '.join(sorted(names - {'self'}))}"
+            )
+            raise ConfigError(f"the model takes no {name!r}: {meant}")
+
+
+def _check_value(name: str, value: Any, device: torch.device) -> None:
+    if isinstance(value, list | ndarray):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}: give tensors, [rows, tokens], as a collator of transformers makes "
+            "them of rows (DataCollatorForLanguageModeling, default_data_collator), or torch.tensor(...)"
+        )
+    if isinstance(value, str | bytes) or (name in _TENSORS and not isinstance(value, Tensor | None)):
+        raise ConfigError(f"{name} must be a tensor, got {value!r}: tokenize texts, and make tensors of numbers")
+    if not isinstance(value, Tensor):
+        return
+    empty = value.is_meta and device.type != "meta"
+    if empty or value.layout != torch.strided or value.is_complex():
+        kind = "on the meta device" if empty else f"of layout {value.layout} and type {value.dtype}"
+        raise ConfigError(
+            f"{name} must be a dense tensor of real numbers, got one {kind}: make it with torch.tensor(...)"
+        )
+
+
+def _check_types(batch: Mapping[str, Any], loss: StepLoss) -> None:
+    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
+    for name in (*_INDICES, *labels):
+        value = batch.get(name)
+        if value is not None and value.dtype not in _WHOLE:
+            raise ConfigError(f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()")
+    embeds = batch.get("inputs_embeds")
+    if embeds is not None and not embeds.is_floating_point():
+        raise ConfigError(f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()")
+
+
+def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
+    """Check that tensors with an entry per token agree on rows and tokens; for causal language models, all tensors."""
+    causal = runtime.loss is not None and runtime.loss.shift > 0
+    ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+    if causal and (ids is None) == (embeds is None):
+        raise ConfigError(f"a batch needs input_ids or inputs_embeds, one of the two, and found {', '.join(batch)}")
+    if ids is not None and (ids.ndim < 2 or (causal and ids.ndim > 2)):
+        raise ConfigError(
+            f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
+        )
+    if embeds is not None and causal:
+        _check_embeds(runtime, embeds)
+    tokens = embeds if ids is None else ids
+    if tokens is not None and tokens.ndim >= 2 and (ids is None or ids.ndim == 2):
+        _check_beside(batch, tuple(tokens.shape[:2]), causal, loss.shift > 0)
+
+
+def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
+    table = runtime.plan.lookup_shape
+    if table is not None and (embeds.ndim, embeds.shape[-1]) != (3, table[1]):
+        raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
+
+
+def _check_tokens(rows: int, tokens: int) -> None:
+    if rows and not tokens:
+        raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
+
+
+def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool) -> None:
+    """Check the shapes of labels, mask and positions against ``place``: rows and tokens."""
+    _check_tokens(*place)
+    beside = f"beside {place[0]} rows of {place[1]} tokens"
+    for name in ("labels", "shift_labels") if labelled else ():
+        value = batch.get(name)
+        if value is not None and value.shape != place:
+            raise ConfigError(
+                f"{name} are {list(value.shape)} {beside}: every token has a label, -100 where it does not count"
+            )
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if isinstance(mask, Tensor) and mask.shape != place and (mask.ndim == 2 or (causal and mask.ndim != 4)):
+        raise ConfigError(
+            f"attention_mask is {list(mask.shape)} {beside}: give [rows, tokens], or [rows, heads, tokens, tokens]"
+        )
+    if positions is None or not causal:
+        return
+    if positions.ndim < 2 or positions.shape[-1] != place[1] or positions.shape[-2] not in (1, place[0]):
+        raise ConfigError(f"position_ids is {list(positions.shape)} {beside}: give [rows, tokens]")
 
 
 def prepare(
@@ -29,18 +181,18 @@ def prepare(
     if not train:  # before a training step that was looked at by itself
         check_model(runtime)
     loss = _loss_of(runtime, loss)
-    mesh, rows, refused = runtime.mesh, list[list[int]](), None
+    mesh, rows, refused = runtime.mesh, list[Counts](), None
     microbatches = list[Microbatch]()
     try:
         given, rows = _agreed(runtime, loss, batch, train)
-        _refuse_outside(runtime, sum(outside for _, outside, _ in rows))
+        _refuse_outside(runtime, sum(row.outside for row in rows))
         microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
-        if packed := [each for each, row in zip(microbatches, rows, strict=True) if row[2]]:
+        if packed := [each for each, row in zip(microbatches, rows, strict=True) if row.packed]:
             check_packed_rows(runtime.model, packed)
         microbatches = [runtime.context.shard_batch(each) for each in microbatches]
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
-    valid = sum(valid for valid, _, _ in rows)
+    valid = sum(row.valid for row in rows)
     control = mesh.control if mesh.data_world > 1 else None
     passes = runtime.executor.passes_together(len(microbatches))
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
@@ -56,8 +208,8 @@ def prepare(
 
 def _agreed(
     runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool
-) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the microbatches, checked and compared with the ranks that share them, and the rows of :func:`agree`."""
+) -> tuple[list[dict[str, Any]], list[Counts]]:
+    """Return the microbatches, checked and compared with the ranks that share them, and their counts."""
     executor, sharing = runtime.executor, runtime.mesh.sharing
     agrees = executor.agrees(train)
     given, seen, refused = list[dict[str, Any]](), None, None
@@ -120,10 +272,38 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLo
     given = microbatches_of(batch)
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
-    filled = [without_gaps(runtime, microbatch) for microbatch in given]
+    filled = [_without_gaps(runtime, microbatch) for microbatch in given]
     if not loss.needs_labels and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError("this rank's batch has no rows, and loss_fn would be given padding: pass a row at least")
     given = runtime.executor.share_out([dict(microbatch) for microbatch in filled])
     for part in runtime.parts:
         part.check_step(runtime, given, user_loss=not loss.needs_labels)
     return given
+
+
+def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``batch``, or rows of padding with ignored labels if it has no rows.
+
+    A rank without rows (the last batch of an epoch, say) must still take part in every collective of the step; its
+    terms of the loss and of every gradient are exactly zero.
+    """
+    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
+    if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
+        return batch
+    rows = runtime.executor.fewest_rows()
+    filled = {name: _filled(name, value, rows) for name, value in batch.items()}
+    # Expert balance ignores masked tokens, so mask all of them; other models should attend to some token.
+    length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
+    mask = torch.full((rows, length), int(not any(part.masks_padding for part in runtime.parts)), device=tokens.device)
+    given = batch.get("attention_mask")
+    if given is None or given.ndim == 2:
+        filled["attention_mask"] = mask if given is None else mask.to(given.dtype)
+    return filled
+
+
+def _filled(name: str, value: Any, rows: int) -> Any:
+    """Return ``rows`` rows of padding, of at least two tokens, in place of a tensor without rows."""
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
+        return value
+    _, length, *others = value.shape
+    return value.new_full((rows, max(2, length), *others), _IGNORED if name in ("labels", "shift_labels") else 0)

@@ -9,11 +9,37 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from .last_stage import from_last_stage
 from .runtime import Runtime
 from .runtime.batches import Microbatch
 
 _LOSS = "loss"
+
+
+def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
+    """Return the last stage's tensors by key on all ranks of its pipeline, without a graph; collective.
+
+    Args:
+        made: the tensors, on the rank that has the last stage; ignored elsewhere.
+    """
+    group, stages = runtime.mesh.pp_group, runtime.plan.stages
+    own = [{name: tensor.detach() for name, tensor in each.items()} for each in made]
+    if group is None or stages is None:
+        return own
+    holder = stages.ranks[-1]
+    source, here = dist.get_global_rank(group, holder), runtime.mesh.pp_rank == holder
+    told = [[{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in own] if here else None]
+    dist.broadcast_object_list(told, src=source, group=runtime.mesh.reports)
+    found = [{name: tensor.contiguous() for name, tensor in each.items()} for each in own]
+    if not here:
+        device = runtime.mesh.device
+        found = [
+            {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in each.items()}
+            for each in told[0] or ()
+        ]
+    for tensor in (tensor for each in found for tensor in each.values()):
+        # Booleans as bytes: not every backend can send them.
+        dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=source, group=group)
+    return found
 
 
 class KeptOutputs:
@@ -38,8 +64,7 @@ class KeptOutputs:
         self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
-        """Return one output for each of ``given`` batches, on every rank of a pipeline, microbatches of a batch
-        concatenated.
+        """Return an output for each of ``given`` batches, on every rank of a pipeline: of its microbatches together.
 
         Collective over stages.
         """
@@ -47,30 +72,10 @@ class KeptOutputs:
         size = max(len(kept) // given, 1)
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]
         joined = [{name: torch.cat([each[name] for each in group]) for name in group[0]} for group in groups]
-        names = _told(self._runtime, [list(output) for output in joined])
-        tensors = iter(from_last_stage(self._runtime, [value for output in joined for value in output.values()]))
-        return [_output({name: next(tensors) for name in output}) for output in names]
+        return [ModelOutput(output) for output in from_last_stage(self._runtime, joined)]
 
 
 def _named(output: Any) -> Sequence[tuple[str, Any]]:
     if isinstance(output, Mapping):
         return [(name, value) for name, value in output.items() if name != _LOSS]
     return [("logits", output[1])]  # return_dict=False, with labels
-
-
-def _output(tensors: dict[str, Tensor]) -> ModelOutput:
-    made = ModelOutput()
-    for name, tensor in tensors.items():
-        made[name] = tensor
-    return made
-
-
-def _told(runtime: Runtime, names: list[list[str]]) -> list[list[str]]:
-    """Broadcast the output names from the rank with the last stage; collective over stages."""
-    group, stages = runtime.mesh.pp_group, runtime.plan.stages
-    if group is None or stages is None:
-        return names
-    told = [names]
-    source = dist.get_global_rank(group, stages.ranks[-1])
-    dist.broadcast_object_list(told, src=source, group=runtime.mesh.reports)
-    return told[0]

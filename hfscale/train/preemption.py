@@ -13,8 +13,6 @@ import threading
 import time
 from types import FrameType
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, check_number
@@ -51,12 +49,10 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     mesh = runtime_of(model).mesh
     check_number("patience", patience, above=0)
     listener = _listening(patience)
-    told = torch.tensor([int(listener.told)])
-    if mesh.control is not None:
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.control)
+    told = bool(mesh.largest(int(listener.told))[0])
     if told:
         listener.answered.set()
-    return bool(told)
+    return told
 
 
 class _Listener:

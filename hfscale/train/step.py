@@ -13,8 +13,7 @@ from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
 from .token_log_probabilities import LossOfScores, loss_of_scores
-from .user_function import UserFunction
-from .user_loss import LossOfOutputs, UserLoss
+from .user_loss import LossOfOutputs, UserFunction, UserLoss
 
 
 def train_step(
@@ -221,3 +220,34 @@ def batch_rank(model: nn.Module) -> int:
 def batch_world(model: nn.Module) -> int:
     """Return the number of distinct batches of a step; ranks that share one (tensor ranks) have one ``batch_rank``."""
     return runtime_of(model).mesh.batch_world
+
+
+def predict_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    label_smoothing: float = 0.0,
+    num_items_in_batch: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of :func:`hfscale.eval_step` and the logits of this rank's batch, ``[b, s, V]``.
+
+    Every rank gets full logits: gathered over the vocabulary and the sequence, and sent from the last stage to all
+    stages. They are as large as in one process.
+
+    Raises:
+        ConfigError: as :func:`hfscale.eval_step`.
+    """
+    loss, outputs = eval_step(
+        model, batch, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, return_outputs=True
+    )
+    return loss, outputs.logits
+
+
+def metrics(model: nn.Module) -> dict[str, float]:
+    """Return numbers about the training so far, for a log; no communication, the same on every rank.
+
+    Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, because a
+    gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. Empty otherwise.
+    """
+    runtime = runtime_of(model)
+    return {name: value for part in runtime.parts for name, value in part.metrics(runtime).items()}

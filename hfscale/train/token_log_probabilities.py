@@ -10,10 +10,10 @@ from ..config.schedules import ASYNCHRONOUS
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from .inputs import prepare
-from .last_stage import from_last_stage
+from .outputs import from_last_stage
 from .runtime import Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .user_function import UserFunction
+from .user_loss import UserFunction
 
 LossOfScores = Callable[[TokenScores, int], Tensor]
 """Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
@@ -53,7 +53,8 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
     with torch.no_grad(), runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
         runtime.executor.run(model, microbatches, Objective(keep), backward=False)
     parts = [kept[index].each() for index in sorted(kept)]
-    return TokenScores(*from_last_stage(runtime, [torch.cat(each) for each in zip(*parts, strict=True)]))
+    joined = dict(enumerate(torch.cat(each) for each in zip(*parts, strict=True)))
+    return TokenScores(*from_last_stage(runtime, [joined])[0].values())
 
 
 def loss_of_scores(

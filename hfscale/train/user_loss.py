@@ -7,8 +7,9 @@ the sums backward, and divides gradients and loss afterwards::
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,69 @@ from .._compat.transformers.classes import class_name, stock_class
 from .._compat.transformers.computing import packing
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import ConfigError, check_number
-from .batch_check import forward_arguments
-from .inputs import prepare
+from .inputs import forward_arguments, prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, local_tensor
 from .runtime.batches import BORDERS, Microbatch
-from .runtime.gradients import add_back, gradients_aside
-from .user_function import UserFunction
+from .runtime.shards import add_back, gradients_aside
+from .runtime.writing import sum_or_raise
+
+Value = TypeVar("Value")
+
+
+class UserFunction:
+    """A user's function whose failure on one rank does not leave other ranks waiting.
+
+    A rank on which it failed continues with a value that counts nothing, until all ranks meet at the end of the step.
+
+    Args:
+        name: name of the argument that it was passed as.
+        arguments: names of the arguments that it is called with.
+
+    Raises:
+        ConfigError: it cannot be called with them.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
+        if not callable(function) or not _takes(function, len(arguments)):
+            raise ConfigError(f"{name}={function!r} is impossible: pass a function of {' and '.join(arguments)}")
+        self.name, self._runtime, self._function = name, runtime, function
+        self._error: Exception | None = None
+
+    def __call__(self, read: Callable[[Any], Value], *args: Any, instead: Value) -> Value:
+        """Return ``read(function(*args))``; ``instead`` if one of the two raises."""
+        try:
+            return read(self._function(*args))
+        except Exception as error:  # of any type: it is raised in `agree`
+            self._error = self._error or error
+            return instead
+
+    def agree(self) -> None:
+        """Raise on every rank if the function failed on one; collective."""
+        elsewhere = f"{self.name} failed on {{}} other rank(s): see their error"
+        sum_or_raise((), self._runtime.mesh.control, self._error, elsewhere)
+
+    def scalar(self, value: Any, what: str) -> Tensor:
+        """Return a loss as a scalar tensor.
+
+        Raises:
+            ConfigError: it is not a floating-point tensor of one number.
+        """
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            given = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:60]
+            raise ConfigError(f"{self.name} must return {what} as a tensor of one number, got {given}: use .sum()")
+        return value.reshape(())
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # compiled functions may have no signature
+        return True
+    return True
+
 
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
 """Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
@@ -54,11 +111,8 @@ class UserLoss:
     """
 
     def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
-        self._runtime, self._loss_fn, self._kept = (
-            runtime,
-            UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch")),
-            kept,
-        )
+        self._loss_fn = UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch"))
+        self._runtime, self._kept = runtime, kept
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model))
@@ -71,7 +125,12 @@ class UserLoss:
             ConfigError: a feature of the layout cannot run such a loss.
         """
         runtime = self._runtime
-        self._refuse_unfit()
+        layout = runtime.mesh.layout
+        if runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:
+            raise ConfigError(
+                f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
+                "'zbv'"
+            )
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
@@ -98,14 +157,6 @@ class UserLoss:
         runtime = self._runtime
         with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
             return runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
-
-    def _refuse_unfit(self) -> None:
-        layout = self._runtime.mesh.layout
-        if self._runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:
-            raise ConfigError(
-                f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
-                "'zbv'"
-            )
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
         with packing(inputs.packed, inputs):

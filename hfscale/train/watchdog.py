@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .._compat.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
-from ..distributed.mesh import Mesh
+from ..config.parallel import AXES
+from ..distributed.mesh import EXPERT_AXES, Mesh
 from ..distributed.ops.waits import waits
 from ..errors import check_number, check_switch
-from .group_names import group_names
 from .runtime import runtime_of
 
 _CODE = 75  # EX_TEMPFAIL: start the process again
@@ -90,7 +90,7 @@ class _Watchdog(threading.Thread):
         self.patience, self.end = patience, end
         self.pause = min(max(patience / 8, 0.1), 30.0)
         self.store = own_store(f"hfscale-watchdog-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-        self.names = group_names(mesh)
+        self.names = _group_names(mesh)
         self._beat, self._reported = 0, 0.0
         self._ended = threading.Event()
         atexit.register(self.stop)
@@ -169,6 +169,23 @@ class _Watchdog(threading.Thread):
 
 
 _running: list[_Watchdog] = []
+
+
+def _group_names(mesh: Mesh) -> dict[str, str]:
+    """Map torch's name of each process group, a number, to its axis in words; the first of several counts."""
+    named = [(mesh.group(axis), axis) for axis in sorted({*AXES, *EXPERT_AXES})]
+    named += [(mesh.whole_sequences, "dp_shard")]
+    named += [(group, f"tp, {count} ranks with the same values") for count, group in mesh.replicas.items()]
+    named += [(group, f"pp, {here} to {there}") for (here, there), group in mesh.streams.items()]
+    for members, group in (*mesh.ties.items(), *mesh.tie_reports.items()):
+        named.append((group, f"pp, {' and '.join(map(str, members))}, which hold one tensor"))
+    named += [(mesh.reports, "pp, reports"), (mesh.expert_reports, "ep"), (mesh.sharing, "the ranks of one batch")]
+    named += [(mesh.control, "the hosts"), (dist.group.WORLD, "torch's process group")]
+    found: dict[str, str] = {}
+    for group, words in named:
+        if group is not None:
+            found.setdefault(group.group_name, words)
+    return found
 
 
 def report(every: Sequence[RankState | None], silent: set[int], patience: float) -> str:

@@ -61,7 +61,7 @@ EXPORTING = {
     "checkpoint.save.AsStored": (0, 1),
     "train.runtime.full_tensors._copy": (0, 1),
     "train.runtime.full_tensors.write_share": (0,),
-    "train.runtime.atomic_directory.NewFiles": (0,),
+    "train.runtime.writing.NewFiles": (0,),
     "checkpoint.save.CheckpointWriter.add": (0,),
     "checkpoint.save.CheckpointWriter.finish": (0,),
     "checkpoint.save.write_configs": (0,),

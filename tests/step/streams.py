@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfscale._compat import torch_fsdp
-from hfscale.features.fp8 import float8_gather as eight_bits
-from hfscale.features.memory import on_host
+from hfscale.features.fp8 import part as eight_bits
+from hfscale.features.memory import compressed as on_host
 
 Clock = dict["Stream", int]
 _TO, _EMPTY_LIKE = Tensor.to, torch.empty_like

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..._compat.transformers.saving import write_configs
 from ...distributed.files.writer import STALE, CheckpointWriter
 from ...errors import ConfigError, check_count, check_path
-from ...train.runtime.atomic_directory import atomic_directory
+from ...train.runtime.writing import atomic_directory
 from .expert_tensors import TOKENIZER_FILES, Upcycling, Variation, open_whole
 from .moe_targets import find_family, upcycled_config
 

@@ -20,7 +20,7 @@ from ..._compat.peft import COPY
 from ...distributed.mesh import Mesh
 from ...plan import AdapterParameter, Plan
 from ...train.runtime.parameter_names import unwrapped
-from ...train.runtime.unshard import gather_full
+from ...train.runtime.shards import gather_full
 from .adapter_structure import narrowed, targets_of
 from .peft_config import needs_weights
 

@@ -1,6 +1,7 @@
 """Merge adapters into the weights they adapt: every rank its shards, one module at a time."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,11 @@ from ...models.projections import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, put_parameter, unwrapped
-from ...train.runtime.unshard import gather_full
+from ...train.runtime.shards import gather_full
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
 from .guard import give_back_methods
+from .storage import stored_names
 
 
 def refuse_tied(adapters: Any, plan: Plan) -> None:
@@ -164,3 +166,69 @@ def put_back(model: nn.Module) -> None:
         for name, child in list(own_modules(module).items()):
             if child is not None and unwrapped(child) is not child:
                 own_modules(module)[name] = unwrapped(child)
+
+
+class WholeMerge:
+    """A merge of full tensors, weight by weight.
+
+    Attributes:
+        factors: names of the adapters' own parameters.
+    """
+
+    def __init__(self, adapters: Any, plan: Plan) -> None:
+        self._adapters, self._plan = adapters, plan
+        self.factors = {adapter.name for adapter in plan.adapters}
+        self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
+        self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
+        self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
+        for adapter in plan.adapters:
+            base = plan.by_name[adapter.base]
+            if adapter.kept_in == COPY:
+                self._copies[base.tied_to or base.name] = adapter.tied_to or adapter.name
+                continue
+            path = adapter.base.rpartition(".")[0]
+            self._around.setdefault(path, []).append(adapter)
+            for name in (adapter.base, f"{path}.bias"):
+                if name in plan.by_name:
+                    self._path_of[plan.by_name[name].tied_to or name] = path
+
+    def refuse_tied(self) -> None:
+        """Raise :class:`ConfigError` if a weight to merge into is tied to one without the adapter."""
+        refuse_tied(self._adapters, self._plan)
+
+    def parts(self, name: str) -> list[str]:
+        """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""
+        if name in self._copies:
+            return [self._copies[name]]
+        if name not in self._path_of:
+            return [name]
+        path = self._path_of[name]
+        bases = [base for base, where in self._path_of.items() if where == path and base not in self._copies]
+        return list(dict.fromkeys([*bases, *(a.tied_to or a.name for a in self._around[path])]))
+
+    def merged(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return merged weights, by owned name, from the tensors that :meth:`parts` named."""
+        if name in self._copies:
+            return {name: parts[self._copies[name]]}
+        if name not in self._path_of:
+            return {name: parts[name]}
+        path = self._path_of[name]
+        wrapper: Any = copy.deepcopy(self._adapters.whole.get_base_model().get_submodule(path))
+        bases = {base: base for base, where in self._path_of.items() if where == path and base in parts}
+        for base in bases:
+            put_parameter(wrapper, self._inside(base, path), nn.Parameter(parts[base].clone(), requires_grad=False))
+        for adapter in self._around[path]:
+            factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
+            put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
+        merge_wrapper(wrapper)
+        return {base: parameter_at(wrapper, self._inside(base, path)).detach() for base in bases}
+
+    def _inside(self, base: str, path: str) -> str:
+        """Return the name of a weight inside its module; of a tied one, the name that is in this module."""
+        names = [p.name for p in self._plan.parameters if base in (p.name, p.tied_to)]
+        return next(name for name in names if name.startswith(f"{path}.")).removeprefix(f"{path}.")
+
+    def keys(self) -> dict[str, str]:
+        """Map names of the adapters' parameters to their keys in PEFT's files."""
+        found = stored_names(self._adapters.whole, self._adapters.name, self._plan, False)
+        return {name: key for name, key in found.items() if name in self.factors}

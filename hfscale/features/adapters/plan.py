@@ -11,12 +11,10 @@ the sum over the ranks. One table says which dims of an adapter's parameters run
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
+from math import prod
 
 from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
 from ...errors import PlanError
-from ...models.names import wild_name
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
 from ...plan.parameter import ParameterPlan
@@ -89,35 +87,47 @@ def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
     return ADAPTER_DIMS[adapter.kept_in][0 if along_input else 1]
 
 
-def coverage(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Count parameters with adapters, and all parameters, by kind.
+_KINDS = (
+    "parameters of the layers",
+    "expert parameters",
+    "parameters of the embedding",
+    "parameters of the head",
+    "other matrices",
+)
 
-    Kinds are ``experts``, ``embedding``, ``head``, ``layers`` (other matrices of layers) and ``other``.
-    """
-    adapted = {adapter.base for adapter in plan.adapters}
+
+def describe_coverage(plan: Plan) -> str:
+    """Return one line per kind of parameter; trained copies count as adapted."""
+    found = _coverage(plan)
+    trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
+    total = sum(prod(p.shape) for p in plan.owned())
+    lines = [f"{trained:,} parameters in adapters, {100 * trained / max(1, total - trained):.2f}% of the model's"]
+    for kind in filter(found.get, _KINDS):
+        covered, entries = found[kind]
+        lines.append(f"{100 * covered / max(1, entries):.1f}% of {kind} have adapters")
+    if found.get(_KINDS[1], (1, 1))[0] == 0:
+        lines.append(
+            "no expert has an adapter: name their parameters, like "
+            "target_parameters=['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']"
+        )
+    return "\n".join(lines)
+
+
+def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Count the parameters with adapters, and all, by kind: matrices without the adapters' own."""
+    adapted, own = {adapter.base for adapter in plan.adapters}, {adapter.name for adapter in plan.adapters}
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)
-    found: dict[str, tuple[int, int]] = {}
     vocabulary = plan.by_name[f"{plan.head}.weight"].shape if plan.head is not None else ()
-    own = {adapter.name for adapter in plan.adapters}
-    for parameter in plan.owned():
-        name = parameter.name
-        if len(parameter.shape) < 2 or name in own:
-            continue
-        if name.startswith(experts):
-            kind = "experts"
-        elif name.startswith(layers):
-            kind = "layers"
+    of_layers, of_experts, of_embedding, of_head, others = _KINDS
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in ((p.name, p.shape) for p in plan.owned() if len(p.shape) > 1 and p.name not in own):
+        if name.startswith((*experts, *layers)):
+            kind = of_experts if name.startswith(experts) else of_layers
         elif name.rpartition(".")[0] == plan.head:
-            kind = "head"
+            kind = of_head
         else:
-            kind = "embedding" if parameter.shape == vocabulary else "other"
-        entries = torch.Size(parameter.shape).numel()
+            kind = of_embedding if shape == vocabulary else others
         covered, total = found.get(kind, (0, 0))
-        found[kind] = (covered + entries * (name in adapted), total + entries)
+        found[kind] = (covered + prod(shape) * (name in adapted), total + prod(shape))
     return found
-
-
-def describe_targets(adapters: Sequence[AdapterParameter]) -> list[str]:
-    """List the adapted parameters, layers joined: ``model.layers.*.self_attn.q_proj.weight``."""
-    return list(dict.fromkeys(wild_name(adapter.base) for adapter in adapters))

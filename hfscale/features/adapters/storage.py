@@ -14,10 +14,9 @@ from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...plan import Plan
 from ...train.runtime import Runtime
-from ...train.runtime.atomic_directory import atomic_directory
 from ...train.runtime.full_tensors import full_parameters
 from ...train.runtime.parameter_names import stock_name
-from ...train.runtime.writing import is_writer, not_finite, warn_of_not_finite
+from ...train.runtime.writing import atomic_directory, is_writer, not_finite, warn_of_not_finite
 
 WEIGHTS = "adapter_model.safetensors"
 

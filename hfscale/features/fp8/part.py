@@ -8,21 +8,31 @@ scales from the largest entries over all ranks that have shards of a tensor. Eve
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.torch_device import keep_for_stream
+from ..._compat.torch_fsdp import gather_encoded
 from ...config.schedules import ASYNCHRONOUS
-from ...distributed.ops.overlap import DeferredWeightGrad, column_parallel_linear, multiply_by, products_of
+from ...distributed.ops.overlap import (
+    DeferredWeightGrad,
+    column_parallel_linear,
+    multiplied_by,
+    multiply_by,
+    products_of,
+)
 from ...models.projections import is_transposed, weight_dims
-from ...plan.products_plan import Float8Plan
+from ...plan.products_plan import Float8Plan, gathered_in_8_bits
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import computing, module_at
-from .scaled_matmul import Float8Groups, Float8Projection, weight_scales
+from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, weight_scales
 
 
 class Float8(Part):
@@ -31,11 +41,14 @@ class Float8(Part):
     def __init__(self) -> None:
         self._projections: list[tuple[nn.Module, Float8Projection]] = []
 
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether products are planned in fp8."""
+        return runtime.plan.feature(Float8Plan) is not None
+
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the projections' forward, before block edges and recomputation are installed around it."""
         planned = runtime.plan.feature(Float8Plan)
-        if planned is None:
-            return
+        assert planned is not None
         for name in filter(runtime.is_local, planned.modules):
             for projection in computing(module_at(runtime.model, name)):
                 made = Float8Projection(_groups(runtime, name, projection), planned.rowwise)
@@ -74,10 +87,47 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
     dims = {cut.dim for cut in runtime.plan.by_name[f"{name}.weight"].cuts if cut.axis == "tp"}
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
-    return Float8Groups(runtime.mesh.groups("cp"), inputs, outputs)
+    return Float8Groups(runtime.mesh.context_groups, inputs, outputs)
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
     """Return the output of a projection whose products :func:`hfscale.distributed.ops.overlap.multiply_by` has set."""
     later = DeferredWeightGrad(projection.weight, is_transposed(projection), products_of(projection))
     return column_parallel_linear(x, later, projection.bias)
+
+
+@dataclass(frozen=True)
+class _InEightBits:
+    """Encode shards in 8 bits; see :class:`hfscale._compat.torch_fsdp.Encoding`."""
+
+    projection: Float8Projection
+    owners: list[dist.ProcessGroup]
+
+    def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the shard as bytes, which every backend sends, and its scale."""
+        entries, scale = self.projection.encode(shard, self.owners)
+        return entries.view(torch.uint8), scale
+
+    def decode(self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """Return the gathered weight with the scale of the full weight."""
+        keep_for_stream(known)  # made on the stream that gathers
+        if out is None:
+            return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
+        assert isinstance(out, Float8Weight)
+        out.scale.copy_(known)
+        return out
+
+
+class Float8Gather(Part):
+    """All-gather weights in 8 bits, where the plan says so."""
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Encode the all-gathers of FSDP2. Must follow the data axes, which shard the weights."""
+        encodings: dict[nn.Module, _InEightBits] = {}
+        for name in filter(runtime.is_local, sorted(gathered_in_8_bits(runtime.plan))):
+            for projection in computing(module_at(runtime.model, name.removesuffix(".weight"))):
+                made = multiplied_by(projection)
+                assert isinstance(made, Float8Projection)
+                encodings[projection] = _InEightBits(made, runtime.mesh.groups("dp_shard"))
+        if encodings:
+            gather_encoded(runtime.model, encodings)

@@ -82,14 +82,14 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
     for name in chosen:
         cut, partial = draft.rules.get(f"{name}.weight", (None, ()))
         if "tp" in partial or (cut is not None and cut.most_replicas > 1):
-            parts[name] = "tp"
+            parts[name] = f"tp_size={draft.layout.tp}"
         elif name.startswith(whole):
-            parts[name] = "cp"
-    for axis in dict.fromkeys(parts.values()):
-        found = [name for name in parts if parts[name] == axis]
+            parts[name] = draft.layout.cp_in_words
+    for asked in dict.fromkeys(parts.values()):
+        found = [name for name in parts if parts[name] == asked]
         names = sorted({name.rpartition(".")[2] for name in found})
         draft.problem(
-            f"mixed_precision='fp8' with {axis}_size={draft.layout.size(axis)}: each rank computes one term of the "
+            f"mixed_precision='fp8' with {asked}: each rank computes one term of the "
             f"gradient of what {', '.join(dict.fromkeys(map(wild_name, found)))} compute, and rounding terms is not "
             f"rounding their sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
         )

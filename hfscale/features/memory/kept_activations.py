@@ -11,23 +11,135 @@ embeddings, masks): each layer would store its own copy. On a CPU the same copie
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..._compat.torch import tree_leaves
+from ..._compat.torch import base_of, own_buffers, own_parameters, storage_key, tree_leaves, version_of
 from ..._compat.transformers.hidden_states import hidden_states_of
+from ...distributed.ops.shared_casts import is_shared_cast
 from ...errors import ConfigError
 from ...plan.compress_plan import FEW, compressed
 from ...plan.offload import offloaded
-from ...train.runtime import Part, Runtime
+from ...train.runtime import Part, Runtime, local_tensor, memory_of
 from ...train.runtime.local_weights import LocalWeights
-from .compressed import Compressed, Here, Stored
-from .layer_pass import LayerPass
-from .on_host import OnHost
+from .compressed import Compressed, Here, OnHost, Stored
+
+
+class LayerPass:
+    """Saved-tensor hooks for one forward pass through one layer. Parameters, and tensors that ``store`` declines, stay.
+
+    Tensors with one number per row of a previously saved tensor are kept exact: they normalize the rows, as logarithms
+    of sums of exponentials (minus infinity if attention reads nothing) or a norm's statistics. Attention and norms save
+    their rows first.
+
+    Args:
+        store: stores a saved tensor; called with the tensor, and whether it must stay exact because it may be a copy of
+            a weight, a mask, or one number per row.
+        before: the forward pass through the previous layer, while its graph is alive.
+        beside: tensors that this and other layers are given besides their input. Those of four dims may be masks, ``[b,
+            heads or 1, queries, keys]``: attention may save them in another dtype, and they hold infinities or the
+            largest number beside small biases, which no common scale can represent.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        store: Callable[[Tensor, bool], Stored | None],
+        before: "LayerPass | None",
+        beside: Collection[Tensor] = (),
+    ) -> None:
+        self._store, self._before = store, None if before is None else weakref.ref(before)
+        held = [
+            tensor
+            for module in layer.modules()
+            for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
+            if tensor is not None
+        ]
+        self._stays = {storage_key(plain) for tensor in (*held, *beside) for plain in memory_of(tensor.detach())}
+        shapes = {tuple(local_tensor(tensor.detach()).shape) for tensor in held} | set(map(_shape_of, layer.modules()))
+        self._of_weights = {shape for shape in shapes if len(shape) > 1} | {shape[::-1] for shape in shapes}
+        self._of_masks = {tuple(tensor.shape) for tensor in beside if tensor.ndim == 4}
+        self._rows = set[tuple[int, ...]]()
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Stored]] = {}
+        self._waiting: list[weakref.ref[Any]] = []
+        self._read = False
+
+    def over(self) -> None:
+        """End the layer's forward pass: drop the records that only packing needs."""
+        self._known, self._stays, self._rows = {}, set(), set()
+
+    def pack(self, tensor: Tensor) -> "Packed":
+        """Store a saved tensor; autograd calls it for every tensor that an operation saves."""
+        local, shape, stride = tensor.detach(), tensor.shape, tensor.stride()
+        if tensor.ndim > 1 and shape[-1] > _PAIR:
+            self._rows.add(tuple(shape[:-1]))
+        size = local.numel() * local.element_size()
+        storage = local.untyped_storage()
+        if storage_key(storage) in self._stays or is_shared_cast(local) or storage.nbytes() < size:
+            return self, local, None
+        in_order = local.permute(sorted(range(local.ndim), key=lambda dim: stride[dim], reverse=True))
+        dense = in_order.is_contiguous()
+        if dense:  # store all views of the same memory once
+            local = in_order.view(-1)
+        key = storage_key(storage), local.data_ptr(), local.shape, local.stride(), local.dtype, version_of(tensor)
+        alive, found = self._known.get(key, (None, None))
+        if found is None or alive is None or alive.expired():
+            exact = self._may_be_weight(tensor) or tuple(shape) in self._of_masks or self._is_of_rows(shape)
+            found = self._store(local, exact)
+            if found is None:
+                return self, tensor.detach(), None
+            self._known[key] = StorageWeakRef(storage), found
+            self._waiting.append(weakref.ref(found))
+        found.readers += 1
+        return self, found, (shape, stride) if dense else None
+
+    def unpack(self, kept: "Packed") -> Tensor:
+        """Return a saved tensor to the backward pass; the first call prefetches for the layer before."""
+        _, saved, view = kept
+        if isinstance(saved, Tensor):
+            return saved
+        found = saved.read()
+        before = None if self._before is None else self._before()
+        if not self._read and before is not None:
+            before.fetch()
+        self._read = True
+        return found if view is None else found.as_strided(*view)
+
+    def fetch(self) -> None:
+        """Begin to copy back the stored tensors."""
+        for reference in self._waiting:
+            waiting = reference()
+            if waiting is not None:
+                waiting.fetch()
+
+    def _may_be_weight(self, tensor: Tensor) -> bool:
+        """Return whether a tensor may be a cast or dequantized weight: of a weight's shape, and not a view of rows."""
+        base = base_of(tensor)
+        return tuple(tensor.shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
+
+    def _is_of_rows(self, shape: torch.Size) -> bool:
+        """Return whether a tensor of ``shape``, ``[...]`` or ``[..., 1]``, has one number per row of a saved ``[...,
+        d]``.
+        """
+        return tuple(shape) in self._rows or (shape[-1:] == (1,) and tuple(shape[:-1]) in self._rows)
+
+
+_PAIR = 2
+"""Last dims up to this size are not rows: rotary embeddings view numbers as pairs."""
+
+Packed = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
+"""The forward pass, its stored or unchanged tensor, and the view of a stored one."""
+
+
+def _shape_of(module: nn.Module) -> tuple[int, ...]:
+    """Return the shape of a projection's weight, which may be packed."""
+    sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else ()  # type: ignore[return-value]
 
 
 class KeptActivations(Part):

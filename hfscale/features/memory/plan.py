@@ -121,11 +121,10 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 def _refuse_other_attention(draft: Draft) -> None:
     """Report models whose attention selective recomputation cannot find, and cut sequences."""
-    size = draft.layout.cp
-    if size > 1:
+    if draft.layout.cp > 1:
         draft.problem(
-            f"recompute='selective' with cp_size={size}: attention over sharded sequences keeps no scores that could "
-            "be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
+            f"recompute='selective' with {draft.layout.cp_in_words}: attention over sharded sequences keeps no scores "
+            "that could be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
     kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}

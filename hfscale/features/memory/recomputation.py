@@ -13,7 +13,6 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -84,10 +83,9 @@ class Recomputation(Part):
 
     def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
         shapes = [shape_of(batch) for batch in batches]
-        most = torch.tensor([max(rows * length for rows, length in shapes), max(length for _, length in shapes)])
-        if runtime.mesh.control is not None:  # ranks that exchange tokens in a layer must all recompute it, or none
-            dist.all_reduce(most, dist.ReduceOp.MAX, runtime.mesh.control)
-        tokens, sequence = most.tolist()
+        most = max(rows * length for rows, length in shapes), max(length for _, length in shapes)
+        # Ranks that exchange tokens in a layer must all recompute it, or none.
+        tokens, sequence = runtime.mesh.largest(*most)
         self._choose(runtime, tokens, sequence, len(batches))
 
     def _choose(self, runtime: Runtime, tokens: int, sequence: int, microbatches: int | None) -> None:

@@ -51,23 +51,20 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
     given = {} if asked is True else asked
     for name in given:
         if name not in known:
-            raise ConfigError(
-                f"{said}: {name} is none of Liger's kernels for {family}: use {', '.join(_without_losses(known))}"
-            )
-
-
-def _without_losses(names: list[str]) -> list[str]:
-    return [name for name in names if name not in LOSSES]
+            others = ", ".join(each for each in known if each not in LOSSES)
+            raise ConfigError(f"{said}: {name} is none of Liger's kernels for {family}: use {others}")
 
 
 class LigerKernels(Part):
     """A part that gives the model Liger's kernels if they were asked for."""
 
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether the user asked for them."""
+        return runtime.options.use_liger_kernel is not False
+
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the kernels, before block edges and recomputation are installed around the modules."""
-        asked = runtime.options.use_liger_kernel
-        if asked is False:
-            return
+        asked: Any = runtime.options.use_liger_kernel
         model = runtime.model
         for parameter in model.parameters():
             if parameter.is_floating_point() and not computes_in(parameter.dtype) and parameter.dtype.itemsize > 1:
@@ -78,11 +75,7 @@ class LigerKernels(Part):
         look_again, modules = watch(model), set(model.modules())
         try:
             give_kernels(model, {} if asked is True else asked)
-        except (
-            AttributeError,
-            ImportError,
-            TypeError,
-        ) as error:  # a class of the family, or a version of transformers, that Liger does not know
+        except (AttributeError, ImportError, TypeError) as error:  # a class or version that Liger does not know
             raise ConfigError(
                 f"use_liger_kernel={asked!r}: Liger has no kernels for {class_name(model)} ({error}): leave it out"
             ) from error

@@ -14,18 +14,17 @@ process.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..._compat.torch import unscale_and_check
 from ...errors import ConfigError
 from ...train.runtime import Part, Runtime, local_tensor
-from ...train.runtime.gradients import add_back, gradients_aside
 from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import add_back, gradients_aside
 
 
 class LossScaling(Part):
@@ -42,25 +41,24 @@ class LossScaling(Part):
 
     def __init__(self) -> None:
         self.scale, self.growth, self.skipped, self.overflowed = 1.0, 0, 0, False
-        self._active = self._within = False
+        self._within = False
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether activations are computed in float16."""
+        return runtime.options.mixed_precision == "fp16"
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Refuse, by a hook, training passes outside of steps, whose loss would not be scaled."""
-        self._active = runtime.options.mixed_precision == "fp16"
-        if self._active:
-            self.scale = runtime.options.scaling.init_scale
-            runtime.model.register_forward_pre_hook(self._refuse_unscaled)
+        self.scale = runtime.options.scaling.init_scale
+        runtime.model.register_forward_pre_hook(self._refuse_unscaled)
 
     def loss_factor(self, runtime: Runtime) -> float:
         """Return the scale, divided by the factor of the data axes."""
-        return self.scale / runtime.mesh.data_world if self._active else 1.0
-
-    def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Unscale the gradients on leaving the `with` block, or drop them after an overflow."""
-        return self._scaled(runtime) if self._active else nullcontext()
+        return self.scale / runtime.mesh.data_world
 
     @contextmanager
-    def _scaled(self, runtime: Runtime) -> Iterator[None]:
+    def around_gradients(self, runtime: Runtime) -> Iterator[None]:
+        """Unscale the gradients on leaving the `with` block, or drop them after an overflow."""
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
         with gradients_aside(parameters) as before:
             self._expect(runtime, self.scale)
@@ -69,7 +67,8 @@ class LossScaling(Part):
             finally:
                 self._expect(runtime, None)
         gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        self.overflowed = self._anywhere(runtime, unscale_and_check(gradients, runtime.mesh.data_world / self.scale))
+        here = unscale_and_check(gradients, runtime.mesh.data_world / self.scale)
+        self.overflowed = bool(runtime.mesh.largest(float(here))[0])
         for parameter, gradient in zip(parameters, before, strict=True):
             if self.overflowed:
                 parameter.grad = None
@@ -83,12 +82,6 @@ class LossScaling(Part):
         if runtime.loss is not None:  # a user's loss computes no gradients in the forward pass
             runtime.loss.expected_gradient = 1.0 if scale is None else scale
 
-    def _anywhere(self, runtime: Runtime, here: bool) -> bool:
-        found = torch.tensor(float(here))
-        if runtime.mesh.control is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, runtime.mesh.control)
-        return bool(found)
-
     def _update(self, runtime: Runtime) -> None:
         how = runtime.options.scaling
         if self.overflowed:
@@ -101,8 +94,6 @@ class LossScaling(Part):
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """Return the scale, and the counts of skipped steps."""
-        if not self._active:
-            return {}
         return {
             "loss_scale": self.scale,
             "steps_since_loss_scale_changed": self.growth,
@@ -112,15 +103,12 @@ class LossScaling(Part):
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
         """Return the scale and counts for a resumed run."""
-        if not self._active:
-            return {}
         return {"scale": self.scale, "growth": self.growth, "skipped": self.skipped, "overflowed": self.overflowed}
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
         """Restore the scale and counts."""
-        if self._active:
-            self.scale, self.growth = float(state["scale"]), int(state["growth"])
-            self.skipped, self.overflowed = int(state["skipped"]), bool(state["overflowed"])
+        self.scale, self.growth = float(state["scale"]), int(state["growth"])
+        self.skipped, self.overflowed = int(state["skipped"]), bool(state["overflowed"])
 
     def _refuse_unscaled(self, model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled() and not self._within:

@@ -1,12 +1,18 @@
 """Mixed precision by torch's autocast around the forward pass, where FSDP2 does not cast, or not everything."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..._compat.torch import autocast_remembers, own_parameters
+from ..._compat.transformers.computing import recomputes
 from ...config.options import MIXED_PRECISIONS
+from ...distributed.ops.shared_casts import Casts, autocasted_weight, is_sharing, sharing
 from ...models.precision import WIDENS_INSIDE
+from ...models.projections import PROJECTIONS
 from ...train.runtime import Part, Runtime
 from ...train.runtime.local_weights import LocalWeights
 
@@ -32,3 +38,36 @@ class Autocast(Part):
 
         autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects its signature
         model.forward = autocast_forward
+
+
+class SharedCasts(Part):
+    """A part for mixed precision in pipeline stages without data ranks; over data ranks FSDP2 casts what it gathers."""
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether microbatches in flight share casts."""
+        return runtime.shares_casts
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Wrap the projections' forward, inside of block edges; with deferred weight gradients those cast weights."""
+        for module in runtime.model.modules():
+            if type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
+                module.forward = partial(_with_shared_cast, module, module.forward)
+
+    @contextmanager
+    def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
+        """Share casts inside the `with` block, in which the weights do not change."""
+        with sharing(Casts()), nullcontext() if recomputes(runtime.model) else autocast_remembers():
+            yield
+
+
+def _with_shared_cast(module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a projection's own forward with the cast copy of its weight."""
+    held = own_parameters(module)
+    weight = held.get("weight")
+    if torch.compiler.is_compiling() or weight is None or weight.dtype != torch.float32 or not is_sharing():
+        return forward(*args, **kwargs)
+    held["weight"] = autocasted_weight(weight)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        held["weight"] = weight

@@ -27,7 +27,7 @@ from ...distributed.ops.token_scores import TokenScores
 from ...errors import ConfigError
 from ...parallel.tensor import router_loss_counted_once, share_of_router_loss
 from ...train import token_scores, train_step
-from ...train.last_stage import from_last_stage
+from ...train.outputs import from_last_stage
 from ...train.runtime import Runtime, runtime_of
 
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -160,7 +160,7 @@ def step_of_scores(
     total = torch.zeros((), device=trainer.args.device)
     with torch.no_grad():
         for index, talk in enumerate(talks):
-            own = list(kept[index].each()) if index in kept else []
-            talk.scores = TokenScores(*from_last_stage(runtime, own))
+            own = dict(enumerate(kept[index].each())) if index in kept else {}
+            talk.scores = TokenScores(*from_last_stage(runtime, [own])[0].values())
             total += loss_of(index).detach()
     return total

@@ -24,7 +24,6 @@ from ...distributed.ops.four_bit import packings_of
 from ...distributed.ops.grouped_linear import ALIGNED
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime
-from ...train.runtime.mixed_weights import shares_casts
 from ...train.runtime.parameter_names import unwrapped
 from .capacity_buffers import through_slots
 from .dispatch import Routes, combine, dispatch, plan_routes
@@ -117,7 +116,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     narrow = mesh.tp_group is not None and any(
         _too_narrow(module, runtime.options.mixed_precision) for module in modules
     )
-    copies = bool(modules) and shares_casts(runtime)  # of which the host would make one for each microbatch
+    copies = bool(modules) and runtime.shares_casts  # of which the host would make one for each microbatch
     if mesh.group("ep") is None and options is None and not (changed or narrow or copies):
         return None
     routing, layers = routing_of_layers(runtime, options)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..._compat.torch import has_accumulation_hook
 from ...errors import ConfigError
 from ...train.runtime import Runtime, local_tensor
-from ...train.runtime.gradients import add_back, gradients_aside
+from ...train.runtime.shards import add_back, gradients_aside
 
 _ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added if requires_grad changed
 

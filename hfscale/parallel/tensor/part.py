@@ -157,7 +157,8 @@ class VocabularyLoss(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the loss, after the edges of blocks."""
         tensor = runtime.part(TensorParallel)
-        runtime.loss = install_loss(runtime, tensor.regions if tensor is not None else [])
+        loss = install_loss(runtime, tensor.regions if tensor is not None else [])
+        runtime.loss = runtime.loss or loss
 
 
 class RandomStreams(Part):

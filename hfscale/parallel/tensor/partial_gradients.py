@@ -32,9 +32,8 @@ from ..._compat.torch import own_parameters
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import apply_mapping, copy_to_tp_region
 from ...plan import ParameterPlan, Plan
-from ...train.runtime.gradients import add_back, gradients_aside
 from ...train.runtime.parameter_names import computing, module_at, owner_of
-from ...train.runtime.shards import local_tensor
+from ...train.runtime.shards import add_back, gradients_aside, local_tensor
 
 
 class PartialSums:

@@ -1,5 +1,9 @@
 """Install guards against ordinary code that would silently compute wrong numbers."""
 
+import functools
+import logging
+import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,15 +12,74 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..._compat.bitsandbytes import misreads_rows
+from ..._compat.transformers.classes import class_name, empty_copy
+from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
+from ...plan.lines import describe_quantization
+from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import compare_first
 from ..runtime.local_weights import LocalWeights
-from .changes import refuse_changes
-from .counts import count_whole
-from .optimizers import refuse_whole_tensor_optimizers
-from .stock_loops import refuse_stock_accelerator, refuse_stock_clipping
+from .replicas import check_replicas
+from .stock_loops import refuse_other_optimizers, refuse_stock_accelerator, refuse_stock_clipping
 from .structure import Structure
+
+_CHECKED = frozenset({10, 100, 1000, 10000})
+_HALF = (torch.bfloat16, torch.float16)
+_log = logging.getLogger(__name__)
+
+
+def count_whole(runtime: Runtime) -> None:
+    """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication.
+
+    Parameters of other stages' layers are assumed to train as when the model was built: adapters alone, or everything.
+    """
+    model, plan = runtime.model, runtime.plan
+    adapters = {adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters}
+
+    @functools.lru_cache
+    def whole() -> tuple[dict[str, int], set[str]]:
+        """Return sizes by stock names, and the names of embeddings."""
+        empty = empty_copy(model)
+        embeddings = {f"{name}.weight" for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
+        return {**{name: each.numel() for name, each in empty.named_parameters()}, **adapters}, embeddings
+
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        sizes, embeddings = whole()
+        counted = {name: size for name, size in sizes.items() if not (exclude_embeddings and name in embeddings)}
+        if not only_trainable:
+            return sum(counted.values())
+        live = {name: parameter.requires_grad for name, parameter in runtime.live_parameters().items()}
+        return sum(size for name, size in counted.items() if live.get(name, name in adapters or not adapters))
+
+    model.num_parameters = num_parameters
+
+
+def refuse_changes(model: Any, layout: ParallelConfig) -> None:
+    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that say what to do instead."""
+    kind = class_name(model)
+
+    def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
+        if new_num_tokens in (None, model.config.get_text_config().vocab_size):
+            return model.get_input_embeddings()  # as transformers does if nothing changes
+        raise ConfigError(
+            f"resize_token_embeddings({new_num_tokens}) would change this {kind} behind the back of its plan, by which "
+            "its loss is computed and its weights are saved. Resize it while it is loaded: "
+            f"hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings={new_num_tokens}); "
+            "hfscale.parallelize(model, parallel) takes a resized model from memory"
+        )
+
+    def deepcopy(_: Any) -> Any:
+        raise ConfigError(
+            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part has no processes to compute "
+            "with: build a second one with hfscale.from_pretrained(path, parallel=...). For an average of its "
+            "weights, or to go back to them, clone model.state_dict()'s tensors on every rank"
+        )
+
+    model.resize_token_embeddings = resize
+    if layout.total_size > 1:
+        model.__deepcopy__ = deepcopy
 
 
 class SharedBatch(Part):
@@ -60,11 +123,11 @@ class StockCode(Part):
         refuse_changes(model, layout)
         if layout.total_size > 1 or runtime.plan.adapters:  # transformers would save adapters' wrapped names
             model.save_pretrained = _saves_all_of_it(model, self._save)
+        refuse_other_optimizers(runtime)
         if layout.total_size == 1:
             return
         refuse_stock_accelerator()
         refuse_stock_clipping(runtime)
-        refuse_whole_tensor_optimizers(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)
         if runtime.plan.stages is None:  # stages run in steps alone, with older weights in some schedules
@@ -112,3 +175,108 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
         save(model, save_directory, max_shard_size=max_shard_size)
 
     return save_pretrained
+
+
+def before_step(runtime: Runtime) -> None:
+    """Check a model before a training step; on every rank, in every step.
+
+    Replicas are compared before a few of the steps, so that a run that goes wrong does not find out only when it saves.
+
+    Raises:
+        ConfigError: the model was changed since it was built, replicas have drifted apart, the model is in float16, or
+            gradients are disabled.
+    """
+    check_model(runtime)
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "train_step was called within torch.no_grad() or torch.inference_mode(), where nothing has a gradient: "
+            "call it outside, or hfscale.eval_step for the loss alone"
+        )
+    runtime.steps += 1
+    if runtime.steps == 1:
+        _refuse_float16(runtime)
+        if not any(runtime.mesh.ranks.values()):
+            _warn_of_a_base_alone(runtime)
+            _warn_of_lost_updates(runtime)
+            _warn_of_rounding(runtime)
+            _warn_of_misread_rows(runtime)
+    elif runtime.steps in _CHECKED:
+        check_replicas(runtime)
+
+
+def _refuse_float16(runtime: Runtime) -> None:
+    """Refuse float16 weights, whose gradients cannot be unscaled in float16; by the plan, the same on every rank."""
+    found = next((planned.name for planned in runtime.plan.parameters if planned.dtype == torch.float16), None)
+    if found is not None:
+        raise ConfigError(
+            f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
+            'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
+            'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
+        )
+
+
+def _warn_of_rounding(runtime: Runtime) -> None:
+    """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
+    for line in describe_quantization(runtime.plan)[1:]:
+        _log.warning("%s (losses differ from those of one process by the rounding of these weights)", line)
+    asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), runtime.options.mixed_precision
+    if asked not in ("no", own, runtime.options.around_products):
+        _log.warning(
+            "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
+            "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",
+            *(asked, own, asked),
+        )
+
+
+def _warn_of_misread_rows(runtime: Runtime) -> None:
+    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs, in stock models too, so no comparison shows it."""
+    quantized = runtime.plan.quantized
+    if quantized is None or quantized.bits != 4 or runtime.mesh.device.type != "cpu":
+        return
+    widths = set[int]()
+    for name in quantized.weights:
+        *_, rows, columns = runtime.plan.by_name[name].local_shape(runtime.mesh.ranks)
+        widths.add(rows if name in quantized.transposed else columns)
+    misread = [width for width in sorted(widths) if width % BLOCK and misreads_rows(width)]
+    if misread:
+        _log.warning(
+            "on CPUs this version of bitsandbytes takes wrong scales for 4-bit matrices whose rows are no whole blocks "
+            "of %d values (%s here), in stock models as well: their numbers are not those that a GPU computes",
+            *(BLOCK, ", ".join(map(str, misread))),
+        )
+
+
+def _warn_of_a_base_alone(runtime: Runtime) -> None:
+    """Warn if a base model in 4 or 8 bits has no adapters, so that only embeddings and norms train.
+
+    A stock loop trains them too; ``transformers.Trainer`` refuses it. A model with something frozen is taken as
+    intended.
+    """
+    quantized = runtime.plan.quantized
+    if quantized is None or runtime.plan.adapters:
+        return
+    rest = [(planned.name, p) for planned, p in runtime.parameters() if planned.name not in quantized.weights]
+    if rest and all(parameter.requires_grad for _, parameter in rest):
+        _log.warning(
+            "the model is held in %d bits, which do not train, and has no adapters: all that trains are its embeddings "
+            "and norms (%s, for one). Put adapters around it - from_pretrained(..., peft_config=LoraConfig(...)), or "
+            "hfscale.get_peft_model(model, config) - or freeze what should stay with requires_grad_(False)",
+            *(quantized.bits, rest[0][0]),
+        )
+
+
+def _warn_of_lost_updates(runtime: Runtime) -> None:
+    """Warn of 16-bit weights that train: most updates are smaller than half their last bit, and rounded away."""
+    if runtime.keeps_small_updates:
+        return
+    trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]
+    half = [(name, dtype) for name, dtype in trained if dtype in _HALF]
+    if half:
+        name, dtype = half[0]
+        _log.warning(
+            "%d of the %d parameters that train are %s (%s, for one): updates below about 1/512 of a weight are "
+            "rounded away, and AdamW at lr=1e-5 leaves nine weights in ten as they are. Load the model with "
+            'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights, or make the '
+            "optimizer by hfscale.create_optimizer(..., stochastic_rounding=True)",
+            *(len(half), len(trained), str(dtype).removeprefix("torch."), name),
+        )

@@ -62,16 +62,14 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
 
 def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
     """Return the checksums of this rank's shards that other ranks may hold too, by name and position."""
-    places, sums = [], []
-    for planned, parameter in runtime.parameters():
-        if not _is_replicated(runtime, planned):
-            continue
-        _, ranks = runtime.mesh.view(planned.cuts)
-        for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
-            places.append((planned.name, spans))
-            sums.append(checksum(piece))
-    read = torch.stack(sums).tolist() if sums else []  # one device sync
-    return dict(zip(places, read, strict=True))
+    sums = {
+        (planned.name, spans): checksum(piece)
+        for planned, parameter in runtime.parameters()
+        if _is_replicated(runtime, planned)
+        for spans, piece in _pieces(runtime, planned, parameter)
+    }
+    read = torch.stack(list(sums.values())).tolist() if sums else []  # one device sync
+    return dict(zip(sums, read, strict=True))
 
 
 def _apart(every: list[dict[tuple[str, _Place], int]]) -> list[tuple[str, list[list[int]]]]:
@@ -88,8 +86,7 @@ def _drift(runtime: Runtime, names: set[str]) -> float:
     mine: dict[tuple[str, _Place], list[float]] = {}
     for planned, parameter in runtime.parameters():
         if planned.name in names:
-            _, ranks = runtime.mesh.view(planned.cuts)
-            for spans, piece in _pieces(planned, local_tensor(parameter.detach()), ranks):
+            for spans, piece in _pieces(runtime, planned, parameter):
                 entries = piece.flatten()[:: -(-piece.numel() // _ENTRIES) or 1]
                 mine[planned.name, spans] = entries.double().tolist()
     worst, first = 0.0, dict[tuple[str, _Place], list[float]]()
@@ -129,15 +126,15 @@ def _weighted(numbers: Tensor, salt: int) -> Tensor:
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
     """Return whether several ranks hold entries of a parameter; the same answer on every rank."""
-    layout, (_, ranks) = runtime.mesh.layout, runtime.mesh.view(planned.cuts)
-    cut = {cut.axis for cut in planned.cuts}
-    free = [axis for axis in ranks if axis != "pp" and axis not in cut]
-    sizes = (layout.size("expert_tp" if axis == "tp" and "ep" in cut else axis) for axis in free)
+    layout, spread = runtime.mesh.layout, planned.cut_over("ep") is not None
+    free = runtime.mesh.free_axes(planned.cuts)
+    sizes = (layout.size("expert_tp" if axis == "tp" and spread else axis) for axis in free)
     return max(sizes, default=1) > 1 or planned.replicas > 1 or len(runtime.plan.holders(planned.name)) > 1
 
 
-def _pieces(planned: ParameterPlan, share: Tensor, ranks: dict[str, int]) -> Iterator[tuple[_Place, Tensor]]:
+def _pieces(runtime: Runtime, planned: ParameterPlan, parameter: Tensor) -> Iterator[tuple[_Place, Tensor]]:
     """Yield a shard with its position in the full tensor; fused weights by sub-matrix: only some may be replicated."""
+    share, (_, ranks) = local_tensor(parameter.detach()), runtime.mesh.view(planned.cuts)
     spans = share_spans(planned.shape, planned.cuts, ranks)
     fused = next((cut for cut in planned.cuts if cut.most_replicas > 1 and len(cut.parts) > 1), None)
     if fused is None or share.shape != planned.local_shape(ranks):  # packed weights have no rows and columns

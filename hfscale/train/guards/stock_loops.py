@@ -1,32 +1,50 @@
-"""Refuse stock training loops for parallelized models: Accelerate's ``Accelerator``, which ``transformers.Trainer`` and
-its subclasses use too, and torch's clipping.
+"""Refuse stock code that takes each rank's shards for the full model: loops, clipping and optimizers.
 
-The ``Accelerator`` treats every process as a data rank. It would wrap the model again (DDP then overwrites one rank's
-shards with another's), give different batches to ranks that must share one, and clip by the norm of each rank's shards;
-none of that raises. All these loops must pass the model to :meth:`accelerate.Accelerator.prepare` before their first
-step, so the model is refused there.
+Accelerate's ``Accelerator``, which ``transformers.Trainer`` and its subclasses use too, treats every process as a data
+rank. It would wrap the model again (DDP then overwrites one rank's shards with another's), give different batches to
+ranks that must share one, and clip by the norm of each rank's shards; none of that raises. All these loops must pass
+the model to :meth:`accelerate.Accelerator.prepare` before their first step, so the model is refused there.
 
 ``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. If ranks hold different ones (tensor, pipeline and
 expert ranks do; of FSDP2's shards torch knows the full norm) each would clip by another norm, and ``get_total_norm``
 return one. A ``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step that others
 take.
+
+Most optimizers update each entry on its own, so each rank may step its shards. Some need full matrices (Adafactor's row
+and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over shards
+they take other steps than one process, and nothing raises. Which of the two a class is, is tried before its first step:
+a copy of the optimizer steps two small matrices, full and as a rank would hold them. For FSDP2's shards, which DTensor
+computes with as if they were full, the copy steps two small DTensors: some classes use operations that DTensor lacks.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import accelerate
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
+from ...plan.offload import offloaded
 from ..runtime import Runtime, find_runtime
 
-_MARK = "_hfscale_refuses"
-_SPREAD = "_hfscale_spread"
+_PATCHED = "_hfscale_refuses"
+_MARK = "_hfscale_parts"
+_TOLERANCE = 1e-3
+_INSTEAD = (
+    "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
+    "use one like AdamW, SGD or Lion"
+)
+_judged: "WeakSet[torch.optim.Optimizer]" = WeakSet()
+_hooked: list[Any] = []
+_trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
 
 
@@ -48,8 +66,6 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
     layout = runtime.mesh.layout
     if max(layout.tp, layout.pp, layout.ep) == 1:
         return
-    for _, parameter in runtime.parameters():
-        setattr(parameter, _SPREAD, layout.describe())
     _spread_models.add(runtime.model)
     _check_first(torch.nn.utils, "clip_grad_norm_", _check_parameters)
     _check_first(torch.nn.utils, "get_total_norm", _check_gradients)
@@ -60,21 +76,21 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
 def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) -> None:
     """Patch the function ``name`` of ``holder`` to run on the positional arguments that ``check`` returns."""
     function = getattr(holder, name)
-    if hasattr(function, _MARK):
+    if hasattr(function, _PATCHED):
         return
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         return function(*check(*args, **kwargs), **kwargs)
 
-    setattr(checked, _MARK, True)
+    setattr(checked, _PATCHED, True)
     setattr(holder, name, checked)
 
 
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if not getattr(accelerator, "serves_hfscale", False):
         for model in (given for given in (*args, *kwargs.values()) if isinstance(given, nn.Module)):
-            _refuse(model)
+            _refuse_spread(model)
     return accelerator, *args
 
 
@@ -104,7 +120,8 @@ def _check_gradients(tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]
 
 def _spread_of(parameters: Iterable[Tensor]) -> str | None:
     """Return the layout of the first parameter of a model whose ranks see different norms, or ``None``."""
-    return next((getattr(each, _SPREAD) for each in parameters if hasattr(each, _SPREAD)), None)
+    held = (getattr(each, _MARK) for each in parameters if hasattr(each, _MARK))
+    return next((each.layout for each in held if each.differs), None)
 
 
 def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -118,7 +135,7 @@ def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tup
     return scaler, optimizer, *args
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse_spread(model: nn.Module) -> None:
     runtime = find_runtime(model)
     if runtime is None or runtime.mesh.layout.total_size == 1:
         return
@@ -131,3 +148,144 @@ def _refuse(model: nn.Module) -> None:
         "write a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
         "optimizer.step(). One process may use Trainer as it is"
     )
+
+
+class _Held(NamedTuple):
+    """What is known of one parameter that an optimizer may step."""
+
+    layout: str
+    name: str
+    cut: bool
+    staged: bool
+    differs: bool  # whether ranks see different norms
+    on_host: bool  # whether it is stepped on the CPU
+
+
+def refuse_other_optimizers(runtime: Runtime) -> None:
+    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if it would differ
+    from that of one process, is impossible over FSDP2's shards, or would keep an offloaded state on the device.
+    """
+    layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
+    if layout.total_size == 1 and not on_host:
+        return
+    for planned, parameter in runtime.parameters():
+        cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
+        differs = max(layout.tp, layout.pp, layout.ep) > 1
+        setattr(parameter, _MARK, _Held(layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host))
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_check))
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check an optimizer before its first step; torch calls it before every optimizer's step."""
+    if _trying or optimizer in _judged:
+        return
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = [getattr(parameter, _MARK) for parameter in held if hasattr(parameter, _MARK)]
+    if getattr(optimizer, "state_device", None) is None and any(part.on_host for part in parts):
+        raise ConfigError(
+            f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
+            "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
+        )
+    _judged.add(optimizer)
+    if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
+        return
+    cut = next((part for part in parts if part.cut), None)
+    if cut is not None and _differs(optimizer, held[0].device, halved=True):
+        _refuse(optimizer, cut, f"{cut.name} is cut")
+    elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
+        _refuse(optimizer, parts[0], "stages hold some parameters each")
+    _refuse_over_shards(optimizer, held)
+
+
+def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
+    sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
+    if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
+        _judged.discard(optimizer)
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
+            f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
+        )
+
+
+def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
+    name = type(optimizer).__name__
+    _judged.discard(optimizer)
+    raise ConfigError(
+        f"{name} does not treat entries one by one (tried on two small matrices, whole and in parts), and over "
+        f"{part.layout} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
+    )
+
+
+def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]) -> str:
+    """Return the error of a step over small DTensors that are sharded like ``sharded``, one for each ndim in ``held``.
+
+    Empty if there is none, or if a step over plain tensors fails too. All ranks call it, since the step is collective.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it puts all of them into one vector"
+    start = [torch.ones((4,) * dims) for dims in sorted({parameter.ndim for parameter in held})]
+
+    def shard(local: Tensor) -> Tensor:
+        return DTensor.from_local(local, sharded.device_mesh, sharded.placements, run_check=False)
+
+    try:
+        _stepped(optimizer, start, [start, start], sharded.device)
+    except Exception:  # a class may raise anything in a trial that it was not made for
+        return ""
+    try:
+        _stepped(optimizer, start, [start, start], sharded.device, shard)
+    except Exception as error:  # of any type: DTensor's errors for missing operations
+        return f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    return ""
+
+
+def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
+    """Return whether steps of a rank that holds half of one matrix (or nothing of it) differ from those of one process.
+
+    ``False`` if that cannot be tried: a class that needs more than its defaults, or that draws random numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
+    start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]
+    gradients = [[torch.randn(8, 8, generator=generator) * scale for _ in start] for _ in range(3)]
+    part = [start[0][:4], start[1]] if halved else start[1:]
+    given = [[each[0][:4], each[1]] if halved else each[1:] for each in gradients]
+    try:
+        with fork_random_state(device):
+            whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
+            found = _stepped(optimizer, part, given, device)
+    except Exception:  # a class may raise anything in a trial that it was not made for
+        return isinstance(optimizer, torch.optim.LBFGS)
+    if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
+        return False
+    expected = [whole[0][:4], whole[1]] if halved else whole[1:]
+    return any(
+        float((one - other).abs().max()) > _TOLERANCE * float((one - before).abs().max())
+        for one, other, before in zip(expected, found, part, strict=True)
+    )
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    start: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    device: torch.device,
+    shard: Callable[[Tensor], Tensor] = lambda plain: plain,
+) -> list[Tensor]:
+    """Return the parameters after steps from ``start`` by another optimizer of the same class and options."""
+    asked = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in asked and name != "params"}
+    wanted = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = [lambda: 0.0] if wanted is not None and wanted.default is inspect.Parameter.empty else []
+    parameters = [nn.Parameter(shard(each.clone().to(device))) for each in start]
+    _trying.append(None)
+    try:
+        other = type(optimizer)(parameters, **options)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = shard(gradient.clone().to(device))
+            other.step(*closure)
+    finally:
+        _trying.pop()
+    return [parameter.detach().cpu() for parameter in parameters]

@@ -44,7 +44,7 @@ class Structure:
         modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
         parameters = [
-            (module, {name: held if _stays(held) and (module, name) not in managed else None
+            (module, {name: held if type(held) is nn.Parameter and (module, name) not in managed else None
                       for name, held in own_parameters(module).items()})
             for module in modules
         ]  # fmt: skip
@@ -163,36 +163,25 @@ class Structure:
                 self._hooked.add(id(module))
                 name = self._name(module)
                 if name:  # sharded inputs and outputs of the model itself are refused elsewhere
-                    _Witness(self._runtime, name, module, self._said)
+                    self._warn_beside(module, name)
 
+    def _warn_beside(self, module: nn.Module, name: str) -> None:
+        """Add a hook beside a user's, which warns once, for all layers, if the module sees sharded activations."""
 
-class _Witness:
-    """A hook beside a user's hook, which warns once if the module computes with sharded activations.
-
-    Args:
-        said: the warnings given so far, in any layer.
-    """
-
-    def __init__(self, runtime: Runtime, name: str, module: nn.Module, said: set[str]) -> None:
-        self._runtime, self._name, self._said = runtime, name, said
-        self._handle = module.register_forward_pre_hook(self)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        seen = self._runtime.local_view(self._name)
-        if seen is not None:
-            self._handle.remove()
-            everywhere = re.sub(r"\d+", "*", seen)
-            if everywhere in self._said:
+        def look(*_: Any) -> None:
+            seen = self._runtime.local_view(name)
+            if seen is None:
                 return
-            self._said.add(everywhere)
-            _log.warning(
-                "a hook on %s sees, and may change, this rank's part alone (%s), as others like it would: %s",
-                *(self._name, self._runtime.mesh.layout.describe(), seen),
-            )
+            handle.remove()
+            everywhere = re.sub(r"\d+", "*", seen)
+            if everywhere not in self._said:
+                self._said.add(everywhere)
+                _log.warning(
+                    "a hook on %s sees, and may change, this rank's part alone (%s), as others like it would: %s",
+                    *(name, self._runtime.mesh.layout.describe(), seen),
+                )
 
-
-def _stays(parameter: Any) -> bool:
-    return type(parameter) is nn.Parameter
+        handle = module.register_forward_pre_hook(look)
 
 
 def _what(was: bool, is_there: bool) -> str:

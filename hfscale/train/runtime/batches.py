@@ -12,7 +12,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,33 @@ from torch.utils.hooks import RemovableHandle
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
 from ...errors import ConfigError
+from .writing import sum_or_raise
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
-_SAME = 4  # leading numbers that ranks sharing a batch must agree on: refused, number of microbatches, shapes, contents
-_ROW = 4  # numbers per microbatch
 _ALIGNED = 256  # bytes: alignment of the tensors in the buffer that is copied to a device
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
 _PLAIN |= {*BORDERS}
+
+
+class Counts(NamedTuple):
+    """What the host reads of one microbatch."""
+
+    valid: int
+    outside: int  # labels and ids outside of the vocabulary
+    packed: int
+    hash: int
+
+
+class _Shared(NamedTuple):
+    """What ranks that share a batch must agree on."""
+
+    refused: int
+    microbatches: int
+    shapes: int
+    contents: int
 
 
 class Microbatch(dict[str, Any]):
@@ -62,15 +79,15 @@ class Microbatch(dict[str, Any]):
         return other
 
 
-def known(batch: Mapping[str, Any], row: Sequence[int]) -> Microbatch:
+def known(batch: Mapping[str, Any], counts: Counts) -> Microbatch:
     """Return a :class:`Microbatch` with the facts that :func:`agree` returned for it."""
     microbatch = Microbatch(batch)
-    microbatch.valid, microbatch.restarts = row[0], bool(row[2]) and told_apart_by(batch) == "positions"
+    microbatch.valid, microbatch.restarts = counts.valid, bool(counts.packed) and told_apart_by(batch) == "positions"
     return microbatch
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
-    """Return counts and hashes of microbatches, ``[microbatches, 4]``, on their device; never waits for it.
+    """Return the :class:`Counts` of microbatches, ``[microbatches, 4]``, on their device; never waits for it.
 
     Args:
         hashed: whether to hash the contents, because other ranks are given the same batch.
@@ -85,7 +102,7 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
             strange = (ids.clamp(0, tokens - 1) != ids).sum()
             outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
         rows += [valid, outside, _documents(batch, zero), _hash(batch, zero) if hashed else zero]
-    return torch.stack(rows).view(-1, _ROW)
+    return torch.stack(rows).view(-1, len(Counts._fields))
 
 
 def _documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
@@ -119,7 +136,7 @@ def agree(
     group: dist.ProcessGroup | None,
     told: Sequence[int] = (),
     read: Sequence[Tensor] = (),
-) -> tuple[list[list[int]], list[list[int]]]:
+) -> tuple[list[Counts], list[list[int]]]:
     """Compare the batches of ranks that must have the same one, and read the counts of this rank's microbatches.
 
     Args:
@@ -129,16 +146,15 @@ def agree(
         read: more int64 tensors to send, still on a device.
 
     Returns:
-        per microbatch: valid labels, ids outside of the vocabulary, packed or not; per rank: what it sent in ``told``
-        and ``read``.
+        the counts of each microbatch; per rank, what it sent in ``told`` and ``read``.
 
     Raises:
         ConfigError: on all of the ranks, if they were given different batches.
     """
-    empty = torch.empty(0, _ROW, dtype=torch.int64)
+    empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
     own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
     if group is None:
-        return [row[:3] for row in own.tolist()], [[*told]]
+        return [Counts(*row) for row in own.tolist()], [[*told]]
     shapes = [[(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)] for batch in batches]
     about = [int(seen is None), len(batches), zlib.crc32(repr((shapes, train)).encode())]
     content = (own[:, 3] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
@@ -146,12 +162,16 @@ def agree(
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     group.allgather([every], [mine]).wait()
     flat = torch.cat((own.flatten(), *every)).tolist()  # the only read by the host
-    numbers = flat[own.numel() :]
-    ranks = [numbers[i : i + len(mine)] for i in range(0, len(numbers), len(mine))]
-    if seen is not None and any(rank[:_SAME] != ranks[0][:_SAME] for rank in ranks):
-        raise ConfigError(_different(ranks, dist.get_process_group_ranks(group)))
-    rows = [flat[i : i + 3] for i in range(0, own.numel(), _ROW)]
-    return rows, [rank[_SAME:] for rank in ranks]
+    rows, *ranks = [flat[: own.numel()], *_parts(flat[own.numel() :], len(mine))]
+    same = len(_Shared._fields)
+    shared = [_Shared(*rank[:same]) for rank in ranks]
+    if seen is not None and any(each != shared[0] for each in shared):
+        raise ConfigError(_different(shared, dist.get_process_group_ranks(group)))
+    return [Counts(*row) for row in _parts(rows, len(Counts._fields))], [rank[same:] for rank in ranks]
+
+
+def _parts(numbers: list[int], length: int) -> list[list[int]]:
+    return [numbers[start : start + length] for start in range(0, len(numbers), length)]
 
 
 def total_of(
@@ -169,22 +189,16 @@ def total_of(
         ConfigError: on every rank if one refuses its batch: its own error there, a pointer to it elsewhere; or if
             the numbers of passes differ, and some ranks would wait forever.
     """
-    refusing = int(refused is not None)
-    if group is not None:
-        sums = torch.tensor([valid if counts else 0, refusing, passes, passes**2])
-        dist.all_reduce(sums, group=group)
-        valid, refusing, every, squares = sums.tolist()
-        if not refusing and squares * dist.get_world_size(group) != every**2:  # equal only if all have the same
-            raise ConfigError(
-                f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
-                "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
-                "them, say how many with ParallelConfig(num_microbatches=...)"
-            )
-    if refused is not None:
-        raise refused
-    if refusing:
-        raise ConfigError(f"{refusing} other rank(s) refused their batch of this step: see their error")
-    return valid
+    numbers = [valid if counts or group is None else 0, passes, passes**2]
+    elsewhere = "{} other rank(s) refused their batch of this step: see their error"
+    total, every, squares = sum_or_raise(numbers, group, refused, elsewhere)
+    if group is not None and squares * dist.get_world_size(group) != every**2:  # equal only if all have the same
+        raise ConfigError(
+            f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
+            "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
+            "them, say how many with ParallelConfig(num_microbatches=...)"
+        )
+    return total
 
 
 def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
@@ -214,12 +228,12 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _different(ranks: list[list[int]], names: list[int]) -> str:
-    if refusing := [name for name, rank in zip(names, ranks, strict=True) if rank[0]]:
+def _different(ranks: list[_Shared], names: list[int]) -> str:
+    if refusing := [name for name, rank in zip(names, ranks, strict=True) if rank.refused]:
         return (
             f"rank(s) {', '.join(map(str, refusing))}, which share this rank's batch, refused theirs: see their error"
         )
-    given = ", ".join(f"rank {name}: {rank[1]} microbatches" for name, rank in zip(names, ranks, strict=True))
+    given = ", ".join(f"rank {name}: {rank.microbatches} microbatches" for name, rank in zip(names, ranks, strict=True))
     return (
         "ranks that share a batch (those of one tensor group or pipeline) were given different batches, or some train "
         f"where others evaluate ({given}): ranks with equal hfscale.batch_rank(model) pass the same batch"

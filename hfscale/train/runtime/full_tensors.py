@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat.transformers.saving import never_stored
 from ...distributed.mesh import Mesh
@@ -132,10 +131,8 @@ def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh, attempt: Attem
     is_here = not cuts and is_writer(mesh) and entry.home == 0
     if share is not None and (mesh.device_mesh is None or is_here):
         return share
-    axes = [cut.axis for cut in cuts]
     _, own = mesh.view(cuts)
-    replica = {axis: rank for axis, rank in own.items() if axis not in (*axes, "pp")}
-    sends = own["pp"] == entry.home and not any(replica.values())
+    sends = mesh.pp_rank == entry.home and not any(own[axis] for axis in mesh.free_axes(cuts))
     sent = _on_host(share, attempt) if share is not None and sends else None
     if is_writer(mesh):
         return _put_together(entry, sent, mesh, attempt)
@@ -159,7 +156,7 @@ def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh, attempt: A
     cuts = entry.planned.cuts if entry.planned else ()
     whole = attempt(partial(torch.empty, entry.shape, dtype=entry.dtype))
     for coordinates in product(*(range(cut.size) for cut in cuts)):
-        ranks = {**{cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}, "pp": entry.home}
+        ranks = {cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}
         share = _receive(entry, ranks, mesh) if own is None or any(coordinates) else own
         attempt(write_share, whole, share, cuts, ranks)
     return torch.empty(0, dtype=entry.dtype) if whole is None else whole
@@ -170,12 +167,6 @@ def _receive(entry: SavedTensor, ranks: dict[str, int], mesh: Mesh) -> Tensor:
     shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
     share = torch.empty(shape, dtype=entry.dtype)
     if share.numel():
-        device_mesh, _ = mesh.view(entry.planned.cuts if entry.planned else ())
-        dist.recv(share.view(-1).view(torch.uint8), src=_global_rank(device_mesh, ranks), group=mesh.control)
+        source = mesh.rank_at(entry.planned.cuts if entry.planned else (), ranks, entry.home)
+        dist.recv(share.view(-1).view(torch.uint8), src=source, group=mesh.control)
     return share
-
-
-def _global_rank(device_mesh: DeviceMesh | None, ranks: dict[str, int]) -> int:
-    assert device_mesh is not None
-    names: Any = device_mesh.mesh_dim_names
-    return int(device_mesh.mesh[tuple(ranks.get(name, 0) for name in names)])

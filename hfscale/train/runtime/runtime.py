@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,10 +21,11 @@ from ...config.options import Options
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
+from ...plan.own_loss import OwnLossPlan
 from .axes import ContextAxis, DataAxes, SequenceAxis
 from .batches import Microbatch
 from .local_weights import LocalWeights
-from .objective import Objective, StepLoss
+from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import stock_name
 from .snapshot import Undo
 
@@ -42,6 +44,10 @@ class Part:
 
     masks_padding = False
     state_key = ""
+
+    def is_needed(self, runtime: "Runtime") -> bool:
+        """Return whether the plan or an option asks for this feature; otherwise it is left out of the runtime."""
+        return True
 
     def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
         """Install this feature into the model, which already has its local sizes.
@@ -104,7 +110,7 @@ class Part:
 
 
 class Executor:
-    """Runs the microbatches of a step.
+    """Runs the microbatches of a step one after the other, on ranks that hold all layers; :class:`Pipeline` overrides.
 
     Attributes:
         under_way: whether gradients of earlier steps are still outstanding.
@@ -112,9 +118,12 @@ class Executor:
 
     under_way = False
 
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
+
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the microbatches of a step."""
-        raise NotImplementedError
+        """Return the microbatches of a step; by default those that were given."""
+        return [dict(batch) for batch in given]
 
     def uncut(self) -> AbstractContextManager[None]:
         """Do not cut batches into microbatches inside the `with` block, where possible."""
@@ -157,7 +166,25 @@ class Executor:
         Returns:
             the loss of the whole step, on every rank.
         """
-        raise NotImplementedError
+        run = self._train if backward else self._evaluate
+        return self._runtime.sum_of_shares(run(model, batches, objective))
+
+    def _train(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
+        runtime = self._runtime
+        total: Tensor | None = None
+        with runtime.around(lambda part: part.around_gradients(runtime)):
+            for index, batch in enumerate(batches):
+                runtime.data.before_backward(last=index == len(batches) - 1)
+                loss = objective.loss(model, batch, index)
+                (loss * runtime.loss_factor()).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None  # a step has a microbatch
+        return total
+
+    def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
+        total = sum(objective.loss(model, batch, index) for index, batch in enumerate(batches))
+        self._runtime.release()
+        return torch.as_tensor(total, device=self._runtime.mesh.device)
 
     def drain(self) -> Iterator[Tensor]:
         """Finish the microbatches in flight: see :func:`hfscale.drain`."""
@@ -180,7 +207,7 @@ class Runtime:
         mesh: the ranks.
         options: the user's choices besides the layout.
         parts: the features of its layout, in the order in which they were installed.
-        executor: what runs its steps.
+        executor: what runs its steps: the loop of one process, until stages install theirs.
         data, context, sequence: what the data, context and tensor axes do in a step; nothing where one rank has all.
         loss: the loss that steps are normalized for; ``None`` where the model keeps its own.
         restore: takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
@@ -194,7 +221,7 @@ class Runtime:
     mesh: Mesh
     options: Options
     parts: tuple[Part, ...]
-    executor: Executor = field(default_factory=Executor)
+    executor: Executor = field(init=False)
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
@@ -203,6 +230,12 @@ class Runtime:
     steps: int = 0
     keeps_small_updates: bool = False
     run: str = ""
+
+    def __post_init__(self) -> None:
+        self.executor = Executor(self)
+        planned = self.plan.feature(OwnLossPlan)
+        if planned is not None:
+            self.loss = OwnLoss(planned, class_name(self.model))
 
     def attach(self) -> None:
         """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
@@ -234,7 +267,7 @@ class Runtime:
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """All-reduce a step's loss in place over the ranks that have a term of it, and over pipeline stages."""
-        for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
+        for group in (*self.mesh.loss_groups, *self.mesh.stage_groups):
             dist.all_reduce(total, group=group)
         return total
 
@@ -251,12 +284,18 @@ class Runtime:
         return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
 
     def unplanned_parameters(self) -> list[str]:
-        """Return the names of trainable parameters that the plan lacks: others added them to the model since it was
-        built.
-        """
+        """Return the names of trainable parameters that the plan lacks: they were added since the model was built."""
         trains = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
         known = self.plan.by_name
         return [name for name in trains if name not in known and stock_name(name) not in known]
+
+    @property
+    def shares_casts(self) -> bool:
+        """Whether the microbatches in flight in stages share one low-precision copy of each weight. Over data ranks
+        FSDP2 casts the weights it gathers instead.
+        """
+        staged = self.plan.stages is not None and self.mesh.data_world == 1
+        return staged and self.options.mixed_precision != "no"
 
     def counts(self, planned: ParameterPlan) -> bool:
         """Return whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""

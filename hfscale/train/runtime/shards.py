@@ -1,7 +1,16 @@
 """Conversion between plain local tensors and DTensors of the data axes."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from ...distributed.mesh import Mesh
+from ...distributed.ops.collectives import all_gather
+from ...plan import Cut
+from ...plan.cut import cut_shape
 
 
 def like_sharded(share: Tensor, other: Tensor) -> Tensor:
@@ -23,3 +32,57 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the plain tensor this rank holds of a parameter or gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Clear the gradients of ``parameters`` inside the `with` block; yields the old ones, for :func:`add_back`.
+
+    If the block fails, the old gradients are restored.
+    """
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield before
+    except BaseException:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        raise
+
+
+def add_back(parameter: Tensor, before: Tensor | None) -> None:
+    """Add the old gradient from :func:`gradients_aside` to that of ``parameter``, in the old one's memory."""
+    if before is not None:
+        parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
+    """Return the full tensor of which this rank holds ``share``, by undoing its ``cuts`` in reverse order.
+
+    Every rank that differs only in the coordinates of these cuts must call it. No autograd.
+
+    Args:
+        share: this rank's shard, a plain tensor; may be empty.
+        shape: of the full tensor.
+        cuts: in the order in which they were made.
+    """
+    whole = share.detach()
+    for done in reversed(range(len(cuts))):
+        cut = cuts[done]
+        group = mesh.group(cut.axis)
+        if group is None:
+            continue
+        length = cut_shape(shape, cuts[:done], mesh.ranks)[cut.dim]
+        lengths = [cut.local_length(length, rank) for rank in range(cut.size)]
+        every = all_gather(whole, lengths, cut.dim, group)
+        if not cut.parts and cut.most_replicas == 1:
+            whole = every
+            continue
+        whole = every.new_empty([length if dim == cut.dim else size for dim, size in enumerate(every.shape)])
+        offset = 0
+        for rank in range(dist.get_world_size(group)):
+            for start, stop in cut.spans(length, rank):
+                whole.narrow(cut.dim, start, stop - start).copy_(every.narrow(cut.dim, offset, stop - start))
+                offset += stop - start
+    return whole

@@ -1,17 +1,20 @@
-"""Coordination of all ranks around files: arrive together, let one rank write, and fail together."""
+"""Coordination of all ranks: arrive together, fail together, and write files or none at all."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...distributed.files.directories import target_of
+from ...distributed.files.replace import NewFiles
 from ...distributed.mesh import Mesh
-from ...errors import CheckpointError, HFScaleError, RankFailedError, in_words
+from ...errors import CheckpointError, ConfigError, HFScaleError, RankFailedError, in_words
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +89,29 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         raise own from (failure.__cause__ if failure is own else failure)
 
 
+def sum_or_raise(
+    numbers: Sequence[int], group: dist.ProcessGroup | None, refused: Exception | None, elsewhere: str
+) -> list[int]:
+    """Sum numbers over ``group`` in one all-reduce over gloo; collective.
+
+    Args:
+        refused: the error with which this rank refuses to go on, if any.
+        elsewhere: what ranks without an error are told, where ``{}`` is the number of those with one.
+
+    Raises:
+        ConfigError: ``refused`` on its rank, and a pointer to it on all others.
+    """
+    sums = torch.tensor([int(refused is not None), *numbers])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    refusing, *found = sums.tolist()
+    if refused is not None:
+        raise refused
+    if refusing:
+        raise ConfigError(elsewhere.format(refusing))
+    return found
+
+
 def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
     """Send this rank's ``failure`` to all ranks; return what went wrong on any, and whether all have the same."""
     if mesh is None or mesh.control is None:
@@ -130,3 +156,68 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     found = next(filter(None, mesh.all_gather_object(name)), None)
     if found and is_writer(mesh):
         _log.warning("%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one", where, found)
+
+
+_Result = TypeVar("_Result")
+
+
+class Staging:
+    """A directory that is being written.
+
+    Attributes:
+        path: where to write; it exists, for every rank.
+        failure: the first exception on this rank.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failure: Exception | None = None
+
+    def attempt(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
+        """Return ``work(*arguments)``; ``None`` if it fails or something has failed before.
+
+        Lets a rank that others wait for continue with the collectives that follow, and report its failure at the end.
+        """
+        if self.failure is None:
+            try:
+                return work(*arguments)
+            except Exception as error:
+                self.failure = error
+        return None
+
+
+@contextmanager
+def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()) -> Iterator[Staging]:
+    """Write files to a temporary directory inside the `with` block, and move them to ``directory`` if no rank failed.
+
+    Collective over ``mesh``, whose first rank makes the directory and moves it
+    (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block if no other rank waits for it there;
+    otherwise it uses :meth:`Staging.attempt`.
+
+    Args:
+        mesh: the ranks that write; ``None``: this process alone.
+        stale: patterns of existing files to delete when the new ones are moved in. Others stay.
+
+    Raises:
+        ConfigError: ``directory`` cannot be written.
+        CheckpointError: on every rank, if one of them failed; the directory is then as it was before.
+    """
+    target = target_of(directory)
+    staging, new = Staging(target), None
+    with all_or_none(mesh, f"{target} could not be written"):
+        try:
+            if mesh is None or is_writer(mesh):
+                new = NewFiles(target)
+                staging.path = new.path
+            if mesh is not None:
+                staging.path = mesh.all_gather_object(staging.path)[0]
+            yield staging
+            if staging.failure is not None:
+                raise staging.failure
+            if mesh is not None:
+                mesh.all_gather_object(None)  # every rank is done
+            if new is not None:
+                new.commit(stale)
+        finally:
+            if new is not None:
+                new.close()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hfscale import CheckpointError
 from hfscale.distributed.files.reader import NAMES
 from hfscale.distributed.files.writer import INDEX, STALE, WEIGHTS, CheckpointWriter
-from hfscale.train.runtime.atomic_directory import atomic_directory
+from hfscale.train.runtime.writing import atomic_directory
 
 
 def _tensors() -> dict[str, torch.Tensor]:

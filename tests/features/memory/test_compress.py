@@ -11,9 +11,8 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, PlanError
 from hfscale._compat.transformers.computing import enable_checkpointing
-from hfscale.features.memory.compressed import Compressed, Here, compress, decompress
+from hfscale.features.memory.compressed import Compressed, Here, OnHost, compress, decompress
 from hfscale.features.memory.kept_activations import KeptActivations
-from hfscale.features.memory.on_host import OnHost
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
-from hfscale.features.fp8.weight import Float8Weight
+from hfscale.features.fp8.scaled_matmul import Float8Weight
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of

@@ -11,7 +11,7 @@ from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.distributed.files import replace
 from hfscale.distributed.process_groups import build_mesh
 from hfscale.testing import RankPool
-from hfscale.train.runtime.atomic_directory import atomic_directory
+from hfscale.train.runtime.writing import atomic_directory
 
 Pools = Callable[[int], RankPool]
 

@@ -3,7 +3,7 @@ import torch
 from hfscale import ParallelConfig
 from hfscale.distributed.process_groups import build_mesh
 from hfscale.plan import Cut, ParameterPlan
-from hfscale.train.runtime.unshard import gather_full
+from hfscale.train.runtime.shards import gather_full
 
 CASES = [
     ((7, 5), (Cut("tp", 0, 2), Cut("dp_shard", 0, 2))),
