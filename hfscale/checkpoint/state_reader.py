@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..distributed.files.reader import SafetensorsFile, TensorOnDisk
 from ..errors import CheckpointError
-from ..plan.cut import Spans, share_spans
-from ..plan.state_tensor import StateTensor, overlaps
+from ..plan.cut import Spans, overlaps, share_spans
+from ..plan.state_tensor import StateTensor
 from .state_index import StateIndex, weights_name, writer_of, writers
 
 _OPEN_FILES = 64

@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hfscale import ParallelConfig
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.drafting.assign import assign_stages
 from hfscale.plan.drafting.shared_submodules import candidate
 from hfscale.plan.loans import Loan
-from hfscale.testing.proofs.loan import proved
+from hfscale.testing.proofs.layer_probes import proved
+from tests.tiny_models import assign_stages
 
 TABLE = Loan(
     "decoder.block", "layer.0.SelfAttention", "relative_attention_bias", (("has_relative_attention_bias", True),)
