@@ -103,12 +103,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
 
 
 def assemble(
-    model: Any,
-    plan: Plan,
-    mesh: Mesh,
-    options: Options,
-    weights: LocalWeights | None,
-    adapters: Adapters | None = None,
+    model: Any, plan: Plan, mesh: Mesh, options: Options, weights: LocalWeights | None, adapters: Adapters | None = None
 ) -> Runtime:
     """Install every part into a model with this rank's sizes; ``weights`` are its shards, unless in place."""
     look_again = watch(model)

@@ -21,10 +21,7 @@ from .assemble import PLAN_PARTS
 
 
 def build_plan(
-    model: nn.Module,
-    layout: ParallelConfig,
-    ranks: Ranks | None = None,
-    options: Options = NO_OPTIONS,
+    model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
 ) -> Plan:
     """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough).
 

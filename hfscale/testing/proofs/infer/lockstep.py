@@ -147,7 +147,7 @@ class _Group:
         return [call.result() for call in calls]
 
 
-class _Combine(torch.autograd.Function):
+class _RankEdge(torch.autograd.Function):
     """Apply a function to a tensor, and another one to its gradient."""
 
     @staticmethod
@@ -210,17 +210,17 @@ class _RankModel:
         return _total(self.group.exchange(self.rank, x))
 
     def _enter(self, x: Tensor) -> Tensor:
-        entered: Tensor = _Combine.apply(x, Tensor.clone, self._sum)
+        entered: Tensor = _RankEdge.apply(x, Tensor.clone, self._sum)
         return entered
 
     def _leave(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor):
             raise Unproved(f"a block returns a {type(x).__name__}")
-        total: Tensor = _Combine.apply(x, self._sum, lambda gradient: gradient)
+        total: Tensor = _RankEdge.apply(x, self._sum, lambda gradient: gradient)
         return total
 
     def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
-        gathered: Tensor = _Combine.apply(
+        gathered: Tensor = _RankEdge.apply(
             x,
             lambda own: torch.cat(self.group.exchange(self.rank, own), -1),
             lambda gradient: gradient.split(lengths, -1)[self.rank],
