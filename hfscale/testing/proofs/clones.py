@@ -47,7 +47,7 @@ def on_cpu(kind: Any, config: Any, dtype: torch.dtype) -> Any:
 def perturb(model: nn.Module, scale: float) -> None:
     """Change all weights: norms start as ones and biases as zeros, small first values hardly change anything."""
     for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=scale)
+        parameter.add_(torch.randn_like(parameter) * scale)
 
 
 def without_cache(model: Any) -> dict[str, bool]:

@@ -23,7 +23,7 @@ TABLE = Loan(
 @pytest.fixture(scope="module")
 def t5() -> Any:
     torch.manual_seed(0)
-    return AutoModelForSeq2SeqLM.from_config(tiny_clone(AutoConfig.for_model("t5"), layers=3))
+    return AutoModelForSeq2SeqLM.from_config(tiny_clone(AutoConfig.for_model("t5"), layers=3, decoder_start_token_id=0))
 
 
 def test_every_stage_of_a_stack_holds_its_table_once(t5: Any) -> None:
