@@ -97,7 +97,8 @@ class UserLossCase(PlainCase):
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
         """Run a step of the stock model: sums over all microbatches, divided by all counts."""
         assert self.loss_fn is not None
-        taken, found = {*inspect.signature(model.forward).parameters} - {"labels"}, []
+        taken = {*inspect.signature(model.forward).parameters} - {"labels"}
+        found = []
         for microbatch in (microbatch for rank in step for microbatch in rank):
             outputs = model(**{name: value for name, value in microbatch.items() if name in taken})
             found.append(self.loss_fn(outputs, microbatch))

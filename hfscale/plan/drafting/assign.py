@@ -35,7 +35,9 @@ def _plan_stages(draft: Draft) -> StagePlan | None:
     lists = _lists(draft, layers, count)
     if lists is None:
         return None
-    ranks = place_stages(str(layout.pipeline_schedule), layout.pp, virtual) if draft.ranks is None else draft.ranks
+    ranks: Ranks | None = draft.ranks
+    if ranks is None:
+        ranks = place_stages(str(layout.pipeline_schedule), layout.pp, virtual)
     if len(ranks) != count:
         stage_problem(draft, f"the schedule has {len(ranks)} stages, and the layout {count}", "a schedule that fits")
         return None

@@ -45,7 +45,8 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
             drawing.add(path)
 
     def install() -> list[Any]:
-        modules, handles = dict(subject.model.named_modules()), []
+        modules = dict(subject.model.named_modules())
+        handles: list[Any] = []
         for layer, path in product(subject.layer_names, blocks):
             block = f"{layer}.{path}" if path else layer
             for child in blocks[path].column:

@@ -95,7 +95,8 @@ def run_hooked(model: Any, inputs: dict[str, Tensor], install: Callable[[], list
 
 
 def _install(subject: Subject, projected: Any, dropped: Any, called: Any, ended: Any) -> list[Any]:
-    handles, inside = [], tuple(f"{layer}." for layer in subject.layer_names)
+    handles: list[Any] = []
+    inside = tuple(f"{layer}." for layer in subject.layer_names)
     for name, module in subject.model.named_modules():
         if isinstance(module, PROJECTIONS):
             handles.append(module.register_forward_hook(partial(projected, name)))

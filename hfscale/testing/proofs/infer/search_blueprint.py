@@ -161,14 +161,16 @@ def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Bl
     """Return the blocks that hold on a clone of other sizes (odd MLP widths), too, and not by coincidence."""
     fields = search.subject.model.config.to_dict()
     odd = {name: value + 1 for name, value in fields.items() if type(value) is int and value in (48, 24)}
+    if not odd:
+        return blocks
     try:
-        other = _Search(make_subject(model, **odd), search.traced, search.layers) if odd else None
+        other = _Search(make_subject(model, **odd), search.traced, search.layers)
     except Unproved:  # some sizes are tied to others
         return blocks
     kept = {}
     try:
-        if other is None or other.prove(blocks):
-            return blocks
+        other.prove(blocks)
+        return blocks
     except Unproved:
         for path, block in blocks.items():
             try:
