@@ -13,6 +13,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from hfscale import ParallelConfig
+from hfscale.api.build_plan import build_plan
+from hfscale.plan import StagePlan
+
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 50,
@@ -39,3 +43,10 @@ def tiny(family: str, **changes: Any) -> PreTrainedConfig:
     kinds = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     extra = {"head_dim": 8} if family == "qwen3" else {}
     return kinds[family](**{**_SMALL, **extra, **changes})
+
+
+def assign_stages(model: Any, layout: ParallelConfig, ranks: Any = None) -> StagePlan:
+    """The stages of a model's plan."""
+    stages = build_plan(model, layout, ranks).stages
+    assert stages is not None
+    return stages

@@ -125,16 +125,13 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
         found = _answer(runtime_of(stock))[1]
         difference, scale = float((found - expected).abs().max()), float(expected.abs().max())
         if not any(runtime.mesh.ranks.values()):
+            into = "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
             print(
-                f"merged the adapters of {merged} weights{_into(dtype)}: largest difference of the {what} "
+                f"merged the adapters of {merged} weights{into}: largest difference of the {what} "
                 f"{difference:.1e} (largest of the {what} {scale:.3g})",
                 file=sys.stderr,
             )
     return stock
-
-
-def _into(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
 
 
 @torch.no_grad()

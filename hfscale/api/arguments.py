@@ -39,11 +39,7 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", 
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
-    """Return the requested layout; one process by default.
-
-    Raises:
-        ConfigError: ``parallel`` is no layout, or ``kwargs`` ask for another way to distribute a model.
-    """
+    """Return the requested layout, one process by default; refuse other ways to distribute a model."""
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise ConfigError(
             f"parallel must be a hfscale.ParallelConfig, got {parallel!r}: pass hfscale.ParallelConfig(tp_size=...)"
@@ -68,12 +64,7 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """Return the config as transformers loads it, and the arguments that it did not use.
-
-    Raises:
-        CheckpointError: there is none.
-        ConfigError: it cannot be read.
-    """
+    """Return the config as transformers loads it, and the arguments that it did not use."""
     refuse_missing(path)
     finish_move(path)
     if "trust_remote_code" in kwargs:
@@ -110,12 +101,7 @@ def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_place(path: Any) -> None:
-    """Refuse a ``path`` at which there can be no checkpoint.
-
-    Raises:
-        ConfigError: it is no path.
-        CheckpointError: it is a file, or written like a path and does not exist.
-    """
+    """Refuse a ``path`` at which there can be no checkpoint."""
     check_path("path", path)
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
@@ -123,11 +109,7 @@ def check_place(path: Any) -> None:
 
 
 def refuse_missing(path: str) -> None:
-    """Refuse a missing path, which the Hub's own message would call a wrong repository name.
-
-    Raises:
-        CheckpointError: it is written like a path and does not exist.
-    """
+    """Refuse a missing path, which the Hub's own message would call a wrong repository name."""
     if not os.path.exists(path) and written_like_a_path(path):
         raise CheckpointError(
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
@@ -143,11 +125,7 @@ def arguments_with_config(
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes that make a model without layers or vocabulary, or one too large to exist.
-
-    Raises:
-        ConfigError: naming the size.
-    """
+    """Refuse sizes that make a model without layers or vocabulary, or one too large to exist."""
     for name, most in _SIZES.items():
         size = field(config, name)
         least = 0 if name in _MAY_BE_NONE else 1
@@ -157,11 +135,7 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 
 def check_tokens(tokens: object) -> None:
-    """Refuse an impossible size of a vocabulary.
-
-    Raises:
-        ConfigError: with the number.
-    """
+    """Refuse an impossible size of a vocabulary."""
     check_count("resize_token_embeddings", tokens)
     if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
         raise ConfigError(
@@ -170,15 +144,7 @@ def check_tokens(tokens: object) -> None:
 
 
 def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedConfig, taken_here: Iterable[str]) -> None:
-    """Refuse keyword arguments that neither the config, the model class, transformers nor hfscale takes.
-
-    Args:
-        kwargs: names of the arguments that no field of the config has taken.
-        taken_here: names of hfscale's own arguments.
-
-    Raises:
-        ConfigError: naming one, and a similar known name; or ``auto_class`` builds no models.
-    """
+    """Refuse arguments that neither the config, the model class, transformers nor hfscale (``taken_here``) takes."""
     kind = isinstance(auto_class, type)
     if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
         raise ConfigError(
@@ -207,11 +173,7 @@ def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_dtype(kwargs: Mapping[str, Any]) -> Any:
-    """Return the requested type of weights, or ``None`` if the checkpoint decides.
-
-    Raises:
-        ConfigError: it is no floating-point type.
-    """
+    """Return the requested type of weights, or ``None`` if the checkpoint decides."""
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
     for each in dtype.values() if isinstance(dtype, dict) else [dtype]:  # transformers takes one per submodel
         if each is None or each == "auto":

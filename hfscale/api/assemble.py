@@ -1,5 +1,9 @@
-"""Install the parts that make a model with local sizes compute with the other ranks, and take them out again."""
+"""List the features and axes of a layout, how each is planned and what it installs; assemble and take apart a model.
 
+No other file of this room names one.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,24 +14,54 @@ from ..config.options import Options
 from ..distributed.mesh import Mesh
 from ..features.adapters import Adapters
 from ..features.fp8.part import Float8, Float8Gather
+from ..features.fp8.plan import plan_float8
 from ..features.memory.kept_activations import KeptActivations
+from ..features.memory.plan import plan_memory
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
 from ..features.precision.loss_scale import LossScaling
 from ..features.precision.part import Autocast, SharedCasts
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
+from ..parallel.context.plan import plan_context
 from ..parallel.data import DataParallel
+from ..parallel.data.plan import plan_data
 from ..parallel.experts import ExpertParallel, ExpertRouting
+from ..parallel.experts.plan import plan_experts
 from ..parallel.pipeline.part import PipelineStages
 from ..parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
+from ..parallel.tensor.plan import plan_sequence
 from ..plan import Plan
+from ..plan.drafting.assign import plan_pipeline
+from ..plan.drafting.blocks import plan_tensor
+from ..plan.drafting.draft import Draft
+from ..plan.drafting.text_model import plan_towers
+from ..plan.drafting.vocabulary import plan_own_loss, plan_vocabulary
 from ..train.guards.packed_rows import PackedRows
 from ..train.guards.part import SharedBatch, StockCode
 from ..train.runtime import Part, Runtime, local_tensor
 from ..train.runtime.local_weights import LocalWeights
 from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.snapshot import watch
+
+PLAN_PARTS: tuple[Callable[[Draft], None], ...] = (
+    plan_experts,
+    plan_tensor,
+    plan_vocabulary,
+    plan_own_loss,
+    plan_towers,
+    plan_sequence,
+    plan_context,
+    plan_pipeline,
+    plan_data,
+    plan_memory,
+    plan_float8,
+)
+"""Plan one feature each, in order: each finds in the draft what those before it have decided.
+
+It adds cuts, partial gradients, modules and stages, and every problem that it finds, with the values that would do,
+since all problems are reported at once. Where the layout does not ask for the feature it adds nothing.
+"""
 
 
 def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
@@ -62,20 +96,9 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
 
 
 def assemble(
-    model: Any,
-    plan: Plan,
-    mesh: Mesh,
-    options: Options,
-    weights: LocalWeights | None,
-    adapters: Adapters | None = None,
+    model: Any, plan: Plan, mesh: Mesh, options: Options, weights: LocalWeights | None, adapters: Adapters | None = None
 ) -> Runtime:
-    """Install every part into the model.
-
-    Args:
-        model: with this rank's sizes.
-        weights: this rank's shards, for a model on the meta device; ``None`` if they are in place.
-        adapters: PEFT's adapters around its modules, if any.
-    """
+    """Install every part into a model with this rank's sizes; ``weights`` are its shards, unless in place."""
     look_again = watch(model)
     runtime = Runtime(model, plan, mesh, options, parts=())
     runtime.parts = tuple(part for part in parts_of(adapters) if part.is_needed(runtime))
@@ -87,11 +110,7 @@ def assemble(
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:
-    """Undo :func:`assemble`: leave the model with its local sizes on the meta device.
-
-    Returns:
-        this rank's final shards, in the model's memory.
-    """
+    """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards in its memory."""
     shares = LocalWeights(
         {planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()}
     )

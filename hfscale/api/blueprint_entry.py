@@ -1,10 +1,10 @@
 """Write a blueprint as Python, as an entry of the table in ``hfscale/models``."""
 
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import asdict
 from typing import Any
 
-from ..models.blueprint import OWN_TABLE, Block, Blueprint
-from ..models.inference import TOLERANCE, Inference
+from ..models.blueprint import INFERRED, OWN_TABLE, Block, Blueprint
+from ..models.inference import TOLERANCE, Inference, given_fields
 from ..plan.drafting.resolve import find_blueprint, infer
 
 _WIDTH = 100
@@ -13,41 +13,34 @@ _WIDTH = 100
 def as_python(family: str, blueprint: Blueprint) -> str:
     """Return a family's table entry as Python, without fields that have their defaults."""
     blocks = "".join(f"            {path!r}: {_block(block)},\n" for path, block in blueprint.blocks.items())
-    unfit = "        unfit=...,  # a function: see the table\n" if _differs(blueprint, "unfit") else ""
+    unfit = "" if blueprint.unfit is Blueprint.unfit else "        unfit=...,  # a function: see the table\n"
     head = f'    "{family}": Blueprint(\n        layers={_value(blueprint.layers)},\n        blocks={{\n'
     return f"{head}{blocks}        }},\n{unfit}    ),".replace("'", '"')
 
 
 def describe_blueprint(model: Any, inferred: bool = False) -> str:
-    """Describe a model's blueprint: its source, its proof if it was ``inferred``, and its table entry.
-
-    Raises:
-        PlanError: there is none, and none could be inferred.
-    """
-    family = model.config.model_type
-    blueprint = infer(model).blueprint if inferred else find_blueprint(model)
+    """Describe a model's blueprint: its source, its proof if it was ``inferred``, and its table entry."""
+    family, blueprint, inference = _found(model, inferred)
     lines = [f"blueprint of {family}: {blueprint.source}"]
-    if inferred or blueprint.source.startswith("inferred"):
-        lines += _evidence(infer(model))
+    if inference is not None:
+        lines += _evidence(inference)
     elif blueprint.source == OWN_TABLE:
         lines.append("(it has an entry already: --infer derives one from the model itself)")
     return "\n".join([*lines, "", as_python(family, blueprint)])
 
 
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
-    """Return a model's blueprint as data: ``family``, ``source``, ``blueprint`` by field, ``proof`` if inferred.
+    """Return a model's blueprint as data, but for its functions; with its ``proof`` if it was inferred."""
+    family, blueprint, inference = _found(model, inferred)
+    written = {name: value for name, value in asdict(blueprint).items() if not callable(value) and name != "source"}
+    entry = {"family": family, "source": blueprint.source, "blueprint": written}
+    return entry if inference is None else {**entry, "proof": asdict(inference.proof)}
 
-    Fields that are functions are left out.
 
-    Raises:
-        PlanError: there is none, and none could be inferred.
-    """
+def _found(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
+    """Return a model's family, its blueprint, and the inference where it is from one."""
     found = infer(model).blueprint if inferred else find_blueprint(model)
-    written = {name: value for name, value in asdict(found).items() if not callable(value) and name != "source"}
-    entry = {"family": model.config.model_type, "source": found.source, "blueprint": written}
-    if inferred or found.source.startswith("inferred"):
-        entry["proof"] = asdict(infer(model).proof)
-    return entry
+    return model.config.model_type, found, infer(model) if found.source.startswith(INFERRED) else None
 
 
 def _evidence(inference: Inference) -> list[str]:
@@ -61,22 +54,11 @@ def _evidence(inference: Inference) -> list[str]:
 
 
 def _block(block: Block) -> str:
-    given = [f"{f.name}={_value(getattr(block, f.name))}" for f in fields(block) if _differs(block, f.name)]
+    given = [f"{name}={_value(value)}" for name, value in given_fields(block).items()]
     line = f"Block({', '.join(given)})"
     if len(line) <= _WIDTH:
         return line
     return "Block(\n" + "".join(f"                {argument},\n" for argument in given) + "            )"
-
-
-def _differs(owner: Any, name: str) -> bool:
-    declared: Field[Any] = type(owner).__dataclass_fields__[name]
-    if declared.default_factory is not MISSING:
-        return bool(getattr(owner, name) != declared.default_factory())
-    return (
-        declared.default is MISSING
-        or (callable(declared.default) and getattr(owner, name) is not declared.default)
-        or (not callable(declared.default) and getattr(owner, name) != declared.default)
-    )
 
 
 def _value(value: Any) -> str:

@@ -1,50 +1,27 @@
 """Config in, plan out: no process group, no weights, no GPU."""
 
+from dataclasses import fields
+
 from torch import nn
 
 from ..config.options import NO_OPTIONS, Options
 from ..config.parallel import ParallelConfig
 from ..errors import PlanError
-from ..features.fp8.plan import plan_float8
-from ..features.memory.plan import plan_memory
 from ..models.blueprint import Blueprint
-from ..parallel.context.plan import plan_context
-from ..parallel.data.plan import plan_data
-from ..parallel.experts.plan import plan_experts
-from ..parallel.tensor.plan import plan_sequence
-from ..plan.drafting.assign import plan_pipeline
-from ..plan.drafting.blocks import plan_tensor
+from ..models.names import wild_name
+from ..parallel.experts.plan import expert_cuts
+from ..plan.cut import Cut
 from ..plan.drafting.draft import Draft, Ranks
-from ..plan.drafting.draft_own_loss import plan_own_loss
-from ..plan.drafting.draft_towers import plan_towers
 from ..plan.drafting.layers import find_layers
-from ..plan.drafting.plan_part import PlanPart
 from ..plan.drafting.resolve import find_blueprint
-from ..plan.drafting.vocabulary import plan_vocabulary
+from ..plan.parameter import ParameterPlan
 from ..plan.plan import Plan
-from .plan_parameters import assemble_parameters
-
-PLAN_PARTS: tuple[PlanPart, ...] = (
-    plan_experts,
-    plan_tensor,
-    plan_vocabulary,
-    plan_own_loss,
-    plan_towers,
-    plan_sequence,
-    plan_context,
-    plan_pipeline,
-    plan_data,
-    plan_memory,
-    plan_float8,
-)
-"""In order: each finds in the draft what those before it have decided."""
+from ..plan.reductions import data_cut, reductions_of
+from .assemble import PLAN_PARTS
 
 
 def build_plan(
-    model: nn.Module,
-    layout: ParallelConfig,
-    ranks: Ranks | None = None,
-    options: Options = NO_OPTIONS,
+    model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
 ) -> Plan:
     """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough).
 
@@ -61,31 +38,18 @@ def build_plan(
     draft.layers = find_layers(draft, draft.blueprint)
     for plan_part in PLAN_PARTS:
         plan_part(draft)
-    plan = _assemble(draft)
+    plan = _finished(draft)
     if draft.problems:
         raise PlanError(draft.report())
     return plan
 
 
-def _assemble(draft: Draft) -> Plan:
-    return Plan(
-        family=draft.config.model_type,
-        layout=draft.layout,
-        parameters=assemble_parameters(draft),
-        layers=tuple(draft.layers),
-        blocks=tuple(draft.blocks),
-        embedding=draft.embedding,
-        head=draft.head,
-        loss=draft.loss,
-        no_step=draft.no_step,
-        lookup=draft.lookup,
-        sequence_regions=draft.sequence_regions,
-        features=tuple(draft.features),
-        experts=draft.experts,
-        mixtures=draft.mixtures,
-        source=draft.blueprint.source if draft.blueprint and draft.blocks else "",
-        stages=draft.stages,
-    )
+def _finished(draft: Draft) -> Plan:
+    """Return the plan with everything that the draft has under the same names."""
+    decided = {field.name: getattr(draft, field.name) for field in fields(Plan) if hasattr(draft, field.name)}
+    decided = {name: tuple(value) if isinstance(value, list) else value for name, value in decided.items()}
+    source = draft.blueprint.source if draft.blueprint and draft.blocks else ""
+    return Plan(**{**decided, "family": draft.config.model_type, "parameters": _parameters(draft), "source": source})
 
 
 def _refuse_unavailable(draft: Draft) -> None:
@@ -106,3 +70,49 @@ def _blueprint(draft: Draft) -> Blueprint | None:
         if draft.tp > 1:
             draft.problem(str(error))
         return None
+
+
+def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
+    """Plan every parameter, under every name it has, in the model's order."""
+    owners: dict[int, str] = {}
+    rules = _rules_of_tensors(draft)
+    tied = {name: tie.stages for tie in (draft.stages.ties if draft.stages else ()) for name in tie.names}
+    result = []
+    for name, parameter in draft.named():
+        owner = owners.setdefault(id(parameter), name)
+        cut, partial = rules.get(id(parameter), (None, ()))
+        cuts = _cuts(draft, name, tuple(parameter.shape), [cut] if cut is not None else [])
+        result.append(
+            ParameterPlan(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                stage=draft.stages.stage_of(name) if draft.stages else 0,
+                cuts=tuple(cuts),
+                reductions=reductions_of(draft.layout, cuts, partial, tied.get(name, ())),
+                tied_to=None if owner == name else owner,
+            )
+        )
+    return tuple(result)
+
+
+def _cuts(draft: Draft, name: str, shape: tuple[int, ...], tensor: list[Cut]) -> list[Cut]:
+    """Return all cuts of a parameter, in order, given those over the tensor axis."""
+    if name in draft.spread:
+        return expert_cuts(draft.layout, shape, tensor)
+    return [*tensor, *(data_cut(draft.layout) if shape else ())]
+
+
+def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:
+    """Map each tensor's ``id`` to its rule; note a problem if modules that share it have different rules."""
+    by_place = {draft.place(name): rule for name, rule in draft.rules.items()}  # one module may have two names
+    chosen: dict[int, tuple[str, tuple[Cut | None, tuple[str, ...]] | None]] = {}
+    for name, parameter in draft.named():
+        rule = by_place.get(draft.place(name))
+        first, agreed = chosen.setdefault(id(parameter), (name, rule))
+        if rule != agreed:
+            draft.problem(
+                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, and would be cut "
+                "differently: correct the blueprint, or use tp_size=1"
+            )
+    return {key: rule for key, (_, rule) in chosen.items() if rule is not None}

@@ -6,6 +6,7 @@ shards of it with local sizes.
 
 import copy
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -39,35 +40,19 @@ _SAMPLE = 64  # values of a parameter that ranks compare
 _WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 
 
+@dataclass
 class Outline:
-    """Build a config's model on the meta device, once.
+    """Build a config's model on the meta device, once."""
 
-    Args:
-        config: of the stock model.
-        auto_class: the Auto class, or model class, that builds it.
-        kwargs: further arguments of that class.
-        quantization: the quantization config, for loading or of the checkpoint.
-        stored: whether the checkpoint is quantized.
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        auto_class: Any,
-        kwargs: dict[str, Any],
-        quantization: Any = None,
-        stored: bool = False,
-    ) -> None:
-        self.config, self.auto_class, self.kwargs = config, auto_class, kwargs
-        self.quantization, self.stored = quantization, stored
+    config: PreTrainedConfig  # of the stock model
+    auto_class: Any  # the Auto class, or model class, that builds it
+    kwargs: dict[str, Any]  # further arguments of that class
+    quantization: Any = None  # the quantization config, for loading or of the checkpoint
+    stored: bool = False  # whether the checkpoint is quantized
 
     @cached_property
     def model(self) -> Any:
-        """The stock model on the meta device.
-
-        Raises:
-            ConfigError: the class builds none from this config.
-        """
+        """The stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
         with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
             return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
@@ -80,18 +65,9 @@ class Outline:
         return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
-        """Plan the model under ``layout``, with recomputation and 8-bit products as the ``options`` say.
-
-        Raises:
-            ConfigError: weights are quantized and products are asked for in 8 bits.
-            PlanError: the layout does not fit it.
-        """
-        if options.products is not None and self.quantization is not None:
-            raise ConfigError(
-                "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "
-                "them in 4 or 8 bits already, which are multiplied in 16: use mixed_precision='bf16' over them, or "
-                "leave quantization_config out (adapters over a base whose products are in fp8 work)"
-            )
+        """Plan the model under ``layout``, with what the ``options`` ask for."""
+        if self.quantization is not None:
+            options.check_quantized()
         planned = plan_model(self.model, layout, options)
         return plan_quantized(planned, self.model, self.quantization, self.stored)
 
@@ -103,91 +79,81 @@ def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Pl
     return planned
 
 
+@dataclass
 class FromCheckpoint:
-    """A Hugging Face checkpoint; each rank reads its slices.
+    """A Hugging Face checkpoint; each rank reads its slices."""
 
-    Args:
-        path: a directory or Hub id.
-        outline: of its model.
-        kwargs: arguments of transformers' ``from_pretrained``.
-        seed: seed of parameters that the checkpoint does not have.
-        resized: parameters whose number of rows differs from the checkpoint's.
-    """
-
-    def __init__(
-        self, path: str, outline: Outline, kwargs: dict[str, Any], seed: int, resized: Collection[str] = ()
-    ) -> None:
-        self._path, self._outline, self._kwargs, self._seed, self._resized = path, outline, kwargs, seed, resized
+    path: str  # a directory or Hub id
+    outline: Outline
+    kwargs: dict[str, Any]  # arguments of transformers' ``from_pretrained``
+    seed: int  # of parameters that the checkpoint does not have
+    resized: Collection[str] = ()  # parameters whose number of rows differs from the checkpoint's
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``."""
-        return self._outline.plan(layout, options)
+        return self.outline.plan(layout, options)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
-        with all_or_none(mesh, f"{self._path} could not be loaded"):
+        with all_or_none(mesh, f"{self.path} could not be loaded"):
             model, weights, missing = load_pretrained(
-                self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
+                self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized
             )
-            warn_of_not_finite(mesh, not_finite(weights.tensors), self._path)
+            warn_of_not_finite(mesh, not_finite(weights.tensors), self.path)
         if missing:
             template = self.template(model)
-            fresh, _ = initialize_local_weights(template, plan, mesh, self._seed, wanted=lambda name: name in missing)
+            fresh, _ = initialize_local_weights(template, plan, mesh, self.seed, wanted=lambda name: name in missing)
             weights.tensors.update(fresh)
         materialize_buffers(model, {}, mesh.device)
         return model, weights
 
     def template(self, model: Any) -> Any:
         """Return a copy of the full stock model on the meta device, in the type in which ``model`` was loaded."""
-        planned = self._outline
+        planned = self.outline
         if planned.model.dtype == model.dtype:
             return copy.deepcopy(planned.model)
-        kwargs = {"dtype": model.dtype, **code_arguments(self._kwargs)}  # the checkpoint has decided
+        kwargs = {"dtype": model.dtype, **code_arguments(self.kwargs)}  # the checkpoint has decided
         return Outline(model.config, planned.auto_class, kwargs).model
 
 
+@dataclass
 class FromSeed:
-    """Random weights, the same for every layout.
+    """Random weights, the same for every layout."""
 
-    Args:
-        outline: of the model.
-        seed: of its weights.
-    """
-
-    def __init__(self, outline: Outline, seed: int) -> None:
-        self._outline, self._seed = outline, seed
+    outline: Outline
+    seed: int
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``."""
-        return self._outline.plan(layout, options)
+        return self.outline.plan(layout, options)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
-        model = copy.deepcopy(self._outline.model)
+        model = copy.deepcopy(self.outline.model)
         drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
-        tensors, buffers = initialize_local_weights(copy.deepcopy(self._outline.model), plan, mesh, self._seed)
+        tensors, buffers = initialize_local_weights(copy.deepcopy(self.outline.model), plan, mesh, self.seed)
         materialize_buffers(model, buffers, mesh.device)
         return model, LocalWeights(tensors)
 
     def template(self, model: Any) -> Any:
         """Return a copy of the full stock model on the meta device."""
-        return copy.deepcopy(self._outline.model)
+        return copy.deepcopy(self.outline.model)
 
 
+@dataclass
 class InMemory:
     """A full model in memory, the same on every rank; cut in place."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    model: nn.Module
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``."""
-        return plan_model(self._model, layout, options)
+        return plan_model(self.model, layout, options)
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, None]:
         """Return the model with this rank's sizes and weights."""
-        model = self._model
+        model = self.model
         _refuse_different(model, mesh)
         modules = list(model.modules())
         drop_other_stages(model, plan, mesh.pp_rank)

@@ -22,8 +22,8 @@ from ..distributed.files.reader import SafetensorsFile, TensorOnDisk
 from ..distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 from ..errors import CheckpointError
 from ..plan import Cut, Plan
-from ..plan.cut import Spans, share_spans
-from ..plan.state_tensor import StateTensor, overlaps
+from ..plan.cut import Spans, overlaps, share_spans
+from ..plan.state_tensor import StateTensor
 
 INDEX = "state.json"
 _VERSION = 2

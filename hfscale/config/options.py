@@ -106,6 +106,15 @@ class Options:
                     f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use mixed_precision='bf16'"
                 )
 
+    def check_quantized(self) -> None:
+        """Raise :class:`ConfigError` if these options do not go with quantized weights."""
+        if self.products is not None:
+            raise ConfigError(
+                "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "
+                "them in 4 or 8 bits already, which are multiplied in 16: use mixed_precision='bf16' over them, or "
+                "leave quantization_config out (adapters over a base whose products are in fp8 work)"
+            )
+
     def _check_loss_scaling(self) -> None:
         given = self.loss_scaling
         if given is None:

@@ -19,86 +19,77 @@ class Block:
     """Describe an attention or MLP module: its input is full, its output is summed over the tensor ranks.
 
     Paths are relative to the block; the empty path is the block itself.
-
-    Attributes:
-        column: projections that read the block's input; their outputs are cut.
-        row: projections that write the block's output; their inputs are cut.
-        enter: modules whose first input is the block's input, where that is not the block (a family that adds the
-            residual inside the block must keep the residual out of the edges).
-        enter_inputs: keyword inputs of those modules that enter besides (an encoder's output, read by the keys and
-            values of a cross attention).
-        leave: modules whose output is the sum to be completed, where that is not the block; a block that has none of
-            them completes its own.
-        parts: what is fused in a projection along the dim that is cut, side by side: how many equal matrices, or a
-            function from the config to their lengths.
-        key_value: what holds key/value heads, and which of the matrices fused in it do (all, where empty): with fewer
-            such heads than ranks, these are cut so that several ranks hold the same head.
-        shared: modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty
-            path means the block's own parameters.
-        across: shared modules that compute over a whole width (a norm over all heads): their input, which is cut, is
-            gathered for them, and their output cut again.
-        cut: other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix
-            per expert, say).
-        pairs: which of ``cut`` have entries that belong together two by two (gate and up interleaved).
-        once: whole parameters that are added to the block's output, where no projection does it (biases of experts).
-        outside: modules of the block that compute on what is whole (a norm behind ``leave``).
-        own_heads: the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so.
-        rest_shared: whatever else the block holds is used whole inside it (a router).
-        optional: projections that a layer does not have are no mistake: layers of several kinds share the entry.
-        heads: keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share.
-        sample_heads: keyword inputs with one entry per sample and head along dim 0, sample by sample.
-        head_groups: heads are laid out in that many groups side by side, each of which is cut.
-        local_attributes: integer attributes that the forward reads as local sizes.
-        local_config: config fields that the forward reads as local sizes, from ``self.config``.
-        dropout: config fields that hold dropout probabilities applied to *cut* activations (attention weights).
-        cut_from: where activations begin to be cut for the sake of dropout; by default where the first input enters.
     """
 
-    column: tuple[str, ...]
-    row: tuple[str, ...]
+    column: tuple[str, ...]  # projections that read the block's input; their outputs are cut
+    row: tuple[str, ...]  # projections that write the block's output; their inputs are cut
+    # modules whose first input is the block's input, where that is not the block (a family that adds the residual
+    # inside the block must keep the residual out of the edges)
     enter: tuple[str, ...] = ("",)
+    # keyword inputs of those modules that enter besides (an encoder's output, read by the keys and values of a cross
+    # attention)
     enter_inputs: tuple[str, ...] = ()
+    # modules whose output is the sum to be completed, where that is not the block; a block that has none of them
+    # completes its own
     leave: tuple[str, ...] = ("",)
+    # what is fused in a projection along the dim that is cut, side by side: how many equal matrices, or a function
+    # from the config to their lengths
     parts: dict[str, int | Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
+    # what holds key/value heads, and which of the matrices fused in it do (all, where empty): with fewer such heads
+    # than ranks, these are cut so that several ranks hold the same head
     key_value: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"k_proj": (), "v_proj": ()})
+    # modules used whole inside the block (per-head norms), whose gradients are therefore partial; the empty path
+    # means the block's own parameters
     shared: tuple[str, ...] = ()
+    # shared modules that compute over a whole width (a norm over all heads): their input, which is cut, is gathered
+    # for them, and their output cut again
     across: tuple[str, ...] = ()
+    # other parameters that are cut: along which dim, and how many matrices lie side by side in it (one matrix per
+    # expert, say)
     cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # which of ``cut`` have entries that belong together two by two (gate and up interleaved)
     pairs: tuple[str, ...] = ()
+    # whole parameters that are added to the block's output, where no projection does it (biases of experts)
     once: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()  # modules of the block that compute on what is whole (a norm behind ``leave``)
+    # the block's own parameters have one entry per head along dim 0 (attention sinks), and are cut so
     own_heads: bool = False
-    rest_shared: bool = False
+    rest_shared: bool = False  # whatever else the block holds is used whole inside it (a router)
+    # projections that a layer does not have are no mistake: layers of several kinds share the entry
     optional: bool = False
+    # keyword inputs of the block with one entry per head along a dim: each rank gets its heads' share
     heads: dict[str, int] = field(default_factory=dict)
+    # keyword inputs with one entry per sample and head along dim 0, sample by sample
     sample_heads: tuple[str, ...] = ()
-    head_groups: int = 1
-    local_attributes: tuple[str, ...] = ()
-    local_config: tuple[str, ...] = ()
+    head_groups: int = 1  # heads are laid out in that many groups side by side, each of which is cut
+    local_attributes: tuple[str, ...] = ()  # integer attributes that the forward reads as local sizes
+    local_config: tuple[str, ...] = ()  # config fields that the forward reads as local sizes, from ``self.config``
+    # config fields that hold dropout probabilities applied to *cut* activations (attention weights)
     dropout: tuple[str, ...] = ("attention_dropout",)
+    # where activations begin to be cut for the sake of dropout; by default where the first input enters
     cut_from: str | None = None
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Roles in one architecture. Paths are relative to the base model (``model.base_model``).
+    """Roles in one architecture. Paths are relative to the base model (``model.base_model``)."""
 
-    Attributes:
-        layers: path of the layer list; several where there are several (an encoder and a decoder, two towers). A class
-            need not have all of them: ``BartForCausalLM`` has the decoder's only.
-        blocks: path of each block inside a layer -> its roles. A layer need not have all of them.
-        config_of: the part of a model's config that functions of the blueprint are given, and whose fields it names.
-        unfit: what in a config (of some members of the family) the blocks do not describe, in words, or ``None``.
-        source: where the blueprint comes from, in words.
-    """
-
+    # path of the layer list; several where there are several (an encoder and a decoder, two towers). A class need not
+    # have all of them: ``BartForCausalLM`` has the decoder's only
     layers: str | tuple[str, ...]
-    blocks: dict[str, Block]
+    blocks: dict[str, Block]  # path of each block inside a layer -> its roles. A layer need not have all of them
+    # what in a config (of some members of the family) the blocks do not describe, in words, or ``None``
     unfit: Callable[[Any], str | None] = lambda config: None
+    # the part of a model's config that functions of the blueprint are given, and whose fields it names
     config_of: Callable[[Any], Any] = lambda config: config
-    source: str = OWN_TABLE
+    source: str = OWN_TABLE  # where the blueprint comes from, in words
 
     @property
     def layer_lists(self) -> tuple[str, ...]:
         """Paths of the layer lists, however many."""
         return (self.layers,) if isinstance(self.layers, str) else self.layers
+
+
+def in_layers(layers: str, **blocks: Block) -> Blueprint:
+    """Return the blueprint of one layer list, whose blocks are children of its layers."""
+    return Blueprint(layers, blocks)

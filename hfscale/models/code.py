@@ -9,27 +9,23 @@ _LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
 
 
 def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
-    """Return whether the model's forward computes a cross entropy itself instead of calling ``loss_function``.
-
-    Args:
-        head: the projection onto the vocabulary; modules around it may take one as well.
-    """
+    """Return whether the forward of a model, or of a module around ``head``, takes a cross entropy of its own."""
     around = (m for m in model.modules() if m is model or any(child is head for child in m.children()))
-    names = {name for module in around for name in _used_names(type(module))}
+    names = {name for module in around for name in used_names(type(module))}
     return "loss_function" not in names and bool(names & _LOSSES)
 
 
-def _used_names(kind: type[Any]) -> set[str]:
-    """Return the names that a class's forward uses, and those in its own methods that it uses."""
-    found: set[str] = set()
+def used_names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names that a class's forward uses, and then those in its own methods that it uses."""
+    found: dict[str, None] = {}
     waiting = ["forward"]
     while waiting:
         method = inspect.getattr_static(kind, waiting.pop(), None)
         code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
-        new = set(code.co_names) - found if code is not None else set()
-        found |= new
+        new = [name for name in code.co_names if name not in found] if code is not None else []
+        found.update(dict.fromkeys(new))
         waiting += new
-    return found
+    return tuple(found)
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .blueprint import Block, Blueprint
+from .blueprint import Block, Blueprint, in_layers
 from .fused import query_key_value
 
 # The attention of LLaMA and of those that follow it
@@ -11,14 +11,12 @@ _LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=
 # ... where gate and up are one matrix
 _FUSED_MLP = Block(column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=())
 # Norms over all heads at once
-_OLMO2 = Blueprint(
-    layers="layers",
-    blocks={
-        "self_attn": replace(
-            _LLAMA_ATTENTION, key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")
-        ),
-        "mlp": _LLAMA_MLP,
-    },
+_OLMO2 = in_layers(
+    "layers",
+    self_attn=replace(
+        _LLAMA_ATTENTION, key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")
+    ),
+    mlp=_LLAMA_MLP,
 )
 # A convolution of each channel by itself, between two gates
 _SHORT_CONVOLUTION = Block(
@@ -37,53 +35,45 @@ _GATES = ("recurrent_param", "input_gate_weight", "input_gate_bias", "recurrent_
 
 
 DECODERS: dict[str, Blueprint] = {
-    "apertus": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm")),
-            "mlp": Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()),
-        },
+    "apertus": in_layers(
+        "layers",
+        self_attn=replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm")),
+        mlp=Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()),
     ),
-    "bitnet": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": replace(_LLAMA_ATTENTION, across=("attn_sub_norm",)),
-            "mlp": replace(_LLAMA_MLP, across=("ffn_sub_norm",)),
-        },
+    "bitnet": in_layers(
+        "layers",
+        self_attn=replace(_LLAMA_ATTENTION, across=("attn_sub_norm",)),
+        mlp=replace(_LLAMA_MLP, across=("ffn_sub_norm",)),
     ),
-    "diffllama": Blueprint(
-        layers="layers",
-        blocks={
-            # The difference is between the first half of the heads and the second.
-            "self_attn": replace(
-                _LLAMA_ATTENTION, parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()
-            ),
-            "mlp": _LLAMA_MLP,
-        },
+    "diffllama": in_layers(
+        "layers",
+        # The difference is between the first half of the heads and the second.
+        self_attn=replace(
+            _LLAMA_ATTENTION, parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()
+        ),
+        mlp=_LLAMA_MLP,
     ),
-    "doge": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": replace(
-                _LLAMA_ATTENTION,
-                key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
-                shared=("q_norm", "k_norm"),
-                across=("dt_proj",),
-                own_heads=True,
-            ),
-            "mlp": _LLAMA_MLP,
-        },
+    "doge": in_layers(
+        "layers",
+        self_attn=replace(
+            _LLAMA_ATTENTION,
+            key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
+            shared=("q_norm", "k_norm"),
+            across=("dt_proj",),
+            own_heads=True,
+        ),
+        mlp=_LLAMA_MLP,
     ),
     # The state-space mixer beside the attention stays whole.
-    "falcon_h1": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "feed_forward": _LLAMA_MLP}),
+    "falcon_h1": in_layers("layers", self_attn=_LLAMA_ATTENTION, feed_forward=_LLAMA_MLP),
     # The MLP stays whole: some layers keep those of its numbers that stand out of their row.
     "gemma3n_text": Blueprint(
         layers="layers",
         # some layers read the keys and values of others, of the same heads
         blocks={"self_attn": replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)},
     ),
-    "glm": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "mlp": _FUSED_MLP}),
-    "glm4": Blueprint(layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "mlp": _FUSED_MLP}),
+    "glm": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_FUSED_MLP),
+    "glm4": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_FUSED_MLP),
     "granite_swa": Blueprint(
         layers="layers", blocks={"self_attn": replace(_LLAMA_ATTENTION, own_heads=True), "mlp": _LLAMA_MLP}
     ),
@@ -92,90 +82,65 @@ DECODERS: dict[str, Blueprint] = {
         blocks={
             "self_attn": replace(_MLLAMA_ATTENTION, optional=True),
             "cross_attn": replace(
-                _MLLAMA_ATTENTION,
-                shared=("q_norm", "k_norm"),
-                enter_inputs=("cross_attention_states",),
-                optional=True,
+                _MLLAMA_ATTENTION, shared=("q_norm", "k_norm"), enter_inputs=("cross_attention_states",), optional=True
             ),
             "mlp": _LLAMA_MLP,
         },
     ),
-    "modernbert-decoder": Blueprint(
-        layers="layers",
-        blocks={
-            "attn": Block(column=("q_proj", "k_proj", "v_proj"), row=("Wo",)),
-            "mlp": Block(column=("Wi",), row=("Wo",), parts={"Wi": 2}, dropout=("mlp_dropout",)),
-        },
+    "modernbert-decoder": in_layers(
+        "layers",
+        attn=Block(column=("q_proj", "k_proj", "v_proj"), row=("Wo",)),
+        mlp=Block(column=("Wi",), row=("Wo",), parts={"Wi": 2}, dropout=("mlp_dropout",)),
     ),
-    "hunyuan_v1_dense": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": replace(_LLAMA_ATTENTION, shared=("query_layernorm", "key_layernorm")),
-            "mlp": _LLAMA_MLP,
-        },
+    "hunyuan_v1_dense": in_layers(
+        "layers", self_attn=replace(_LLAMA_ATTENTION, shared=("query_layernorm", "key_layernorm")), mlp=_LLAMA_MLP
     ),
-    "lfm2": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": replace(
-                _LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()
-            ),
-            "conv": _SHORT_CONVOLUTION,
-            "feed_forward": _LFM_MLP,
-        },
+    "lfm2": in_layers(
+        "layers",
+        self_attn=replace(_LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()),
+        conv=_SHORT_CONVOLUTION,
+        feed_forward=_LFM_MLP,
     ),
-    "lfm3": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("q_proj", "k_proj", "v_proj", "g_proj"),
-                row=("o_proj",),
-                shared=("q_norm", "k_norm"),
-                optional=True,  # the gate
-            ),
-            "conv": _SHORT_CONVOLUTION,
-            "feed_forward": _LFM_MLP,
-        },
+    "lfm3": in_layers(
+        "layers",
+        self_attn=Block(
+            column=("q_proj", "k_proj", "v_proj", "g_proj"),
+            row=("o_proj",),
+            shared=("q_norm", "k_norm"),
+            optional=True,  # the gate
+        ),
+        conv=_SHORT_CONVOLUTION,
+        feed_forward=_LFM_MLP,
     ),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
-    "phi3": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("qkv_proj",),
-                row=("o_proj",),
-                parts={"qkv_proj": query_key_value},
-                key_value={"qkv_proj": (1, 2)},
-                local_attributes=("num_key_value_heads",),
-                local_config=("num_attention_heads",),
-            ),
-            "mlp": _FUSED_MLP,
-        },
+    "phi3": in_layers(
+        "layers",
+        self_attn=Block(
+            column=("qkv_proj",),
+            row=("o_proj",),
+            parts={"qkv_proj": query_key_value},
+            key_value={"qkv_proj": (1, 2)},
+            local_attributes=("num_key_value_heads",),
+            local_config=("num_attention_heads",),
+        ),
+        mlp=_FUSED_MLP,
     ),
-    "recurrent_gemma": Blueprint(
-        layers="layers",
-        blocks={
-            # attention in some layers, a gated linear recurrence with one gate per head in the others
-            "temporal_block": Block(
-                column=("q_proj", "k_proj", "v_proj", "linear_x", "linear_y"),
-                row=("o_proj", "linear_out"),
-                cut={
-                    "conv_1d.weight": (0, 1),
-                    "conv_1d.bias": (0, 1),
-                    **{f"rg_lru.{name}": (0, 1) for name in _GATES},
-                },
-                local_attributes=("conv_1d.groups", "lru_width", "rg_lru.num_attention_heads"),
-                optional=True,
-            ),
-            "mlp_block": _LLAMA_MLP,
-        },
+    "recurrent_gemma": in_layers(
+        "layers",
+        # attention in some layers, a gated linear recurrence with one gate per head in the others
+        temporal_block=Block(
+            column=("q_proj", "k_proj", "v_proj", "linear_x", "linear_y"),
+            row=("o_proj", "linear_out"),
+            cut={"conv_1d.weight": (0, 1), "conv_1d.bias": (0, 1), **{f"rg_lru.{name}": (0, 1) for name in _GATES}},
+            local_attributes=("conv_1d.groups", "lru_width", "rg_lru.num_attention_heads"),
+            optional=True,
+        ),
+        mlp_block=_LLAMA_MLP,
     ),
-    "stablelm": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": replace(_LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads")),
-            "mlp": _LLAMA_MLP,
-        },
+    "stablelm": in_layers(
+        "layers",
+        self_attn=replace(_LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads")),
+        mlp=_LLAMA_MLP,
     ),
 }

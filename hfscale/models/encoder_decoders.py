@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .blueprint import Block, Blueprint
+from .blueprint import Block, Blueprint, in_layers
 
 # BART's shape: the MLP's projections are children of the layer. In the attention to the encoder, keys and values read
 # the encoder's output, which enters besides the decoder's stream.
@@ -55,15 +55,10 @@ ENCODER_DECODERS: dict[str, Blueprint] = {
     "m2m_100": _BART,
     "marian": _BART,
     "mbart": _BART,
-    "moshi": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("q_proj.linear", "k_proj.linear", "v_proj.linear"),
-                row=("o_proj.linear",),
-            ),
-            "mlp": Block(column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()),  # gate and up in one
-        },
+    "moshi": in_layers(
+        "layers",
+        self_attn=Block(column=("q_proj.linear", "k_proj.linear", "v_proj.linear"), row=("o_proj.linear",)),
+        mlp=Block(column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()),  # gate and up in one
     ),
     "mt5": _T5,
     "mvp": _BART,

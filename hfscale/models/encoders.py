@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .blueprint import Block, Blueprint
+from .blueprint import Block, Blueprint, in_layers
 
 # BERT's shape: residual and norm are inside `output`, behind its dropout, so the edges are inside the attention, and
 # the MLP is two siblings in the layer. Where `output` has a dropout, that is what completes the sum: it comes behind
@@ -116,12 +116,10 @@ ENCODERS: dict[str, Blueprint] = {
     "clip_vision_model": _CLIP_TOWER,
     "data2vec-text": _BERT,
     "deberta-v2": Blueprint(layers="encoder.layer", blocks={"attention": _DEBERTA_ATTENTION, "": _BERT_MLP}),
-    "distilbert": Blueprint(
-        layers="transformer.layer",
-        blocks={
-            "attention": Block(column=("q_lin", "k_lin", "v_lin"), row=("out_lin",)),
-            "ffn": Block(column=("lin1",), row=("lin2",), dropout=()),
-        },
+    "distilbert": in_layers(
+        "transformer.layer",
+        attention=Block(column=("q_lin", "k_lin", "v_lin"), row=("out_lin",)),
+        ffn=Block(column=("lin1",), row=("lin2",), dropout=()),
     ),
     "electra": _BERT,
     "ernie": _BERT,
@@ -137,7 +135,7 @@ ENCODERS: dict[str, Blueprint] = {
     "siglip": _CLIP,
     "siglip_text_model": _CLIP_TOWER,
     "siglip_vision_model": _CLIP_TOWER,
-    "vit": Blueprint(layers="layers", blocks={"attention": _VIT_ATTENTION, "mlp": _FC_MLP}),
+    "vit": in_layers("layers", attention=_VIT_ATTENTION, mlp=_FC_MLP),
     "xlm": _XLM,
     "xlm-roberta": _BERT,
     "xlm-roberta-xl": _BERT_BARE,

@@ -10,14 +10,7 @@ from .fields import first_count, text_config
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Config fields that say how many experts there are."""
 
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 # What modules under the host's use_experts_implementation say of how their parameters are used.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 

@@ -99,11 +99,7 @@ def ask(question: str, model: Any, *about: str, stock: type | None = None, **giv
 
 @contextmanager
 def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterator[Facts]:
-    """Prove everything asked inside the with block, except for what is ``written``.
-
-    Args:
-        doubted: prove it for each config of one digest again, to see that answers do not differ.
-    """
+    """Prove everything asked inside the with block, except for what is ``written``; each config anew if ``doubted``."""
     global _facts
     before, _facts = _facts, Facts(written or {}, doubted)
     try:

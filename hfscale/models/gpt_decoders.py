@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from .blueprint import Block, Blueprint
+from .blueprint import Block, Blueprint, in_layers
 
 _GPT_MLP = Block(column=("c_fc",), row=("c_proj",), dropout=())
 # The MLP of GPT-NeoX and of those that follow it, and its attention: every head's query, key and value side by side
@@ -49,30 +49,24 @@ GPT_DECODERS: dict[str, Blueprint] = {
             else None
         ),
     ),
-    "codegen": Blueprint(
-        layers="h",
-        blocks={
-            # four groups of heads, and in each the queries, the values and the keys
-            "attn": Block(
-                column=("qkv_proj",),
-                row=("out_proj",),
-                parts={"qkv_proj": 12, "out_proj": 4},
-                head_groups=4,
-                local_attributes=("num_attention_heads",),
-                dropout=("attn_pdrop",),
-            ),
-            "mlp": Block(column=("fc_in",), row=("fc_out",), dropout=()),
-        },
+    "codegen": in_layers(
+        "h",
+        # four groups of heads, and in each the queries, the values and the keys
+        attn=Block(
+            column=("qkv_proj",),
+            row=("out_proj",),
+            parts={"qkv_proj": 12, "out_proj": 4},
+            head_groups=4,
+            local_attributes=("num_attention_heads",),
+            dropout=("attn_pdrop",),
+        ),
+        mlp=Block(column=("fc_in",), row=("fc_out",), dropout=()),
     ),
-    "ctrl": Blueprint(
-        layers="h",
-        blocks={
-            # handed its input three times: as values, keys and queries
-            "multi_head_attention": Block(
-                column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()
-            ),
-            "ffn": Block(column=("0",), row=("2",), dropout=()),
-        },
+    "ctrl": in_layers(
+        "h",
+        # handed its input three times: as values, keys and queries
+        multi_head_attention=Block(column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()),
+        ffn=Block(column=("0",), row=("2",), dropout=()),
     ),
     "falcon": Blueprint(
         layers="h",
@@ -89,33 +83,29 @@ GPT_DECODERS: dict[str, Blueprint] = {
         },
         unfit=lambda config: "alibi=True mixes its biases into the attention mask" if config.alibi else None,
     ),
-    "gpt2": Blueprint(
-        layers="h",
-        blocks={
-            "attn": Block(
-                column=("c_attn",),
-                row=("c_proj",),
-                parts={"c_attn": 3},
-                local_attributes=("split_size",),
-                dropout=("attn_pdrop",),
-            ),
-            "mlp": _GPT_MLP,
-        },
+    "gpt2": in_layers(
+        "h",
+        attn=Block(
+            column=("c_attn",),
+            row=("c_proj",),
+            parts={"c_attn": 3},
+            local_attributes=("split_size",),
+            dropout=("attn_pdrop",),
+        ),
+        mlp=_GPT_MLP,
     ),
-    "gpt_bigcode": Blueprint(
-        layers="h",
-        blocks={
-            # every head's query, key and value side by side, or, of multi-query attention, as matrices of their own
-            "attn": Block(
-                column=("c_attn",),
-                row=("c_proj",),
-                parts={"c_attn": _one_key_value},
-                key_value={"c_attn": (1, 2)},
-                local_attributes=("num_heads", "embed_dim", "kv_dim"),
-                dropout=("attn_pdrop",),
-            ),
-            "mlp": _GPT_MLP,
-        },
+    "gpt_bigcode": in_layers(
+        "h",
+        # every head's query, key and value side by side, or, of multi-query attention, as matrices of their own
+        attn=Block(
+            column=("c_attn",),
+            row=("c_proj",),
+            parts={"c_attn": _one_key_value},
+            key_value={"c_attn": (1, 2)},
+            local_attributes=("num_heads", "embed_dim", "kv_dim"),
+            dropout=("attn_pdrop",),
+        ),
+        mlp=_GPT_MLP,
     ),
     "gpt_neo": Blueprint(
         layers="h",
@@ -126,59 +116,51 @@ GPT_DECODERS: dict[str, Blueprint] = {
             "mlp": _GPT_MLP,
         },
     ),
-    "gpt_neox_japanese": Blueprint(
-        layers="layers",
-        blocks={
-            # The bias of the output, `dense_bias`, only passes through: the layer adds it
-            "attention": Block(
-                column=("query_key_value",),
-                row=("dense",),
-                enter=("query_key_value",),
-                local_attributes=("num_attention_heads",),
-            ),
-            "mlp": _NEOX_MLP,
-        },
+    "gpt_neox_japanese": in_layers(
+        "layers",
+        # The bias of the output, `dense_bias`, only passes through: the layer adds it
+        attention=Block(
+            column=("query_key_value",),
+            row=("dense",),
+            enter=("query_key_value",),
+            local_attributes=("num_attention_heads",),
+        ),
+        mlp=_NEOX_MLP,
     ),
-    "gptj": Blueprint(
-        layers="h",
-        blocks={
-            "attn": Block(
-                column=("q_proj", "k_proj", "v_proj"),
-                row=("out_proj",),
-                local_attributes=("num_attention_heads",),
-                dropout=("attn_pdrop",),
-            ),
-            "mlp": Block(column=("fc_in",), row=("fc_out",), dropout=()),
-        },
+    "gptj": in_layers(
+        "h",
+        attn=Block(
+            column=("q_proj", "k_proj", "v_proj"),
+            row=("out_proj",),
+            local_attributes=("num_attention_heads",),
+            dropout=("attn_pdrop",),
+        ),
+        mlp=Block(column=("fc_in",), row=("fc_out",), dropout=()),
     ),
-    "mpt": Blueprint(
-        layers="blocks",
-        blocks={
-            "attn": Block(
-                column=("Wqkv",),
-                row=("out_proj",),
-                parts={"Wqkv": 3},
-                heads={"position_bias": 0},
-                local_attributes=("n_heads",),
-                dropout=("attn_config.attn_pdrop",),
-            ),
-            # adds the residual
-            "ffn": Block(column=("up_proj",), row=("down_proj",), leave=("down_proj",), dropout=()),
-        },
+    "mpt": in_layers(
+        "blocks",
+        attn=Block(
+            column=("Wqkv",),
+            row=("out_proj",),
+            parts={"Wqkv": 3},
+            heads={"position_bias": 0},
+            local_attributes=("n_heads",),
+            dropout=("attn_config.attn_pdrop",),
+        ),
+        # adds the residual
+        ffn=Block(column=("up_proj",), row=("down_proj",), leave=("down_proj",), dropout=()),
     ),
-    "openai-gpt": Blueprint(
-        layers="h",
-        blocks={
-            "attn": Block(
-                column=("c_attn",),
-                row=("c_proj",),
-                leave=("resid_dropout",),  # the attention returns a list
-                parts={"c_attn": 3},
-                local_attributes=("n_head", "split_size"),
-                dropout=("attn_pdrop",),
-            ),
-            "mlp": _GPT_MLP,
-        },
+    "openai-gpt": in_layers(
+        "h",
+        attn=Block(
+            column=("c_attn",),
+            row=("c_proj",),
+            leave=("resid_dropout",),  # the attention returns a list
+            parts={"c_attn": 3},
+            local_attributes=("n_head", "split_size"),
+            dropout=("attn_pdrop",),
+        ),
+        mlp=_GPT_MLP,
     ),
     "opt": Blueprint(
         layers="decoder.layers",
@@ -189,25 +171,21 @@ GPT_DECODERS: dict[str, Blueprint] = {
             "": replace(_FLAT_MLP, dropout=()),
         },
     ),
-    "persimmon": Blueprint(
-        layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("query_key_value",),
-                row=("dense",),
-                shared=("q_layernorm", "k_layernorm"),
-                local_attributes=("num_heads",),
-            ),
-            "mlp": _NEOX_MLP,
-        },
+    "persimmon": in_layers(
+        "layers",
+        self_attn=Block(
+            column=("query_key_value",),
+            row=("dense",),
+            shared=("q_layernorm", "k_layernorm"),
+            local_attributes=("num_heads",),
+        ),
+        mlp=_NEOX_MLP,
     ),
     "xglm": Blueprint(
         layers="layers",
         blocks={
             "self_attn": Block(
-                column=("q_proj", "k_proj", "v_proj"),
-                row=("out_proj",),
-                local_attributes=("embed_dim", "num_heads"),
+                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("embed_dim", "num_heads")
             ),
             "": _FLAT_MLP,
         },

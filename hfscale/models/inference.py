@@ -15,17 +15,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold how well a blueprint holds on a clone.
+    """Hold how well a blueprint holds on a clone."""
 
-    Attributes:
-        output: largest difference of the output, relative to its largest entry.
-        gradient: largest difference of a gradient, likewise.
-        parameter: whose gradient that is.
-    """
-
-    output: float
-    gradient: float
-    parameter: str
+    output: float  # largest difference of the output, relative to its largest entry
+    gradient: float  # largest difference of a gradient, likewise
+    parameter: str  # whose gradient that is
 
     @property
     def worst(self) -> float:
@@ -35,19 +29,12 @@ class Proof:
 
 @dataclass(frozen=True)
 class Inference:
-    """Hold an inferred blueprint and its evidence.
+    """Hold an inferred blueprint and its evidence."""
 
-    Attributes:
-        blueprint: the roles found.
-        proof: two ranks against one process, on a tiny clone.
-        attention: paths of the blocks that mix tokens.
-        whole: why other parts of the layers are not cut.
-    """
-
-    blueprint: Blueprint
-    proof: Proof
-    attention: tuple[str, ...]
-    whole: tuple[str, ...]
+    blueprint: Blueprint  # the roles found
+    proof: Proof  # two ranks against one process, on a tiny clone
+    attention: tuple[str, ...]  # paths of the blocks that mix tokens
+    whole: tuple[str, ...]  # why other parts of the layers are not cut
 
 
 def as_data(found: Inference) -> dict[str, Any]:
@@ -62,10 +49,15 @@ def as_data(found: Inference) -> dict[str, Any]:
     }
 
 
-def block_as_data(block: Block) -> dict[str, Any]:
-    """Return the fields of a block that have not their default; functions by name."""
+def given_fields(block: Block) -> dict[str, Any]:
+    """Return the fields of a block that have not their default."""
     given = {field.name: getattr(block, field.name) for field in fields(block)}
-    return {name: _named(value) for name, value in given.items() if value != _DEFAULTS[name]}
+    return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+
+
+def block_as_data(block: Block) -> dict[str, Any]:
+    """Return the given fields of a block as JSON; functions by name."""
+    return {name: _named(value) for name, value in given_fields(block).items()}
 
 
 def from_data(data: dict[str, Any]) -> Inference:

@@ -12,12 +12,7 @@ _WHY = {
 
 
 def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:
-    """Return, in words, the requested output that a tensor rank cannot give, and why; ``None`` if there is none.
-
-    Args:
-        config: of the model.
-        arguments: of a call of it, which outdo the config.
-    """
+    """Return, in words, what a config, or a call's ``arguments``, request that a tensor rank has only a part of."""
     given = arguments or {}
     for name, why in _WHY.items():
         asked = given.get(name)

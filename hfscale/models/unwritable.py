@@ -1,5 +1,5 @@
 """Families whose checkpoints several ranks cannot write together, and why; one process trains and saves them."""
 
 UNWRITABLE: dict[str, str] = {
-    "hrm_text": "checkpoints that hold several projections as one, which this version cannot write",
+    "hrm_text": "checkpoints that hold several projections as one, which this version cannot write"
 }

@@ -15,13 +15,9 @@ everything else is divided, rotary tables, router logits."""
 
 @dataclass(frozen=True)
 class CompressPlan(Feature):
-    """Activations saved for the backward pass are stored in 8 bits.
+    """Activations saved for the backward pass are stored in 8 bits."""
 
-    Attributes:
-        least: bytes of the smallest tensor that is compressed.
-    """
-
-    least: int
+    least: int  # bytes of the smallest tensor that is compressed
 
     def describe(self, plan: PlanContents) -> list[str]:
         """Return the line about compressed activations in the plan's printout."""

@@ -8,25 +8,17 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class ContextPlan(Feature):
-    """Sequences are cut over context ranks.
+    """Sequences are cut over context ranks."""
 
-    Attributes:
-        method: one of :data:`hfscale.names.CP_METHODS`.
-        pads: whether rows may have padding; some families count positions, or chunks, from where it ends.
-        whole: modules besides attention that mix tokens; every rank runs them on full sequences.
-        together: for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods.
-        text: name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut.
-        heads: query heads on one tensor rank; 0 where the config does not say.
-        key_heads: key/value heads on one tensor rank, likewise.
-    """
-
-    method: str
-    pads: bool
-    whole: tuple[str, ...] = ()
+    method: str  # one of :data:`hfscale.names.CP_METHODS`
+    pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
+    whole: tuple[str, ...] = ()  # modules besides attention that mix tokens; every rank runs them on full sequences
+    # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
     together: int = 1
+    # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
     text: str = ""
-    heads: int = 0
-    key_heads: int = 0
+    heads: int = 0  # query heads on one tensor rank; 0 where the config does not say
+    key_heads: int = 0  # key/value heads on one tensor rank, likewise
 
     def describe(self, plan: PlanContents) -> list[str]:
         """Return the line about context parallelism in the plan's printout."""

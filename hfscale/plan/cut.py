@@ -109,16 +109,24 @@ def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
     return result
 
 
-def narrow_spans(spans: Sequence[tuple[int, int]], within: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
+    """Return the overlaps of two shards of one dim: offset in ``wanted``, offset in ``held``, and length of each."""
+    found = []
+    into = 0
+    for first, last in wanted:
+        place = 0
+        for start, stop in held:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                found.append((into + low - first, place + low - start, high - low))
+            place += stop - start
+        into += last - first
+    return found
+
+
+def narrow_spans(spans: Spans, within: Spans) -> Spans:
     """Intersect ``spans`` of a dim with ``within``; positions count in the concatenation of ``within``."""
-    result, offset = [], 0
-    for low, high in within:
-        for start, stop in spans:
-            kept = max(start, low), min(stop, high)
-            if kept[0] < kept[1]:
-                result.append((kept[0] - low + offset, kept[1] - low + offset))
-        offset += high - low
-    return result
+    return [(place, place + length) for _, place, length in overlaps(spans, within)]
 
 
 def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> None:

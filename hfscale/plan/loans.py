@@ -10,17 +10,12 @@ class Loan:
 
     The result is not sent between stages (it is as large as the attention scores). Every stage with layers of the list
     holds the module instead, as a tied tensor, and the first of these layers computes the result itself.
-
-    Attributes:
-        layer_list: name of the list.
-        owner: path, within a layer, of the module that holds it.
-        child: its attribute there.
-        flags: attributes of the owner by which the stock code knows that the module is there, with their values then.
     """
 
-    layer_list: str
-    owner: str
-    child: str
+    layer_list: str  # name of the list
+    owner: str  # path, within a layer, of the module that holds it
+    child: str  # its attribute there
+    # attributes of the owner by which the stock code knows that the module is there, with their values then
     flags: tuple[tuple[str, bool], ...] = ()
 
     @property

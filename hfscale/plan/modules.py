@@ -33,62 +33,35 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """One layer stack whose hidden states are cut along the sequence between blocks. Names are full module names.
+    """One layer stack whose hidden states are cut along the sequence between blocks. Names are full module names."""
 
-    Attributes:
-        owner: the module that calls the layers.
-        exit: the module behind which the hidden states are full again: the norm behind the layers, or the owner.
-        layers: the layers.
-        gathered: modules in the layers that run on the full sequence.
-        partial: modules with parameters of their own that see this rank's tokens only.
-        direct: whether the embedding's output goes into the first layer, and nowhere else.
-        dropout: whether the layers drop out activations.
-    """
-
-    owner: str
-    exit: str
-    layers: tuple[str, ...]
-    gathered: tuple[str, ...]
-    partial: tuple[str, ...]
-    direct: bool
-    dropout: bool
+    owner: str  # the module that calls the layers
+    exit: str  # the module behind which the hidden states are full again: the norm behind the layers, or the owner
+    layers: tuple[str, ...]  # the layers
+    gathered: tuple[str, ...]  # modules in the layers that run on the full sequence
+    partial: tuple[str, ...]  # modules with parameters of their own that see this rank's tokens only
+    direct: bool  # whether the embedding's output goes into the first layer, and nowhere else
+    dropout: bool  # whether the layers drop out activations
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """The experts of one mixture.
+    """The experts of one mixture."""
 
-    Attributes:
-        name: the module that holds them.
-        count: how many there are.
-        layer: the layer it is in; empty outside of the layers.
-    """
-
-    name: str
-    count: int
-    layer: str
+    name: str  # the module that holds them
+    count: int  # how many there are
+    layer: str  # the layer it is in; empty outside of the layers
 
 
 @dataclass(frozen=True)
 class AdapterParameter:
-    """One parameter of an adapter, of the full model.
+    """One parameter of an adapter, of the full model."""
 
-    Attributes:
-        name: in the model with adapters.
-        shape: the global shape.
-        dtype: its type.
-        base: the stock name of the parameter that it adapts, or is a copy of.
-        kept_in: the attribute of the wrapper that holds it, ``lora_A`` say.
-        transposed: whether ``base`` is stored as ``[in, out]``.
-        experts: how many experts' parameters lie side by side in it; 0 if it belongs to one module.
-        tied_to: the name of the parameter that it shares its tensor with.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    base: str
-    kept_in: str
-    transposed: bool = False
-    experts: int = 0
-    tied_to: str | None = None
+    name: str  # in the model with adapters
+    shape: tuple[int, ...]  # the global shape
+    dtype: torch.dtype  # its type
+    base: str  # the stock name of the parameter that it adapts, or is a copy of
+    kept_in: str  # the attribute of the wrapper that holds it, ``lora_A`` say
+    transposed: bool = False  # whether ``base`` is stored as ``[in, out]``
+    experts: int = 0  # how many experts' parameters lie side by side in it; 0 if it belongs to one module
+    tied_to: str | None = None  # the name of the parameter that it shares its tensor with

@@ -8,16 +8,11 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OffloadPlan(Feature):
-    """Tensors that are offloaded to the CPU.
+    """Tensors that are offloaded to the CPU."""
 
-    Attributes:
-        optimizer: the optimizer's state; updates of it run on the CPU.
-        parameters: this rank's shards of parameters and of their gradients; updates of them run on the CPU.
-        activations: bytes of the smallest activation that is offloaded until its backward pass; ``None``: none are.
-    """
-
-    optimizer: bool = False
-    parameters: bool = False
+    optimizer: bool = False  # the optimizer's state; updates of it run on the CPU
+    parameters: bool = False  # this rank's shards of parameters and of their gradients; updates of them run on the CPU
+    # bytes of the smallest activation that is offloaded until its backward pass; ``None``: none are
     activations: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -35,11 +30,7 @@ def offloaded(plan: PlanContents) -> OffloadPlan:
 
 
 def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
-    """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires.
-
-    Raises:
-        ConfigError: its update needs full matrices.
-    """
+    """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires."""
     if name in ("adafactor", "muon"):
         raise ConfigError(
             f"{asked} steps copies of weights by the optimizers of torch and bitsandbytes, and {name!r} is another: "

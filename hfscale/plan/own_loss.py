@@ -7,15 +7,10 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OwnLossPlan(Feature):
-    """A loss computed by the model itself, as a mean over rows or over the labels that are not ignored.
+    """A loss computed by the model itself, as a mean over rows or over the labels that are not ignored."""
 
-    Attributes:
-        over: ``"rows"`` or ``"labels"``.
-        divides: whether it is divided by ``num_items_in_batch``, if that is passed.
-    """
-
-    over: str
-    divides: bool = False
+    over: str  # ``"rows"`` or ``"labels"``
+    divides: bool = False  # whether it is divided by ``num_items_in_batch``, if that is passed
 
     def describe(self, plan: PlanContents) -> list[str]:
         """Return the line about the weights of microbatches in the plan's printout."""

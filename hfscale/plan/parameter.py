@@ -18,25 +18,15 @@ def join_path(block: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """One parameter: its stage, its cuts, and the reductions of its gradient.
+    """One parameter: its stage, its cuts, and the reductions of its gradient."""
 
-    Attributes:
-        name: its name in the stock model.
-        shape: its global shape.
-        dtype: its type.
-        stage: the pipeline stage that holds it; the first, where several hold the module.
-        cuts: how it is cut between ranks, in order (tensor first, then sharded data).
-        reductions: reductions of its gradient before the optimizer's step, in order.
-        tied_to: the name of the parameter that it shares its tensor with.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stage: int = 0
-    cuts: tuple[Cut, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
-    tied_to: str | None = None
+    name: str  # its name in the stock model
+    shape: tuple[int, ...]  # its global shape
+    dtype: torch.dtype  # its type
+    stage: int = 0  # the pipeline stage that holds it; the first, where several hold the module
+    cuts: tuple[Cut, ...] = ()  # how it is cut between ranks, in order (tensor first, then sharded data)
+    reductions: tuple[Reduction, ...] = ()  # reductions of its gradient before the optimizer's step, in order
+    tied_to: str | None = None  # the name of the parameter that it shares its tensor with
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
         """Return its shape on the rank at coordinates ``ranks`` (axis -> rank)."""

@@ -25,23 +25,15 @@ OUTER_BLOCK = 256
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Weights that are quantized as they are loaded.
+    """Weights that are quantized as they are loaded."""
 
-    Attributes:
-        bits: 4 or 8.
-        kind: ``nf4``, ``fp4`` or ``int8``.
-        double: whether the scales of 4-bit blocks are quantized too.
-        weights: names of the parameters.
-        transposed: names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``.
-        stored: whether the checkpoint holds them quantized; their scales then stay in float32.
-    """
-
-    bits: int
-    kind: str
-    double: bool
-    weights: tuple[str, ...]
+    bits: int  # 4 or 8
+    kind: str  # ``nf4``, ``fp4`` or ``int8``
+    double: bool  # whether the scales of 4-bit blocks are quantized too
+    weights: tuple[str, ...]  # names of the parameters
+    # names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``
     transposed: frozenset[str] = frozenset()
-    stored: bool = False
+    stored: bool = False  # whether the checkpoint holds them quantized; their scales then stay in float32
 
     def aligned(self, planned: ParameterPlan) -> bool:
         """Return whether every rank's shard of a weight is quantized as in one process, double quantization aside."""

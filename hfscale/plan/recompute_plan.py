@@ -8,22 +8,14 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class RecomputePlan(Feature):
-    """Modules whose forward pass runs again in the backward pass. Names are full module names.
+    """Modules whose forward pass runs again in the backward pass. Names are full module names."""
 
-    Attributes:
-        layers: recomputed layers, of which only the input is kept; under a budget, the candidates.
-        modules: modules in the layers that are recomputed by themselves.
-        attention: whether attention is recomputed between its query, key, value and output projections.
-        keep: operators in ``layers`` whose results are kept (selective checkpointing).
-        budget: bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed.
-        tokens: tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step.
-    """
-
-    layers: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    attention: bool = False
-    keep: tuple[str, ...] = ()
-    budget: int | None = None
+    layers: tuple[str, ...] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
+    modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
+    attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
+    keep: tuple[str, ...] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
+    budget: int | None = None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
+    # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
     tokens: int | None = None
 
     def is_alone(self, module: str) -> bool:

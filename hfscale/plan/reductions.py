@@ -25,19 +25,12 @@ Kind = Literal["sum", "sum-stages", "sum-replicas", "reduce-scatter", "all-reduc
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction of a gradient; ``str`` of it is its text in the printed plan.
+    """One reduction of a gradient; ``str`` of it is its text in the printed plan."""
 
-    Attributes:
-        kind: see the module's table.
-        axis: the mesh axis whose ranks take part.
-        stages: for ``sum-stages``, the pipeline stages.
-        replicas: for ``sum-replicas``, how many consecutive ranks take part.
-    """
-
-    kind: Kind
-    axis: str
-    stages: tuple[int, ...] = ()
-    replicas: int = 1
+    kind: Kind  # see the module's table
+    axis: str  # the mesh axis whose ranks take part
+    stages: tuple[int, ...] = ()  # for ``sum-stages``, the pipeline stages
+    replicas: int = 1  # for ``sum-replicas``, how many consecutive ranks take part
 
     def __str__(self) -> str:
         match self.kind:
@@ -59,13 +52,7 @@ def data_axes(spread: bool) -> tuple[str, str]:
 def reductions_of(
     layout: ParallelConfig, cuts: Sequence[Cut], partial: Sequence[str] = (), stages: Sequence[int] = ()
 ) -> tuple[Reduction, ...]:
-    """Return all reductions of a parameter's gradient, in order.
-
-    Args:
-        cuts: how the parameter is cut.
-        partial: axes over which its gradient is partial.
-        stages: the pipeline stages that hold it, if it is tied over several.
-    """
+    """Return all reductions of a parameter's gradient, in order; ``stages`` hold it, if it is tied over several."""
 
     def steps() -> Iterator[Reduction]:
         for axis in partial:

@@ -7,13 +7,9 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class ScoresPlan(Feature):
-    """Attention is eager: it keeps a score for every head and pair of tokens.
+    """Attention is eager: it keeps a score for every head and pair of tokens."""
 
-    Attributes:
-        heads: query heads of a layer, over all tensor ranks.
-    """
-
-    heads: int
+    heads: int  # query heads of a layer, over all tensor ranks
 
     def describe(self, plan: PlanContents) -> list[str]:
         """Return no lines: the memory estimate reports the scores."""

@@ -22,14 +22,11 @@ class Split:
         ...                                    et al. 2023, striped attention, for the same end)
 
     Nothing is padded: lengths differ by two tokens at most, and a piece may be empty.
-
-    Attributes:
-        together: how many consecutive ones of those ranks count as one here, which has the tokens of all of them.
     """
 
     total: int
     size: int
-    together: int = 1
+    together: int = 1  # how many consecutive ones of those ranks count as one here, which has the tokens of all of them
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:

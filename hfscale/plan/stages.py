@@ -98,23 +98,14 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: consecutive layers of a model.
+    """One stage: consecutive layers of a model."""
 
-    Attributes:
-        index: its number, counted along the model over all ranks.
-        rank: the pipeline rank that holds it.
-        layers: names of its layers, in order.
-        modules: names of the other modules, and of parameters that no smaller module owns, that it holds.
-        parameters: how many numbers it holds, a tied tensor once.
-        flops: FLOPs of its forward pass, per token.
-    """
-
-    index: int
-    rank: int
-    layers: tuple[str, ...]
-    modules: tuple[str, ...]
-    parameters: int
-    flops: int
+    index: int  # its number, counted along the model over all ranks
+    rank: int  # the pipeline rank that holds it
+    layers: tuple[str, ...]  # names of its layers, in order
+    modules: tuple[str, ...]  # names of the other modules, and of parameters that no smaller module owns, that it holds
+    parameters: int  # how many numbers it holds, a tied tensor once
+    flops: int  # FLOPs of its forward pass, per token
 
     def is_local(self, name: str) -> bool:
         """Return whether a parameter or module is on this stage; ``False`` for those that every stage has."""
@@ -128,14 +119,10 @@ class Tie:
 
     Its gradient is the sum over ``stages``. It counts once in a norm, in the model's memory and in a checkpoint: at
     ``owner``.
-
-    Attributes:
-        names: all its names, the model's first one first.
-        stages: the stages that hold it, ascending.
     """
 
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
+    names: tuple[str, ...]  # all its names, the model's first one first
+    stages: tuple[int, ...]  # the stages that hold it, ascending
 
     @property
     def owner(self) -> int:
@@ -173,33 +160,23 @@ class StagePlan:
     first. A stage is the stock model with placeholders for the modules of other stages. Modules without parameters, and
     other computation of the stock code around the layers, still run on it, so the hidden states are taken where its
     last layer returns them and inserted where its first layer is called.
-
-    Attributes:
-        stages: all stages, in the order of the model.
-        everywhere: modules without parameters outside of the layers (rotary tables, dropouts), which are on every
-            stage.
-        owner: the module that calls the layers; the empty string is the model itself.
-        layer_list: name of the list that the layers are in.
-        returns: what a layer returns: ``None`` for a tensor, the hidden states; ``n`` for a tuple of ``n`` with the
-            hidden states first. A placeholder for a layer returns the same.
-        module_returns: likewise for each module in :attr:`Stage.modules` that was called, and each layer of an encoder;
-            0 for anything else.
-        ties: tensors that several stages hold.
-        work: the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.costs.Cost.work`.
-        stacks: the encoder and decoder, if there are two; ``None`` for one list of layers.
-        loans: modules of first layers that every stage with layers of their list holds.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]  # all stages, in the order of the model
+    # modules without parameters outside of the layers (rotary tables, dropouts), which are on every stage
     everywhere: tuple[str, ...]
-    owner: str
-    layer_list: str
+    owner: str  # the module that calls the layers; the empty string is the model itself
+    layer_list: str  # name of the list that the layers are in
+    # what a layer returns: ``None`` for a tensor, the hidden states; ``n`` for a tuple of ``n`` with the hidden
+    # states first. A placeholder for a layer returns the same
     returns: int | None
+    # likewise for each module in :attr:`Stage.modules` that was called, and each layer of an encoder; 0 for anything
+    # else
     module_returns: tuple[tuple[str, int | None], ...]
-    ties: tuple[Tie, ...]
-    work: tuple[int, ...]
-    stacks: TwoStacks | None = None
-    loans: tuple[Loan, ...] = ()
+    ties: tuple[Tie, ...]  # tensors that several stages hold
+    work: tuple[int, ...]  # the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.costs.Cost.work`
+    stacks: TwoStacks | None = None  # the encoder and decoder, if there are two; ``None`` for one list of layers
+    loans: tuple[Loan, ...] = ()  # modules of first layers that every stage with layers of their list holds
 
     @property
     def places(self) -> dict[str, int]:

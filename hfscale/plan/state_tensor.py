@@ -24,23 +24,14 @@ from .parameter import ParameterPlan
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a training state.
+    """One tensor of a training state."""
 
-    Attributes:
-        shape: the global shape; for a tensor that is each rank's own, the weight's.
-        cuts: how it is cut between ranks; for scales of blocks, the weight's cuts.
-        home: the pipeline rank whose copy is written.
-        block: for scales of blocks, entries of the flattened weight per scale; else 0.
-        weight: for scales of blocks, the shape of the weight.
-        own: whether it is each rank's own.
-    """
-
-    shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
-    home: int = 0
-    block: int = 0
-    weight: tuple[int, ...] = ()
-    own: bool = False
+    shape: tuple[int, ...]  # the global shape; for a tensor that is each rank's own, the weight's
+    cuts: tuple[Cut, ...] = ()  # how it is cut between ranks; for scales of blocks, the weight's cuts
+    home: int = 0  # the pipeline rank whose copy is written
+    block: int = 0  # for scales of blocks, entries of the flattened weight per scale; else 0
+    weight: tuple[int, ...] = ()  # for scales of blocks, the shape of the weight
+    own: bool = False  # whether it is each rank's own
 
     def spans(self, ranks: dict[str, int]) -> list[Spans]:
         """Return, per dim of the full tensor, the spans that the rank at ``ranks`` holds; not for scales of blocks."""
@@ -123,18 +114,3 @@ def flat_blocks(shape: Sequence[int], spans: Sequence[Spans], block: int) -> Ten
         for low, high in spans[last]
     ]
     return torch.cat(runs, 1).flatten()
-
-
-def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
-    """Return the overlaps of two shards of one dim: offset in ``wanted``, offset in ``held``, and length of each."""
-    found = []
-    into = 0
-    for first, last in wanted:
-        place = 0
-        for start, stop in held:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                found.append((into + low - first, place + low - start, high - low))
-            place += stop - start
-        into += last - first
-    return found

@@ -13,7 +13,6 @@ from .cut import Cut
 from .lines import describe_parts
 from .modules import BlockPlan
 from .parameter import ParameterPlan
-from .stages import Tie
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
 _JSON_NAMES = {"replicas": "copies", "replicated": "copied"}
@@ -148,29 +147,18 @@ def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:
     )
 
 
-def _tie(parameter: ParameterPlan, plan: PlanContents) -> Tie | None:
-    """Return the tie of a parameter that several stages hold, if it is one."""
-    ties = plan.stages.ties if plan.stages else ()
-    return next((tie for tie in ties if parameter.name in tie.names), None)
-
-
 def _tied(parameter: ParameterPlan, plan: PlanContents) -> str:
-    tie = _tie(parameter, plan)
+    ties = plan.stages.ties if plan.stages else ()
+    tie = next((tie for tie in ties if parameter.name in tie.names), None)
     copy = f", a copy on stage {parameter.stage}" if tie is not None and parameter.stage != tie.owner else ""
     return f"tied to {parameter.tied_to}{copy}"
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-
-    def line(cells: tuple[str, ...]) -> str:
-        aligned = [
-            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
-            for cell, width, column in zip(cells, widths, _COLUMNS, strict=True)
-        ]
-        return "  ".join(aligned).rstrip()
-
-    return [line(_COLUMNS), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)]
+    left = [index for index, column in enumerate(_COLUMNS) if column not in _NUMBERS]
+    head, *lines = aligned([_COLUMNS, *rows], left)
+    width = sum(max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)) + 2 * (len(_COLUMNS) - 1)
+    return [head, "-" * width, *lines]
 
 
 def _memory(plan: PlanContents) -> str:

@@ -8,21 +8,13 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class TowersPlan(Feature):
-    """Towers and projectors around a text model, and the layers of it that read only their output (images, audio).
+    """Towers and projectors around a text model, and the layers of it that read only their output (images, audio)."""
 
-    Attributes:
-        text: name of the text model; empty if that is the model itself.
-        items: modules and parameters around it, its head left out, and layers.
-        parameters: how many numbers they hold.
-        read_inside: inputs of the text model by which its layers read them, besides the embeddings.
-        first_layers: how many of the first layers alone read them; 0 if any may, or none does.
-    """
-
-    text: str
-    items: tuple[str, ...]
-    parameters: int
-    read_inside: tuple[str, ...] = ()
-    first_layers: int = 0
+    text: str  # name of the text model; empty if that is the model itself
+    items: tuple[str, ...]  # modules and parameters around it, its head left out, and layers
+    parameters: int  # how many numbers they hold
+    read_inside: tuple[str, ...] = ()  # inputs of the text model by which its layers read them, besides the embeddings
+    first_layers: int = 0  # how many of the first layers alone read them; 0 if any may, or none does
 
     def describe(self, plan: PlanContents) -> list[str]:
         """Return the line about the towers in the plan's printout."""

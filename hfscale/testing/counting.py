@@ -15,15 +15,10 @@ from ..cost.model.links import ring_share
 
 @dataclass
 class Traffic:
-    """The collectives of one rank.
+    """The collectives of one rank."""
 
-    Attributes:
-        calls: collective -> number of calls.
-        payload: collective -> bytes of its inputs (for an all-gather this rank's piece, for a reduce-scatter the full
-            input).
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)  # collective -> number of calls
+    # collective -> bytes of its inputs (for an all-gather this rank's piece, for a reduce-scatter the full input)
     payload: Counter[str] = field(default_factory=Counter)
 
     def bytes_sent(self, ranks: int) -> float:

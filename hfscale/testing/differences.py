@@ -23,12 +23,7 @@ def gradient_difference(found: Tensor, expected: Tensor, whole: Tensor, largest:
     difference within as much as none. Others are compared relative to their own largest entry, or a millionth of the
     largest gradient.
 
-    Args:
-        found: a layout's shard.
-        expected: one process's shard.
-        whole: the full tensor of ``expected``.
-        largest: the largest entry of any gradient of the model.
-        loss: the step's loss.
+    ``whole`` is the full tensor of ``expected``, ``largest`` the largest entry of any gradient of the model.
     """
     zero = 64 * torch.finfo(torch.float64).eps * max(largest, abs(loss))
     if (whole.abs() <= zero).all() and ((found.cpu() - expected.cpu()).abs() <= zero).all():

@@ -41,44 +41,27 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Case:
-    """The model, data and options of one comparison.
+    """The model, data and options of one comparison."""
 
-    Attributes:
-        config: the stock model's config, tiny.
-        steps: optimizer steps.
-        accumulation: microbatches per step and distinct batch.
-        max_norm: gradients are clipped to this norm; ``None`` leaves them.
-        learning_rate: of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer.
-        frozen: parameters whose name contains one of these strings do not train.
-        checkpointing: recompute activations.
-        lengths: sequence lengths, used in turn by microbatches.
-        build: how the layout gets its model: ``from_pretrained``, ``parallelize``.
-        hf_kwargs: arguments of both models' ``from_pretrained``.
-        auto_class: the Auto class, or the stock class, of the model.
-        peft: a PEFT config; the reference is then stock PEFT around the stock model, with random factors.
-        peft_build: how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards.
-        memory: recomputation and offloading in the layout.
-        asked: options of the layout that the reference does not have: ``mixed_precision``, ``float8``.
-        unlike: ends of names of stored tensors that are not compared: counters of each data rank.
-    """
-
-    config: PreTrainedConfig
-    steps: int = 2
-    accumulation: int = 2
-    max_norm: float | None = 0.5
-    learning_rate: float = 0.5
-    frozen: Sequence[str] = ()
-    checkpointing: bool = False
-    lengths: Sequence[int] = (13, 8)
+    config: PreTrainedConfig  # the stock model's config, tiny
+    steps: int = 2  # optimizer steps
+    accumulation: int = 2  # microbatches per step and distinct batch
+    max_norm: float | None = 0.5  # gradients are clipped to this norm; ``None`` leaves them
+    learning_rate: float = 0.5  # of plain SGD, so that an error in a gradient is not hidden by a normalizing optimizer
+    frozen: Sequence[str] = ()  # parameters whose name contains one of these strings do not train
+    checkpointing: bool = False  # recompute activations
+    lengths: Sequence[int] = (13, 8)  # sequence lengths, used in turn by microbatches
     rows: int = 2
-    build: str = "from_pretrained"
-    hf_kwargs: dict[str, Any] = field(default_factory=dict)
-    auto_class: Any = AutoModelForCausalLM
-    peft: Any = None
+    build: str = "from_pretrained"  # how the layout gets its model: ``from_pretrained``, ``parallelize``
+    hf_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of both models' ``from_pretrained``
+    auto_class: Any = AutoModelForCausalLM  # the Auto class, or the stock class, of the model
+    peft: Any = None  # a PEFT config; the reference is then stock PEFT around the stock model, with random factors
+    # how the layout gets its adapters: ``from_pretrained``, or ``get_peft_model`` afterwards
     peft_build: str = "from_pretrained"
-    memory: MemoryConfig | None = None
+    memory: MemoryConfig | None = None  # recomputation and offloading in the layout
+    # options of the layout that the reference does not have, as ``mixed_precision``
     asked: dict[str, Any] = field(default_factory=dict)
-    unlike: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()  # ends of names of stored tensors that are not compared: counters of each data rank
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """Return ``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
@@ -166,12 +149,10 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
         apart, worst_replica = _replicas_apart(directory)
         if case.peft is None:
             case.auto_class.from_pretrained(directory / "saved", **case.hf_kwargs)
+    worst = {name: max(getattr(parity, name) for parity in found) for name in ("loss", "gradient", "norm", "weight")}
     return Parity(
-        loss=max(parity.loss for parity in found),
-        gradient=max(parity.gradient for parity in found),
+        **worst,
         worst_gradient=max(found, key=lambda parity: parity.gradient).worst_gradient,
-        norm=max(parity.norm for parity in found),
-        weight=max(parity.weight for parity in found),
         worst_weight=max(found, key=lambda parity: parity.weight).worst_weight,
         saved=max(differences.values()),
         replicas=apart,

@@ -161,12 +161,7 @@ TEXTS = {
 
 
 def with_pictures(family: Any, **changes: Any) -> Any:
-    """Return a tiny config of a vision-language family, with pictures of ``SIDE x SIDE``.
-
-    Args:
-        family: its name, or a config.
-        changes: as for :func:`hfscale.models.clone.tiny_clone`.
-    """
+    """Return a tiny config of a vision-language family, by name or config, with pictures of ``SIDE x SIDE``."""
     config = AutoConfig.for_model(family) if isinstance(family, str) else family
     fields = config.to_dict()
     if fields.get("vision_config", {}) is None:  # some default configs have none

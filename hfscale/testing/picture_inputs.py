@@ -15,20 +15,19 @@ _PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
 
 
 def make_picture(config: Any, given: Any, generator: torch.Generator) -> Picture:
-    """Return a picture; pictures of a batch are concatenated along their first dim.
-
-    Args:
-        given: names of the inputs that the class takes.
-        generator: generator of its values.
-    """
+    """Return a picture for a class that takes the ``given`` inputs; a batch concatenates them along their first dim."""
+    way = next((name for name in _WAYS if name in given or hasattr(config, name)), "")
     vision = vision_part(config)
     channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    way = next((make for name, make in _WAYS.items() if name in given or hasattr(config, name)), _square)
-    return way(config, vision, given, channels, noise)
+    patches = _patches(way, config, vision, channels, noise)
+    if patches is not None:
+        merged = {"image_merge_sizes": torch.tensor([2])} if "image_merge_sizes" in given else {}
+        return {**patches, **merged} if way == "image_grid_thw" else patches
+    return _squares(way, config, vision, channels, noise)
 
 
 def join_pictures(pictures: list[Picture]) -> Picture:
@@ -63,107 +62,68 @@ def beside_text(given: Any, ids: Tensor, token: int) -> Picture:
     return found
 
 
-def _packed(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make patches, with all pictures of a batch packed into one dim."""
-    square = any(word in config.model_type for word in ("kimi", "paddleocr"))
-    times = getattr(vision, "temporal_patch_size", 0) or getattr(vision, "patch_temporal", 1)
-    width = channels * times * PATCH**2
-    if vision.model_type == "inkling2_vision":  # squares of all patches of a token
-        side = PATCH * vision.spatial_merge_size
-        tokens = GRID // vision.spatial_merge_size
-        grid = torch.tensor([[1, tokens, tokens]])
-        return {"pixel_values": noise(tokens**2, side, side, channels), "image_grid_thw": grid}
-    shape = (channels, PATCH, PATCH) if square else (width,)
-    merged = {"image_merge_sizes": torch.tensor([2])} if "image_merge_sizes" in given else {}
-    return {"pixel_values": noise(GRID**2, *shape), "image_grid_thw": torch.tensor([[1, GRID, GRID]]), **merged}
+def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture | None:
+    """Return a picture that its family takes as patches, and what says where they are; ``None`` for other families."""
+    sides, width = torch.tensor([[GRID, GRID]]), channels * PATCH**2
+    match way:
+        case "image_grid_thw":  # all pictures of a batch are packed into one dim
+            if vision.model_type == "inkling2_vision":  # squares of all patches of a token
+                side, tokens = PATCH * vision.spatial_merge_size, GRID // vision.spatial_merge_size
+                grid = torch.tensor([[1, tokens, tokens]])
+                return {"pixel_values": noise(tokens**2, side, side, channels), "image_grid_thw": grid}
+            times = getattr(vision, "temporal_patch_size", 0) or getattr(vision, "patch_temporal", 1)
+            square = any(word in config.model_type for word in ("kimi", "paddleocr"))
+            shape = (channels, PATCH, PATCH) if square else (times * width,)
+            return {"pixel_values": noise(GRID**2, *shape), "image_grid_thw": torch.tensor([[1, GRID, GRID]])}
+        case "image_grid_hw":
+            return {"pixel_values": noise(GRID**2, width), "image_grid_hw": sides}
+        case "spatial_shapes":
+            room = {"pixel_attention_mask": torch.ones(1, GRID**2, dtype=torch.long)}
+            return {"pixel_values": noise(1, GRID**2, width), "spatial_shapes": sides, **room}
+        case "target_sizes":  # side by side, along the last dim
+            return {"pixel_values": noise(1, channels, PATCH, GRID**2 * PATCH), "target_sizes": sides.int()}
+        case "image_position_ids":
+            pooled = vision.model_type.endswith("unified_vision")
+            side = PATCH * int(getattr(vision, "pooling_kernel_size", 1) if pooled else 1)
+            places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1)
+            return {"pixel_values": noise(1, GRID**2, channels * side**2), "image_position_ids": places[None]}
+        case "image_token_pooling":  # the indices of patches that are pooled into each token
+            tokens = torch.arange(GRID**2).view(GRID**2 // 4, 4)
+            grids = torch.tensor([[2, GRID // 2, 0, 0]])
+            return {"pixel_values": noise(1, GRID**2, width), "image_token_pooling": tokens, "image_grids": grids}
+        case "flattened_patches":  # which begin with their row and their column, counted from one
+            places = 1.0 + torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).double()
+            return {"flattened_patches": torch.cat([places, noise(GRID**2, width)], dim=1)[None]}
+        case "image_patches":
+            return {"pixel_values": noise(1, GRID**2, width)}
+    return None
 
 
-def _packed_flat(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    return {"pixel_values": noise(GRID**2, channels * PATCH**2), "image_grid_hw": torch.tensor([[GRID, GRID]])}
-
-
-def _shaped(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    room = {"pixel_attention_mask": torch.ones(1, GRID**2, dtype=torch.long)}
-    sides = torch.tensor([[GRID, GRID]])
-    return {"pixel_values": noise(1, GRID**2, channels * PATCH**2), "spatial_shapes": sides, **room}
-
-
-def _side_by_side(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make patches side by side; pictures are concatenated along their last dim."""
-    sides = torch.tensor([[GRID, GRID]], dtype=torch.int32)
-    return {"pixel_values": noise(1, channels, PATCH, GRID**2 * PATCH), "target_sizes": sides}
-
-
-def _asked_about(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make a picture with a question; a video of four frames if the config is for videos."""
-    asked = 3 + (noise(1, 5).abs() * 20).long() % 50
-    frames = (4,) if hasattr(config, "video_token_index") else ()
-    return {"pixel_values": noise(1, *frames, channels, SIDE, SIDE), "qformer_input_ids": asked}
-
-
-def _placed_patches(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    side = PATCH * int(getattr(vision, "pooling_kernel_size", 1) if vision.model_type.endswith("unified_vision") else 1)
-    places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1)
-    return {"pixel_values": noise(1, GRID**2, channels * side**2), "image_position_ids": places[None]}
-
-
-def _tiles(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make a picture of shape ``[samples, pictures, tiles, ...]``."""
-    ones = torch.ones(1, 1, 1, dtype=torch.long)
-    picture = noise(1, 1, 1, channels, SIDE, SIDE)
-    return {"pixel_values": picture, "aspect_ratio_ids": ones[0], "aspect_ratio_mask": ones}
-
-
-def _of_sample(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make a picture of shape ``[samples, pictures, ...]``."""
-    return {"pixel_values": noise(1, 1, channels, SIDE, SIDE)}
-
-
-def _masked_tiles(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    real = torch.ones(1, 1, dtype=torch.bool)
-    return {"pixel_values": noise(1, 1, channels, SIDE, SIDE), "pixel_attention_mask": real}
-
-
-def _with_pinpoints(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make a picture with two tiles of it."""
-    return {"pixel_values": noise(1, 3, channels, SIDE, SIDE), "image_sizes": torch.tensor([[2 * SIDE, SIDE]])}
-
-
-def _numbered(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make patches that begin with their row and their column, counted from one."""
-    places = 1.0 + torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).double()
-    return {"flattened_patches": torch.cat([places, noise(GRID**2, channels * PATCH**2)], dim=1)[None]}
-
-
-def _twice(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    large = config.high_res_vision_config.image_size
-    picture = noise(1, channels, SIDE, SIDE)
-    return {"pixel_values": picture, "high_res_pixel_values": noise(1, channels, large, large)}
-
-
-def _pooled(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make patches, with the indices of those that are pooled into each token."""
-    tokens = torch.arange(GRID**2).view(GRID**2 // 4, 4)
-    grids = torch.tensor([[2, GRID // 2, 0, 0]])
-    picture = noise(1, GRID**2, channels * PATCH**2)
-    return {"pixel_values": picture, "image_token_pooling": tokens, "image_grids": grids}
-
-
-def _robot(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make a robot's state and views, its actions, and the noise of flow matching."""
-    moves = (1, config.chunk_size, config.max_action_dim)
-    views = {"pixel_values": noise(1, 1, channels, SIDE, SIDE), "pixel_attention_mask": torch.ones(1, 1).bool()}
-    times = noise(1).sigmoid()
-    return {**views, "state": noise(1, config.max_state_dim), "actions": noise(*moves), "noise": noise(*moves),
-        "timestep": times}  # fmt: skip
-
-
-def _flat(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
-    """Make the flattened patches of one picture."""
-    return {"pixel_values": noise(1, GRID**2, channels * PATCH**2)}
-
-
-def _square(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) -> Picture:
+def _squares(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture:
+    """Return a picture that its family takes as pixels."""
+    square = (channels, SIDE, SIDE)
+    match way:
+        case "qformer_input_ids":  # with a question; a video of four frames if the config is for videos
+            asked = 3 + (noise(1, 5).abs() * 20).long() % 50
+            frames = (4,) if hasattr(config, "video_token_index") else ()
+            return {"pixel_values": noise(1, *frames, *square), "qformer_input_ids": asked}
+        case "aspect_ratio_ids":  # [samples, pictures, tiles, ...]
+            ones = torch.ones(1, 1, 1, dtype=torch.long)
+            return {"pixel_values": noise(1, 1, 1, *square), "aspect_ratio_ids": ones[0], "aspect_ratio_mask": ones}
+        case "high_res_pixel_values":
+            large = config.high_res_vision_config.image_size
+            return {"pixel_values": noise(1, *square), "high_res_pixel_values": noise(1, channels, large, large)}
+        case "state":  # a robot's state and views, its actions, and the noise of flow matching
+            views = {"pixel_values": noise(1, 1, *square), "pixel_attention_mask": torch.ones(1, 1).bool()}
+            moves, times = (1, config.chunk_size, config.max_action_dim), noise(1).sigmoid()
+            robot = {"state": noise(1, config.max_state_dim), "actions": noise(*moves), "noise": noise(*moves)}
+            return {**views, **robot, "timestep": times}
+        case "tile_fine_mask":
+            return {"pixel_values": noise(1, 1, *square), "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)}
+        case "pixel_attention_mask" | "image_attention_mask":  # [samples, pictures, ...]
+            return {"pixel_values": noise(1, 1, *square)}
+        case "image_grid_pinpoints":  # with two tiles of it
+            return {"pixel_values": noise(1, 3, *square), "image_sizes": torch.tensor([[2 * SIDE, SIDE]])}
     sized = vision.model_type in ("pixtral", "emu3_vqgan")
     sizes = {"image_sizes": torch.tensor([[SIDE, SIDE]])} if sized else {}
     side = getattr(getattr(vision, "sam_config", vision), "image_size", SIDE)
@@ -171,22 +131,9 @@ def _square(config: Any, vision: Any, given: Any, channels: int, noise: _Noise) 
     return {"pixel_values": noise(1, channels, side, side), **sizes}
 
 
-# The first key that is an input of the class, or a field of its config, decides.
-_WAYS: dict[str, Callable[[Any, Any, Any, int, _Noise], Picture]] = {
-    "image_grid_thw": _packed,
-    "image_grid_hw": _packed_flat,
-    "spatial_shapes": _shaped,
-    "target_sizes": _side_by_side,
-    "qformer_input_ids": _asked_about,
-    "image_position_ids": _placed_patches,
-    "aspect_ratio_ids": _tiles,
-    "image_token_pooling": _pooled,
-    "flattened_patches": _numbered,
-    "high_res_pixel_values": _twice,
-    "state": _robot,
-    "tile_fine_mask": _masked_tiles,
-    "pixel_attention_mask": _of_sample,
-    "image_attention_mask": _of_sample,
-    "image_grid_pinpoints": _with_pinpoints,
-    "image_patches": _flat,
-}
+_WAYS = (
+    *("image_grid_thw", "image_grid_hw", "spatial_shapes", "target_sizes", "qformer_input_ids", "image_position_ids"),
+    *("aspect_ratio_ids", "image_token_pooling", "flattened_patches", "high_res_pixel_values", "state"),
+    *("tile_fine_mask", "pixel_attention_mask", "image_attention_mask", "image_grid_pinpoints", "image_patches"),
+)
+"""The first of these that is an input of the class, or a field of its config, says how it takes pictures."""

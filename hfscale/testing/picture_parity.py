@@ -23,13 +23,10 @@ from .plain import PlainCase
 
 @dataclass
 class PictureCase(Case):
-    """A case with texts, some of which have a picture in the middle.
-
-    Attributes:
-        text_alone: which ``(step, distinct batch, microbatch)`` have no pictures.
-    """
+    """A case with texts, some of which have a picture in the middle."""
 
     auto_class: Any = AutoModelForImageTextToText
+    # which ``(step, distinct batch, microbatch)`` have no pictures
     text_alone: frozenset[tuple[int, int, int]] = frozenset()
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
@@ -110,7 +107,8 @@ def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64).eval()
     use_eager_experts(model)
-    makers = (getattr(part, f"get_{kind}_features", None) for kind in ("image", "video") for part in _outside_in(model))
+    parts = (model, model.base_model)
+    makers = (getattr(part, f"get_{kind}_features", None) for kind in ("image", "video") for part in parts)
     maker = next((maker for maker in makers if maker is not None), None)
     if maker is None:
         return 0
@@ -122,10 +120,6 @@ def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
         found = _features_in(found)
     each = [found] if isinstance(found, Tensor) else list(found)
     return sum(features.numel() // features.shape[-1] for features in each)
-
-
-def _outside_in(model: Any) -> tuple[Any, Any]:
-    return model, model.base_model
 
 
 def _features_in(output: Any) -> Any:

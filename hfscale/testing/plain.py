@@ -28,16 +28,11 @@ def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Bat
 
 @dataclass
 class PlainCase(Case):
-    """A case whose model computes its own loss, trained by a plain loop.
+    """A case whose model computes its own loss, trained by a plain loop."""
 
-    Attributes:
-        make_batch: makes a microbatch of some length: a function of this module, or a similar one.
-        rows: samples of a microbatch; three test a contrastive loss better than two.
-        seed: seed of torch's default generator, for models with dropout; the same in one process and on every rank.
-    """
-
-    make_batch: Maker = causal_lm
-    rows: int = 3
+    make_batch: Maker = causal_lm  # makes a microbatch of some length: a function of this module, or a similar one
+    rows: int = 3  # samples of a microbatch; three test a contrastive loss better than two
+    # seed of torch's default generator, for models with dropout; the same in one process and on every rank
     seed: int | None = None
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
@@ -75,13 +70,9 @@ class PlainCase(Case):
 
 @dataclass
 class OwnLossCase(PlainCase):
-    """A case with the model's own loss in :func:`hfscale.train_step`: the mean over all rows, or labels, of a step.
+    """A case with the model's own loss in :func:`hfscale.train_step`: the mean over all rows, or labels, of a step."""
 
-    Attributes:
-        over: ``"rows"`` or ``"labels"``.
-    """
-
-    over: str = "rows"
+    over: str = "rows"  # ``"rows"`` or ``"labels"``
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
         """Run a step of the stock model, with microbatches weighted by their rows, or labels."""
@@ -98,28 +89,23 @@ class OwnLossCase(PlainCase):
 
 @dataclass
 class UserLossCase(PlainCase):
-    """A case with a loss of the user's own in :func:`hfscale.train_step`.
+    """A case with a loss of the user's own in :func:`hfscale.train_step`."""
 
-    Attributes:
-        loss_fn: maps a model's outputs and the batch to sum and count; defined at the top of a module.
-    """
-
+    # maps a model's outputs and the batch to sum and count; defined at the top of a module
     loss_fn: LossOfOutputs | None = None
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
         """Run a step of the stock model: sums over all microbatches, divided by all counts."""
         assert self.loss_fn is not None
+        taken = {*inspect.signature(model.forward).parameters} - {"labels"}
         found = []
         for microbatch in (microbatch for rank in step for microbatch in rank):
-            outputs = model(**{name: value for name, value in microbatch.items() if name in self._taken(model)})
+            outputs = model(**{name: value for name, value in microbatch.items() if name in taken})
             found.append(self.loss_fn(outputs, microbatch))
         loss = sum(total for total, _ in found) / sum(float(count) for _, count in found)
         assert isinstance(loss, Tensor)
         loss.backward()
         return [loss.detach()] * len(step)
-
-    def _taken(self, model: Any) -> set[str]:
-        return {*inspect.signature(model.forward).parameters} - {"labels"}
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
         """Run :func:`hfscale.train_step` on a rank with these microbatches."""

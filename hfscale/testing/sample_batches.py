@@ -35,11 +35,7 @@ def _name(auto_class: Any) -> str:
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
-    """Return the fields that a clone needs changed to fit its batches.
-
-    Raises:
-        ConfigError: no batches can be made for this class.
-    """
+    """Return the fields that a clone needs changed to fit its batches; refuse a class without batches."""
     name = _name(auto_class)
     if name == _PICTURES:
         return {}
@@ -67,11 +63,7 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
 
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
-    """Return a tiny config of the same family; for a vision-language model, one for small pictures.
-
-    Raises:
-        ConfigError: its class does not take these sizes.
-    """
+    """Return a tiny config of the same family; for a vision-language model, one for small pictures."""
     make = with_pictures if _name(auto_class) == _PICTURES else tiny_clone
     try:
         return make(config, layers=layers, **changes)
@@ -100,11 +92,7 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
 
 
 def check_stock(case: Case) -> None:
-    """Run one forward and backward pass of the stock clone in this process.
-
-    Raises:
-        ConfigError: stock transformers cannot, so there is nothing to compare with.
-    """
+    """Run one forward and backward pass of the stock clone; refuse one that transformers itself cannot train."""
     from .._compat.transformers.experts import use_eager_experts
     from ..models.precision import keep_float64
 

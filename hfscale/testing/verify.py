@@ -46,16 +46,13 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     same_stages = pp_size == layout.pp
     asked, stages = layout.num_microbatches, layout.stage_layers if same_stages else None
     if from_file:
-        asked = asked or _microbatches_in(Path(str(layout.pipeline_schedule)))
+        rows = [] if asked else read_csv(Path(str(layout.pipeline_schedule)))
+        asked = asked or 1 + max(action.microbatch for row in rows for action in row)
     elif asked is None or asked > MAX_MICROBATCHES or not same_stages:
         asked = 2 * pp_size
     if stages is not None and sum(stages) > MAX_LAYERS:
         stages = [1 + (count > min(stages)) for count in stages]
     return replace(layout, **sizes, num_microbatches=asked, stage_layers=stages)
-
-
-def _microbatches_in(schedule: Path) -> int:
-    return 1 + max(action.microbatch for row in read_csv(schedule) for action in row)
 
 
 def verify(

@@ -17,7 +17,7 @@ from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.picture_inputs import join_pictures, make_picture
 from hfscale.testing.picture_parity import PictureCase, PlainPictureCase
-from hfscale.testing.proofs.loss_kind import passes_on_labels
+from hfscale.testing.proofs import prove
 
 from ..tiny_models import needs
 
@@ -242,4 +242,4 @@ def test_the_loss_is_known_by_what_it_is_given(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(tiny_clone(AutoConfig.for_model(family)))
     assert model.loss_type == "ForConditionalGeneration"
-    assert (passes_on_labels(model) is None) == (family == "llava")
+    assert (prove("loss", model)[0] is None) == (family == "llava")

@@ -2,64 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
-from ...config.parallel import ParallelConfig
-from ...errors import PlanError
 from ..stages import Stage, StagePlan, Tie, place_stages
 from ..towers import TowersPlan
 from .boundary_modules import ALONE, tensors_of
-from .costs import BATCH_TOKENS, SEQUENCE, LayerCosts, layer_costs
+from .costs import LayerCosts, layer_costs
 from .draft import Draft, Ranks
-from .layers import find_layers
-from .resolve import find_blueprint
-from .stage_inputs import StageInputs, stage_problem, trace
-from .two_stacks import find_stacks, trace_stacks
-
-
-def assign_stages(
-    model: Any,
-    layout: ParallelConfig,
-    ranks: Ranks | None = None,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    sequence: int = SEQUENCE,
-) -> StagePlan:
-    """Split a stock, unsharded Hugging Face model into ``pp_size * virtual_stages`` stages.
-
-    The layers are shared out as ``layout.stage_layers`` says, or such that the most expensive stage costs least. What
-    the model does before its first layer is on the first stage, what it does after the last one is on the last stage.
-    On all of them are modules without parameters, and those whose results all layers read (inputs per layer, a table of
-    positions): nothing but the stream between layers travels.
-
-    Args:
-        model: on any device; the meta device is enough.
-        ranks: the rank of each stage, where the schedule is a file; see :func:`hfscale.plan.stages.place_stages`.
-        batch_tokens: tokens of one optimizer step that go through the pipeline, which weighs FLOPs against updates.
-        sequence: tokens in one sequence, which attention's share depends on.
-
-    Raises:
-        PlanError: the model has no single list of layers with one stream through it, or not enough layers; every
-            problem is listed.
-        ConfigError: the schedule cannot have these stages.
-    """
-    draft = Draft(model, layout)
-    try:
-        blueprint = find_blueprint(model, may_infer=False)
-    except PlanError:
-        blueprint = None  # the host knows which classes are layers
-    plan = plan_stages(draft, find_layers(draft, blueprint), ranks, batch_tokens=batch_tokens, sequence=sequence)
-    if plan is None or draft.problems:
-        raise PlanError(draft.report())
-    return plan
+from .stage_inputs import StageInputs, find_stacks, stage_problem, trace, trace_stacks
 
 
 def plan_pipeline(draft: Draft) -> None:
     """Split the draft's layers into the stages of its layout."""
     if draft.layout.pp == 1:
-        check_stage_layers(draft, draft.layers)
+        _check_stage_layers(draft)
         return
     if draft.no_step:  # and nobody can call the model: a rank has but a part of it
         stage_problem(
@@ -67,27 +24,22 @@ def plan_pipeline(draft: Draft) -> None:
             "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
             f"else runs stages: {draft.no_step}",
         )
-    draft.stages = plan_stages(draft, draft.layers, draft.ranks)
+    draft.stages = _plan_stages(draft)
 
 
-def plan_stages(
-    draft: Draft,
-    layers: list[str],
-    ranks: Ranks | None = None,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    sequence: int = SEQUENCE,
-) -> StagePlan | None:
-    """Split known ``layers`` into stages; where that fails, note problems in the draft and return ``None``."""
-    layout = draft.layout
+def _plan_stages(draft: Draft) -> StagePlan | None:
+    """Split the layers into stages; where that fails, note problems in the draft and return ``None``."""
+    layout, layers = draft.layout, draft.layers
     virtual = int(layout.virtual_stages or 1)
     count = layout.pp * virtual
     lists = _lists(draft, layers, count)
     if lists is None:
         return None
-    places = place_stages(str(layout.pipeline_schedule), layout.pp, virtual) if ranks is None else ranks
-    if len(places) != count:
-        stage_problem(draft, f"the schedule has {len(places)} stages, and the layout {count}", "a schedule that fits")
+    ranks: Ranks | None = draft.ranks
+    if ranks is None:
+        ranks = place_stages(str(layout.pipeline_schedule), layout.pp, virtual)
+    if len(ranks) != count:
+        stage_problem(draft, f"the schedule has {len(ranks)} stages, and the layout {count}", "a schedule that fits")
         return None
     stacks = find_stacks(draft, lists) if len(lists) > 1 else None
     if draft.problems:
@@ -95,26 +47,17 @@ def plan_stages(
     passage = trace(draft, lists[0]) if stacks is None else trace_stacks(draft, lists, stacks)
     if passage is None:
         return None
-    costs = layer_costs(
-        draft.model,
-        layers,
-        passage.before,
-        passage.after,
-        passage.shared,
-        batch_tokens=batch_tokens,
-        sequence=sequence,
-        beside=passage.beside,
-    )
+    costs = layer_costs(draft.model, layers, passage.before, passage.after, passage.shared, beside=passage.beside)
     first = _layers_with_pictures(draft, len(layers), count)
     if draft.problems:
         return None
     counts = layout.stage_layers or costs.balanced(count, first)
-    return replace(_stages(draft, layers, lists[0], passage, costs, counts, places), stacks=stacks)
+    return replace(_stages(draft, lists[0], passage, costs, counts, ranks), stacks=stacks)
 
 
-def check_stage_layers(draft: Draft, layers: list[str]) -> bool:
+def _check_stage_layers(draft: Draft) -> bool:
     """Return whether ``stage_layers`` adds up to the number of layers; note a problem if not."""
-    asked = draft.layout.stage_layers
+    asked, layers = draft.layout.stage_layers, draft.layers
     if asked is None or sum(asked) == len(layers):
         return True
     draft.problem(
@@ -135,7 +78,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
         stage_problem(draft, f"layers in {', '.join(lists)} share parameters with the rest of the model")
     elif inside := _crosses_borders(draft):
         stage_problem(draft, *inside)
-    elif check_stage_layers(draft, layers) and count > len(layers):
+    elif _check_stage_layers(draft) and count > len(layers):
         _too_many(draft, len(layers))
     if draft.problems:
         return None
@@ -192,20 +135,14 @@ def _too_many(draft: Draft, layers: int) -> None:
 
 
 def _stages(
-    draft: Draft,
-    layers: list[str],
-    layer_list: str,
-    passage: StageInputs,
-    costs: LayerCosts,
-    counts: Sequence[int],
-    ranks: Ranks,
+    draft: Draft, layer_list: str, passage: StageInputs, costs: LayerCosts, counts: Sequence[int], ranks: Ranks
 ) -> StagePlan:
     sizes = {id(parameter): parameter.numel() for _, parameter in draft.named()}
     stages, start = [], 0
     holders: dict[int, list[int]] = {}
     each = costs.of_stages(counts)
     for index, (count, cost) in enumerate(zip(counts, each, strict=True)):
-        own = layers[start : start + count]
+        own = draft.layers[start : start + count]
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
         modules = tuple(dict.fromkeys((*passage.shared, *before, *passage.beside_all(own), *after)))
@@ -232,6 +169,6 @@ def _stages(
         ties=tuple(
             Tie(tuple(known), tuple(holders[tensor])) for tensor, known in names.items() if len(holders[tensor]) > 1
         ),
-        work=tuple(cost.work(costs.batch_tokens) for cost in each),
+        work=tuple(cost.work() for cost in each),
         loans=passage.loans,
     )

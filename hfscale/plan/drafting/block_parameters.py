@@ -22,19 +22,12 @@ _PARTIAL: tuple[None, tuple[str, ...]] = (
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """Describe one block of a model.
+    """Describe one block of a model."""
 
-    Attributes:
-        draft: the model's plan so far.
-        name: the block's module.
-        role: its entry in the blueprint.
-        replicas: how many consecutive ranks hold each of its key/value heads.
-    """
-
-    draft: Draft
-    name: str
-    role: Block
-    replicas: int
+    draft: Draft  # the model's plan so far
+    name: str  # the block's module
+    role: Block  # its entry in the blueprint
+    replicas: int  # how many consecutive ranks hold each of its key/value heads
 
     def path(self, child: str) -> str:
         """Return the full name of ``child``, a path inside the block."""
@@ -60,14 +53,7 @@ class PlacedBlock:
 
 
 def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Put the rules of a block's parameters into the draft.
-
-    Args:
-        is_layer: the block is the layer itself, which has parts outside of its blocks.
-
-    Returns:
-        the modules that are used whole inside of it; the parameters that one rank adds to the sum.
-    """
+    """Draft the rules of a block's parameters; return its modules used whole, and parameters that one rank adds."""
     draft, role = block.draft, block.role
     for child in role.column:
         _cut_projection(block, child, column=True)
@@ -138,16 +124,14 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
     if parameter is None:
         return
     length = parameter.shape[dim]
-    if child in block.role.pairs and length // 2 % draft.tp:
+    pairs = length // 2
+    if child in block.role.pairs and pairs % draft.tp:
+        valid = ", ".join(str(size) for size in range(1, pairs + 1) if pairs % size == 0)
         draft.problem(
-            f"tp_size={draft.tp} does not divide the {length // 2} pairs of entries interleaved in "
-            f"{wild_name(path)}: use tp_size {_divisors(length // 2)}"
+            f"tp_size={draft.tp} does not divide the {pairs} pairs of entries interleaved in "
+            f"{wild_name(path)}: use tp_size {valid}"
         )
     draft.cut(path, dim, length, (length // fused,) * fused if fused > 1 else ())
-
-
-def _divisors(count: int) -> str:
-    return ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:

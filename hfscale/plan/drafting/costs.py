@@ -10,10 +10,8 @@ from ...models.expert_modules import EXPERT_FIELDS, experts_per_token, has_one_p
 from ...models.fields import HEAD_FIELDS, first_count, text_config
 from ..stages import balance
 
-BATCH_TOKENS = 1 << 15
-"""Tokens of one optimizer step in one pipeline, where nobody said: eight microbatches of 4096."""
-SEQUENCE = 2048
-"""Tokens that attention looks at, where nobody said."""
+_BATCH_TOKENS = 1 << 15  # of one optimizer step in one pipeline: eight microbatches of 4096
+_SEQUENCE = 2048  # tokens that attention looks at
 
 # AdamW in 32 bits reads weight, gradient and two moments and writes weight and moments: 28 bytes. In the time in which
 # an accelerator moves a byte it computes about 300 FLOPs (H100: 989 TFLOP/s in bf16, 3.35 TB/s).
@@ -25,24 +23,18 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a part of a model.
+    """The cost of a part of a model."""
 
-    Attributes:
-        flops: FLOPs of its forward pass per token; a multiply and an add are two.
-        parameters: the number of its parameters.
-    """
-
-    flops: int = 0
-    parameters: int = 0
+    flops: int = 0  # FLOPs of its forward pass per token; a multiply and an add are two
+    parameters: int = 0  # the number of its parameters
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
-    def work(self, batch_tokens: int = BATCH_TOKENS) -> int:
+    def work(self, batch_tokens: int = _BATCH_TOKENS) -> int:
         """Return the FLOPs of one training step, with the optimizer's time counted as the FLOPs that fit into it.
 
-        Forward and backward pass of ``batch_tokens`` tokens, and the update of the parameters, which is bound by
-        memory. A whole number, so that equal layers cost exactly the same.
+        A whole number, so that equal layers cost exactly the same.
         """
         return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
 
@@ -54,7 +46,6 @@ class LayerCosts:
     before: Cost
     layers: tuple[Cost, ...]
     after: Cost
-    batch_tokens: int = BATCH_TOKENS
     shared: Cost = Cost()
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
@@ -63,8 +54,7 @@ class LayerCosts:
         Args:
             first: the least number of layers of the first stage.
         """
-        works = [layer.work(self.batch_tokens) for layer in self.layers]
-        before, after = self.before.work(self.batch_tokens), self.after.work(self.batch_tokens)
+        works, before, after = [layer.work() for layer in self.layers], self.before.work(), self.after.work()
         found = balance(works, stages, before, after)
         return found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
 
@@ -87,37 +77,25 @@ def layer_costs(
     after: Iterable[str] = (),
     shared: Iterable[str] = (),
     *,
-    batch_tokens: int = BATCH_TOKENS,
-    sequence: int = SEQUENCE,
+    sequence: int = _SEQUENCE,
     beside: Mapping[str, Sequence[str]] | None = None,
 ) -> LayerCosts:
-    """Return the costs of a model's layers, and of the modules around them.
+    """Return the costs of a stock model's layers, and of the modules (or parameters) around them; all are names.
 
     Args:
-        model: a stock model; the meta device is enough.
-        layers: names of its layers, in order.
-        before: names of the modules (or parameters) that come before the first layer: embeddings.
-        after: names of those that follow the last: final norm, head.
-        shared: names of those that every stage has, since all layers read what they compute.
-        batch_tokens: tokens of one optimizer step that go through the pipeline.
         sequence: tokens in one sequence, which attention's FLOPs grow with.
-        beside: names of a layer -> names of what is on its stage besides.
+        beside: name of a layer -> names of what is on its stage besides.
     """
-    beside = beside or {}
+    around = beside or {}
 
     def cost(names: Iterable[str]) -> Cost:
         return sum((_named_cost(model, name, sequence) for name in names), Cost())
 
-    return LayerCosts(
-        cost(before),
-        tuple(cost([layer, *beside.get(layer, ())]) for layer in layers),
-        cost(after),
-        batch_tokens,
-        cost(shared),
-    )
+    each = tuple(cost([layer, *around.get(layer, ())]) for layer in layers)
+    return LayerCosts(cost(before), each, cost(after), cost(shared))
 
 
-def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cost:
+def _module_cost(module: nn.Module, config: Any, sequence: int) -> Cost:
     """Return the cost of one module, with its submodules.
 
     Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, for
@@ -125,15 +103,14 @@ def module_cost(module: nn.Module, config: Any, sequence: int = SEQUENCE) -> Cos
     + d_v)`` per head, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise operations
     and the recurrences of state-space layers are left out: they are small beside the projections.
     """
-    text = text_config(config)
     parameters = {id(p): p.numel() for p in module.parameters()}
-    return Cost(_flops(module, text, sequence, (1, 1)), sum(parameters.values()))
+    return Cost(_flops(module, text_config(config), sequence, (1, 1)), sum(parameters.values()))
 
 
 def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     owner, _, child = name.rpartition(".")
     found = getattr(model.get_submodule(owner), child) if name else model
-    return module_cost(found, model.config, sequence) if isinstance(found, nn.Module) else Cost(0, found.numel())
+    return _module_cost(found, model.config, sequence) if isinstance(found, nn.Module) else Cost(0, found.numel())
 
 
 def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:

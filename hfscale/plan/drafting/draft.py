@@ -39,11 +39,7 @@ class Draft:
     """
 
     def __init__(
-        self,
-        model: Any,
-        layout: ParallelConfig,
-        ranks: Ranks | None = None,
-        options: Options = NO_OPTIONS,
+        self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
     ) -> None:
         self.model, self.layout, self.tp = model, layout, layout.tp
         self.config, self.ranks, self.options = model.config, ranks, options

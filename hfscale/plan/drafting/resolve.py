@@ -1,17 +1,20 @@
 """Find a model's blueprint: in hfscale's table, from transformers' TP plan, or by inference, in that order."""
 
+import json
 from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ...config.parallel import AXES, ParallelConfig
 from ...errors import PlanError
 from ...models import FAMILIES
-from ...models.blueprint import Blueprint
+from ...models.blueprint import Block, Blueprint
 from ...models.facts import ask
-from ...models.inference import Inference, from_data
+from ...models.inference import Inference, block_as_data, from_data
 from ...models.translate import translate_host_plan
+from ..parameter import join_path
 from .blocks import plan_blocks
-from .completion import complete
 from .draft import Draft
 from .layers import find_layers
 from .text_model import blueprint_of_text, find_text_model
@@ -57,11 +60,7 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
 
 
 def infer(model: Any) -> Inference:
-    """Infer the blueprint of a model without one, with its proof.
-
-    Raises:
-        PlanError: nothing could be proved; says what was tried.
-    """
+    """Infer the blueprint of a model without one, with its proof; raise :class:`PlanError` where none holds."""
     found = ask("blueprint", model)
     if "refused" in found:
         raise PlanError(found["refused"])
@@ -69,15 +68,40 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """Complete transformers' TP plan with modules it omits (norms of queries and keys); else infer a blueprint."""
+    """Complete transformers' TP plan with modules it omits (norms of queries and keys), if two ranks of a clone compute
+    the same as one then; else infer a blueprint.
+    """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
     layers = find_layers(draft, translated)
     plan_blocks(draft, translated, layers)
     if not draft.roleless:
         return translated
-    completed = complete(model, translated, layers, draft.roleless)
-    if completed is None:
-        with suppress(PlanError):
-            return infer(model).blueprint
-    return completed or translated
+    blocks = dict(translated.blocks)
+    for path, layer in product(blocks, layers):
+        blocks[path] = _with_roles(draft, join_path(layer, path), blocks[path])
+    completed = replace(translated, blocks=blocks)
+    about = json.dumps({path: block_as_data(block) for path, block in blocks.items()}, sort_keys=True)
+    if ask("completed", model, about, blueprint=completed, forgotten=draft.roleless):
+        return completed
+    with suppress(PlanError):
+        return infer(model).blueprint
+    return translated
+
+
+def _with_roles(draft: Draft, block: str, role: Block) -> Block:
+    """Add the roleless modules of a block: a norm as wide as a projection that is cut is computed across; anything else
+    is used whole.
+    """
+    inside = (name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}."))
+    modules = draft.modules
+    widths = {getattr(modules.get(f"{block}.{column}"), "out_features", None) for column in role.column}
+    shared, across, keys = list(role.shared), list(role.across), dict(role.key_value)
+    for child in dict.fromkeys(name.rpartition(".")[0] for name in inside):
+        weight = getattr(modules.get(f"{block}.{child}"), "weight", None)
+        wide = weight is not None and weight.ndim == 1 and len(weight) in widths
+        chosen = across if wide else shared
+        chosen += [child] if child not in chosen else []
+        if wide and child.startswith("k"):
+            keys[child] = ()
+    return replace(role, shared=tuple(shared), across=tuple(across), key_value=keys)

@@ -1,14 +1,15 @@
-"""Plan the vocabulary: the head (projection onto it), its loss, and the input embedding."""
+"""Plan the vocabulary (the head that projects onto it, and the input embedding), and the loss."""
 
 import re
 from typing import Any
 
 from torch import nn
 
-from ..._compat.transformers.classes import has_causal_loss, input_embedding
+from ..._compat.transformers.classes import has_causal_loss, input_embedding, takes_argument
 from ...models.code import has_own_loss, looks_up_like_stock
 from ...models.facts import ask
 from ...models.losses import LOSSES, SHIFTED
+from ..own_loss import OwnLossPlan
 from .draft import Draft
 from .text_model import find_text_model
 
@@ -24,6 +25,16 @@ def plan_vocabulary(draft: Draft) -> None:
     draft.lookup = name if known and not _has_outsiders(draft.config, embedding) else None
     if draft.tp > 1:
         draft.embedding = _cut_vocabulary(draft, draft.head, name, embedding)
+
+
+def plan_own_loss(draft: Draft) -> None:
+    """Plan how to divide a loss that the model computes itself, where it is a mean over rows or over labels."""
+    if not draft.no_step or not takes_argument(draft.model, "labels") or not takes_argument(draft.model, "input_ids"):
+        return
+    found = ask("own loss", draft.model)
+    if found is not None:
+        draft.features.append(OwnLossPlan(**found))
+        draft.no_step = ""
 
 
 def _has_outsiders(config: Any, embedding: nn.Embedding) -> bool:

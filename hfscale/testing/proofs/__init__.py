@@ -9,15 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .documents import prove_documents
-from .entry import prove_entry
-from .infer import prove_blueprint
-from .infer.completed import prove_completed
-from .loan import prove_loan
-from .loss_kind import prove_loss
+from .infer import prove_blueprint, prove_completed
+from .layer_probes import prove_entry, prove_loan, prove_passage, prove_reach, prove_unused
+from .loss_proofs import prove_loss, prove_own_loss
 from .mixing import prove_mixing
-from .own_loss_proof import prove_own_loss
-from .passage_proof import prove_passage
-from .reach import prove_reach, prove_unused
 
 PROOFS: dict[str, Callable[..., tuple[Any, bool]]] = {
     "blueprint": prove_blueprint,

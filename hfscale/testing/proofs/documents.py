@@ -1,7 +1,5 @@
 """Prove that a model keeps documents apart that lie in one row, by a tiny copy that is given them so and one by one."""
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from ..._compat.transformers.computing import packing
 from ...models.clone import VOCABULARY, layers_of_every_kind
 from ...models.fields import lengths_of, with_lengths
 from ...train.runtime.batches import BORDERS, with_borders
-from .clones import tiny_model_of
+from .clones import apart, perturb, tiny_model_of, without_cache
 
 _LENGTHS = (1, 6, 1, 4)
 _NOWHERE = 64  # a length that nothing reaches
@@ -32,25 +30,18 @@ def prove_documents(
         start: the position of a document's first token.
         name: a field of the config that shall say ``length``; empty for none.
     """
-    return _difference(kind, model.config, flash, masked, start, name, length), True
+    lengths = dict.fromkeys(lengths_of(model.config), _NOWHERE) | ({name: length} if name else {})
+    return _difference(kind, with_lengths(model.config, lengths), flash, masked, start), True
 
 
-def _difference(kind: Any, config: Any, flash: bool, masked: bool, start: int, name: str, length: int) -> str:
-    """Return how outputs differ between documents in one row and in separate rows; empty if they are equal.
-
-    Args:
-        masked: documents are told apart by a mask, and not by positions.
-        name: a field of the config that shall say ``length``.
-    """
+def _difference(kind: Any, config: Any, flash: bool, masked: bool, start: int) -> str:
+    """Return how outputs differ between documents in one row and in separate rows; empty if they are equal."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
-        lengths = dict.fromkeys(lengths_of(config), _NOWHERE) | ({name: length} if name else {})
-        shown = with_lengths(config, lengths)
-        model = tiny_model_of(kind, shown, torch.float32, layers=layers_of_every_kind(config))
+        model = tiny_model_of(kind, config, torch.float32, layers=layers_of_every_kind(config))
         if model is None:
             return "no tiny copy of it could be made to prove the contrary"
-        for parameter in model.parameters():  # first values are so small that layers hardly change anything
-            parameter.add_(0.1 * torch.randn_like(parameter))
+        perturb(model, 0.1)
         if flash:
             set_implementation(model.config.get_text_config(), answer("documents_", "sdpa", _attend, _no_mask))
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
@@ -62,7 +53,7 @@ def _difference(kind: Any, config: Any, flash: bool, masked: bool, start: int, n
     expected = torch.cat(parts, dim=1)
     if found.shape != expected.shape:
         return "its logits are not one row per token"
-    relative = float((found - expected).abs().max() / expected.abs().max())
+    relative = apart(found, expected)
     return "" if relative <= _TOLERANCE else f"logits of a tiny copy change by {relative:.1g} of the largest"
 
 
@@ -76,9 +67,8 @@ def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) 
         return _logits(model, with_borders(batch, model) if flash else batch)
 
 
-def _logits(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    off = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    logits: Tensor = model(**batch, **off).logits
+def _logits(model: Any, batch: Any) -> Tensor:
+    logits: Tensor = model(**batch, **without_cache(model)).logits
     return logits
 
 

@@ -26,9 +26,8 @@ from ...parallel.context.key_sources import OwnBlocks
 from ...parallel.context.masks import MaskBlocks
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
-from .clones import tiny_model_of
+from .clones import apart, perturb, tiny_model_of, without_cache
 
-_NO_CLONE = "no tiny clone of it can be built, on which to prove what reads which tokens"
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5
 _TOLERANCE = 1e-9
@@ -47,38 +46,26 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
         ``mixing``: why its sequences cannot be cut, in words; whether it ``pads``; and the names of the classes of
         modules that mix, ``kinds``, and of those that were looked at, ``seen``.
     """
-    clone = tiny_model_of(type(model), model.config, torch.float64, layers=layers, **_short(model.config))
+    # Windows and chunks are shorter than the tried sequences.
+    short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
+    clone = tiny_model_of(type(model), model.config, torch.float64, layers=layers, **short)
     if clone is None:
-        return {"mixing": _NO_CLONE}, True
+        return {"mixing": "no tiny clone of it can be built, on which to prove what reads which tokens"}, True
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
-    mixing, kinds = find_mixing(clone, False, candidates, text)
+    mixing, kinds = _find_mixing(clone, False, candidates, text)
     if mixing:
         return {"mixing": mixing}, True
-    with_padding, more = find_mixing(clone, True, candidates, text)
+    with_padding, more = _find_mixing(clone, True, candidates, text)
     pads, seen = not with_padding and more <= kinds, set(map(type, candidates))
     names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen)]
     return {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}, True
 
 
-def _short(config: Any) -> dict[str, int]:
-    """Return config changes that make windows and chunks shorter than the tried sequences."""
-    return {name: _WINDOW for name in _WINDOWS if isinstance(field(config, name), int)}
-
-
-def find_mixing(
-    model: Any, padded: bool, candidates: Sequence[nn.Module] = (), text: str = ""
-) -> tuple[str, set[type]]:
-    """Find the modules that read other tokens in ``model``, which is tiny and in float64.
-
-    Args:
-        padded: whether rows have padding.
-        candidates: modules that may mix tokens, and can be given whole sequences.
-        text: name of the model inside of it where sequences are cut; empty: it is the model itself.
-
-    Returns:
-        why its sequences cannot be cut, in words, empty where they can; and the classes of those that mix.
+def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
+    """Return why the sequences of a tiny model cannot be cut, empty where they can; and the classes of those of its
+    ``candidates`` that mix tokens. Its rows may have padding.
     """
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
@@ -117,17 +104,9 @@ class _Mixers:
         """Return the modules that mix tokens."""
         return [module for module in self._candidates if type(module) in self.mix]
 
-    def rest(self) -> None:
-        """Stop comparing."""
-        self._records, self._part = False, None
-
-    def record(self) -> None:
-        """Begin a pass over full sequences."""
-        self._records, self._part = True, None
-
-    def compare(self, part: CutBatch) -> None:
-        """Begin a pass over a part."""
-        self._records, self._part, self._calls = False, part, {}
+    def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
+        """Begin a pass: one that ``records`` full sequences, one over a part, or one that is not looked at."""
+        self._records, self._part, self._calls = records, part, {}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         given = hidden_states_of(args, kwargs)
@@ -141,9 +120,9 @@ class _Mixers:
         first, every = (x[0] if isinstance(x, (tuple, list)) else x for x in (output, whole))
         if not _of_tokens(whole_given) or not _of_tokens(every):
             return output  # of tokens that are laid out in another way, the model's output tells
-        if apart(given, own_tokens(whole_given, self._part), {}) > _TOLERANCE:
+        if apart(given, own_tokens(whole_given, self._part)) > _TOLERANCE:
             return output  # something before it mixes
-        if apart(first, own_tokens(every, self._part), {}) <= _TOLERANCE:
+        if apart(first, own_tokens(every, self._part)) <= _TOLERANCE:
             return output
         self.mix.add(type(module))
         return own_tokens(whole, self._part)
@@ -184,16 +163,16 @@ class _Subject:
 def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     try:
         whole = subject.part(batch)
-        if apart(subject.passed(whole, _whole_attention), _run(subject.model, batch), batch) > _TOLERANCE:
+        if _differ(subject.passed(whole, _whole_attention), _run(subject.model, batch), batch):
             return "its attention is not the usual one"
         alone = _OneToken()
-        mixers.record()
+        mixers.begin(records=True)
         local = subject.passed(whole, alone)
         for rank in range(_PARTS):
             part, own = subject.part(batch, _PARTS, rank)
             here = _OneToken()
-            mixers.compare(part)
-            if apart(subject.passed((part, own), here), local[:, part.places], _masked(batch, part)) > _TOLERANCE:
+            mixers.begin(part)
+            if _differ(subject.passed((part, own), here), local[:, part.places], batch, part):
                 return "something besides attention reads other tokens of a sequence, or counts them"
             if not here.sees_as(alone):
                 return "its mask is made of more than places and padding"
@@ -204,7 +183,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
-    mixers.rest()
+    mixers.begin()
     tape, tape_place = list[Tensor](), [0]
 
     def record_or_play(x: Tensor, part: CutBatch) -> Tensor:
@@ -218,7 +197,7 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
     handles = [handle for module in mixers.found() for handle in gathered.install(module)]
     try:
         wanted = subject.passed(subject.part(batch), _whole_attention)
-        if apart(wanted, _run(subject.model, batch), batch) > _TOLERANCE:
+        if _differ(wanted, _run(subject.model, batch), batch):
             return "a mixer in it cannot be given whole sequences"
         if not handles:
             return ""
@@ -228,7 +207,7 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
             tape_place[0] = 0
             part, own = subject.part(batch, _PARTS, rank)
             found = subject.passed((part, own), _OneToken())
-            if apart(found, alone[:, part.places], _masked(batch, part)) > _TOLERANCE:
+            if _differ(found, alone[:, part.places], batch, part):
                 return "a mixer in it is given more than tokens and their padding"
     finally:
         for handle in handles:
@@ -236,26 +215,17 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
     return ""
 
 
-def _masked(batch: dict[str, Tensor], part: CutBatch) -> dict[str, Tensor]:
-    """Return the padding mask of a part's tokens, if there is one."""
+def _differ(found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None) -> bool:
+    """Return whether outputs for a batch, or a part of it, differ anywhere but in padding."""
     mask = batch.get("attention_mask")
-    return {} if mask is None else {"attention_mask": mask[:, part.places]}
-
-
-def apart(found: Tensor, wanted: Tensor, batch: dict[str, Tensor]) -> float:
-    """Return the largest difference relative to the largest entry, without padding."""
-    if "attention_mask" in batch:
-        real = batch["attention_mask"].bool()
+    if mask is not None:
+        real = (mask if part is None else mask[:, part.places]).bool()
         found, wanted = found[real], wanted[real]
-    if found.shape != wanted.shape:
-        return float("inf")
-    largest = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
-    return largest if largest == largest else float("inf")
+    return apart(found, wanted) > _TOLERANCE
 
 
 def _run(model: Any, batch: dict[str, Any]) -> Tensor:
-    cache = {"use_cache": False} if takes_argument(model, "use_cache") else {}
-    output = model(**batch, **cache)
+    output = model(**batch, **without_cache(model))
     found = getattr(output, "logits", None)
     result: Tensor = found if found is not None else output[0]
     return result
@@ -303,6 +273,5 @@ def _as_in_training(model: nn.Module) -> Iterator[None]:
     model.eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        perturb(model, 0.05)
         yield

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import TorchDispatchMode
+from ..._compat.torch import TorchDispatchMode, tree_leaves
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import takes_argument
 from ...models.expert_modules import takes_routes
 from ...models.fields import text_config
 from ...plan.drafting.boundary_modules import PROBED
+from .clones import tiny_model
 
 
 def end_texts(ids: Tensor, config: Any) -> None:
@@ -35,12 +36,13 @@ class Probe(TorchDispatchMode):
     """Run a model with hooks on its modules.
 
     Attributes:
-        failure: why the model could not be run, if so.
+        model: the model that ran.
+        failure: why it could not be run, if so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.failure = ""
+        self.model, self.failure = model, ""
         self._handles: list[Any] = []
 
     def _before(self, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -49,7 +51,8 @@ class Probe(TorchDispatchMode):
     def _after(self, module: nn.Module, hook: Callable[..., None]) -> None:
         self._handles.append(module.register_forward_hook(hook))
 
-    def _run(self, model: Any, **inputs: Any) -> None:
+    def _run(self, **inputs: Any) -> None:
+        model: Any = self.model
         device = next(model.parameters()).device
         ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
         end_texts(ids, model.config)
@@ -72,8 +75,23 @@ class Probe(TorchDispatchMode):
             while self._handles:
                 self._handles.pop().remove()
 
+    def _operated(self, given: list[Tensor], result: Any) -> None:
+        """Look at the tensors of an operation."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._operated([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], result)
+        return result
+
+
+ProbeT = TypeVar("ProbeT", bound=Probe)
+
+
+def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
+    """Probe the model itself, mostly without memory, or, where its code looks at values, a tiny clone of it."""
+    found = probe(model, *about)
+    clone = tiny_model(model) if found.failure else None
+    return found if clone is None else probe(clone, *about)
 
 
 @contextmanager

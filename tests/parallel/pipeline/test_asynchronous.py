@@ -17,11 +17,10 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.models.precision import keep_float64
-from hfscale.plan.drafting.assign import assign_stages
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
-from tests.tiny_models import tiny
+from tests.tiny_models import assign_stages, tiny
 
 Pools = Callable[[int], RankPool]
 RATE, MOMENTUM = 0.3, 0.5

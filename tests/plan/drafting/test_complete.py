@@ -8,7 +8,7 @@ import hfscale
 from hfscale.models.blueprint import TRANSLATED
 from hfscale.models.clone import tiny_clone
 from hfscale.plan.drafting.resolve import find_blueprint
-from hfscale.testing.proofs.loss_kind import passes_on_labels
+from hfscale.testing.proofs import prove
 
 
 def test_norms_that_a_plan_forgets_get_a_proved_role() -> None:
@@ -39,7 +39,7 @@ def test_the_loss_of_a_mixture_is_proved_without_its_experts(monkeypatch: pytest
         raise NotImplementedError("no kernel for this type of number")
 
     monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "forward", unable)
-    assert passes_on_labels(model) is None
+    assert prove("loss", model)[0] is None
 
 
 def test_what_is_computed_between_lists_of_layers_is_not_cut_along_the_sequence() -> None:

