@@ -154,7 +154,7 @@ class OneByOneStepper(Stepper):
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            if hasattr(optimizer, "name2qmap"):  # share bitsandbytes' tables of 8-bit values
+            if not full and hasattr(optimizer, "name2qmap"):  # share bitsandbytes' tables of 8-bit values
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 
