@@ -157,11 +157,7 @@ def _gates(plan: Plan) -> bool:
 
 
 def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, entries, and whether they are of experts, of the matrices of all layers.
-
-    Args:
-        experts: of a mixture; what stacks as many matrices is theirs.
-    """
+    """Yield name, entries, and whether they are of experts (or stack as many), of the matrices of all layers."""
     adapters = {adapter.name for adapter in plan.adapters}
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)

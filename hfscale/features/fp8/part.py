@@ -18,7 +18,7 @@ from ...config.schedules import ASYNCHRONOUS
 from ...distributed.ops import WeightLater, project
 from ...distributed.ops.products import multiply_by, products_of
 from ...models.projections import is_transposed, weight_dims
-from ...plan.products_plan import Float8Plan
+from ...plan.products_plan import ProductsPlan
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
@@ -34,7 +34,7 @@ class Float8(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the projections' forward, before block edges and recomputation are installed around it."""
-        planned = runtime.plan.feature(Float8Plan)
+        planned = runtime.plan.feature(ProductsPlan)
         if planned is None:
             return
         for name in filter(runtime.is_local, planned.modules):
