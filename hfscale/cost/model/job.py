@@ -10,7 +10,7 @@ from ...plan.offload import offloaded
 from ...plan.products_plan import gathered_in_8_bits
 from ...plan.recompute_plan import recomputed
 from .activation_bytes import has_head, is_matrix, layers_held, trained_names
-from .layer_bytes import types_of
+from .layer_bytes import types_of, widest
 from .situation import Situation
 
 _UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
@@ -110,7 +110,6 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
     fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
     entries = _entries(plan)
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
-    widest = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
     return Job(
         layout,
         sequence,
@@ -123,7 +122,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         attention_again=again.attention,
         trained=trains,
         value_bytes=2 if mixed else types_of(plan, False).size,
-        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest,
+        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
         gathered_bytes=_gathered_bytes(plan, mixed),
         unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
     )

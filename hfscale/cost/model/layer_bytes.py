@@ -34,8 +34,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import torch
-
 from ..._compat.peft import LORA_A
 from ...plan.compress_plan import FEW
 from ...plan.context import ContextPlan
@@ -72,19 +70,17 @@ class Types:
 
 def types_of(plan: Plan, mixed: bool) -> Types:
     """Return what the plan's model computes in, and its adapters."""
-    widest = max(
-        (p.dtype for p in plan.owned() if p.dtype.is_floating_point),
-        key=lambda dtype: dtype.itemsize,
-        default=torch.float32,
-    )
-    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
+    size = next((p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan))
     if mixed and plan.layout.data_world > 1:
         return Types(2, 2)
-    size = model.itemsize
-    own = max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size)
     if mixed and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
         return Types(2, 2, autocasts=size)
-    return Types(size, own)
+    return Types(size, max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size))
+
+
+def widest(plan: Plan) -> int:
+    """Return the bytes of the plan's widest number."""
+    return max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
 
 
 def sequence_ranks(plan: Plan) -> int:
