@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -192,7 +192,7 @@ def stepped(case: Case, model: Any, optimizer: Any) -> Seen:
             optimizer.zero_grad()
             hfscale.train_step(model, case.batch())
             optimizer.step()
-        held = asdict(held_bytes(model, optimizer))
+        held = held_bytes(model, optimizer)
         for _ in hfscale.drain(model):
             optimizer.step()
     optimizer.zero_grad()
@@ -223,7 +223,7 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
     by_class = measured_layers(plan, like, case.length, case.rows)
     return estimate_memory(
         plan,
-        {"pp": stage},
+        pp_rank=stage,
         optimizer=case.optimizer,
         options=case.optimizer_options,
         tokens=tokens,

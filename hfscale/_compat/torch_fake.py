@@ -1,12 +1,13 @@
 """Torch's fake process group, and patches that let FSDP2 run on the meta device.
 
-Read and run with torch 2.13. FSDP2 gets streams and events from the device's module (``torch.cuda``), which the meta
-device lacks, and refuses meta weights as not loaded yet.
+Read and run with torch 2.13. FSDP2 gets streams and events from the device's module, which the meta device lacks: they
+are the CPU's, which wait for nothing. And it refuses meta weights as not loaded yet.
 """
 
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,47 +23,20 @@ META = torch.device("meta")
 _BACKEND = "cpu:fake,meta:fake"
 
 
-class _Event:
-    """An event of a device without asynchronous work."""
+class _Stream(torch.cpu.Stream):
+    """A stream without asynchronous work; of a device other than the CPU FSDP2 insists on events."""
 
-    def record(self, stream: Any = None) -> "_Event":
-        return self
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    def record_event(self, event: Any = None) -> Any:
+        return event or torch.cpu.Event()
 
 
-class _Stream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return event or _Event()
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-
-class _Device:
-    """A stand-in for ``torch.cuda``, as far as FSDP2 and meshes use it."""
-
-    Stream, Event = _Stream, _Event
-
-    def __init__(self) -> None:
-        self._stream = _Stream()
-
-    def current_stream(self, device: Any = None) -> _Stream:
-        return self._stream
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext(stream)
-
-    def is_initialized(self) -> bool:
-        return True
+_module = SimpleNamespace(
+    Stream=_Stream,
+    Event=torch.cpu.Event,
+    current_stream=lambda device=None: _Stream(),
+    stream=nullcontext,
+    is_initialized=lambda: True,
+)
 
 
 @contextmanager
@@ -99,7 +73,7 @@ def meta_as_accelerator() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (torch, "meta", _Device()),
+            (torch, "meta", _module),
             (_fsdp, "_get_device_from_mesh", device_from),
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         ):

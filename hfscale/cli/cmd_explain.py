@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables."""
-    from ..api.build import plan as make_plan
     from ..cost.tools.explain import explain
-    from ..cost.tools.meta_model import run_spec
     from ..cost.tools.model_summary import summarize
 
     sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
@@ -44,10 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype or "float32"
     more: dict[str, Any] = remote_code(arguments)
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
-    plan = make_plan(config, **more)
-    spec = run_spec(config, mixed_precision="bf16" if dtype == "float32" else "no", **more)
     found = explain(
-        summarize(plan, spec, sequence=sequence),
+        summarize(config, mixed_precision="bf16" if dtype == "float32" else "no", sequence=sequence, **more),
         ranks=arguments.data_ranks,
         tp=arguments.tp,
         sequence=sequence,

@@ -27,7 +27,6 @@ _COLOURS = {
     "activations": "#ebcb8b",
     "other": "#d8dee9",
 }
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     with building(arguments, config):
         steps = climb(config, tokens)
     if arguments.json:
-        print_json([_document(step) for step in steps])
+        print_json([step.to_dict() for step in steps])
         return 0
     print(_text(steps, config.model_type, tokens))
     if arguments.out is not None:
@@ -73,25 +72,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _document(step: "Step") -> dict[str, Any]:
-    model = None if step.model is None else {**step.model.kinds, "total": step.model.total}
-    return {"lever": step.name, "counted": step.counted, "estimated": step.estimated, "on_host": step.on_host,
-            "allocated": step.allocated, "ratio": step.ratio, "model": model}  # fmt: skip
-
-
 def _text(steps: "list[Step]", family: str, tokens: int) -> str:
     from ..plan.table import human
 
-    rows = []
-    for step in steps:
-        estimated = sum(step.estimated[kind] for kind in step.counted)
-        kinds = [human(step.counted[kind]) for kind in step.counted]
-        peak = [human(step.allocated)] if any(other.allocated for other in steps) else []
-        model = "-" if step.model is None else human(step.model.total)
-        rows.append([step.name, *kinds, human(sum(step.counted.values())), human(estimated), f"{step.ratio:.3f}"])
-        rows[-1] += [*peak, model]
     peaks = ["allocator's peak"] if any(step.allocated for step in steps) else []
     head = ["with", *steps[0].counted, "counted", "estimated", "ratio", *peaks, f"{family} itself"]
+    rows = []
+    for step in steps:
+        sizes = [human(size) for size in (*step.counted.values(), *step.totals)]
+        peak = [human(step.allocated)] if peaks else []
+        model = "-" if step.model is None else human(step.model.total)
+        rows.append([step.name, *sizes, f"{step.ratio:.3f}", *peak, model])
     found = table(head, rows, right=range(1, len(head)))
     return (
         f"{found}\n\ncounted and estimated: a small clone, of the rank that holds most, without gathered weights and "
@@ -104,6 +95,7 @@ def draw(path: Path, steps: "list[Step]", family: str, tokens: int) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure: Any = Figure(figsize=(12, 4.6), facecolor="white")
     canvas: Any = FigureCanvasSVG if path.suffix.lower() == ".svg" else FigureCanvasAgg
@@ -116,24 +108,23 @@ def draw(path: Path, steps: "list[Step]", family: str, tokens: int) -> None:
     _bars(left, estimated, 0.2, 0.38, 2**20, "///")
     left.set_title("a small clone: counted, and estimated (hatched)", loc="left", fontsize=10)
     left.set_ylabel("MiB of a rank")
-    whole = [{} if step.model is None else _with_other(step.model.kinds, step.counted) for step in steps]
-    _bars(right, whole, 0.0, 0.7, _GIB, "")
+    whole = list[dict[str, int]]()
+    for step in steps:
+        kinds = {} if step.model is None else step.model.kinds
+        shown = {kind: size for kind, size in kinds.items() if kind in step.counted}
+        whole.append({**shown, "other": sum(kinds.values()) - sum(shown.values())})
+    _bars(right, whole, 0.0, 0.7, 2**30, "")
     right.set_title(f"{family} itself: estimated, {tokens:,} tokens", loc="left", fontsize=10)
     right.set_ylabel("GiB of a rank")
     for axes in (left, right):
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axes.spines[["top", "right"]].set_visible(False)
-    right.legend(handles=[_patch(kind, colour) for kind, colour in _COLOURS.items()], frameon=False, fontsize=8)
+    right.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], frameon=False, fontsize=8
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     print(f"drawn in {path}")
-
-
-def _with_other(kinds: dict[str, int], counted: dict[str, int]) -> dict[str, int]:
-    return {
-        **{kind: kinds[kind] for kind in counted},
-        "other": sum(size for kind, size in kinds.items() if kind not in counted),
-    }
 
 
 def _bars(axes: Any, columns: list[dict[str, int]], shift: float, width: float, unit: int, hatch: str) -> None:
@@ -143,9 +134,3 @@ def _bars(axes: Any, columns: list[dict[str, int]], shift: float, width: float, 
             style = {"color": _COLOURS[kind], "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
             axes.bar(place + shift, size / unit, width, bottom=below, **style)
             below += size / unit
-
-
-def _patch(kind: str, colour: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=kind)

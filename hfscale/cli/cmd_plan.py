@@ -3,13 +3,18 @@
 import argparse
 import json
 import os
+from typing import TYPE_CHECKING, Any
 
-from . import plan_dry_run as dry_run
+from ..errors import ConfigError
 from .layout import add_layout_arguments, layout_of
-from .look import add_json, print_json
-from .model import add_model_arguments, auto_class_of, check_place, load_config, remote_code
+from .look import add_json, bar, print_json
+from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 from .model_flags import plan_arguments
-from .plan_memory import add_training_arguments, check_amounts, describe_fit, estimate, fits, is_asked
+from .plan_memory import add_training_arguments, check_amounts, describe_fit, estimate, fits, is_asked, tokens_asked
+
+if TYPE_CHECKING:
+    from ..config.parallel import ParallelConfig
+    from ..cost.tools.dry_run import DryRun
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
 DESCRIPTION = (
@@ -26,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_training_arguments(parser)
-    dry_run.add_dry_run_arguments(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="let one rank of every kind of stage take a step without weights, and count what it sends and keeps "
+        "(a microbatch is one sequence of --tokens; --microbatches of a step)",
+    )
     add_json(parser)
 
 
@@ -42,7 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
-        return dry_run.run(arguments, config)
+        found = _dry_run(arguments, config, layout)
+        if arguments.json:
+            print_json(found.to_dict())
+        else:
+            print(found)
+        return 0
     chosen = plan_arguments(arguments) | remote_code(arguments)
     planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
     memory = estimate(arguments, planned) if is_asked(arguments) else None
@@ -56,3 +71,28 @@ def run(arguments: argparse.Namespace) -> int:
         if memory is not None:
             print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(arguments, memory)}")
     return 0
+
+
+def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig") -> "DryRun":
+    """Return the counts of a dry run, which has no quantized weights and no optimizer."""
+    from ..config.memory import MemoryConfig
+    from ..cost.tools.dry_run import dry_run
+
+    beside = [f"--{name}" for name in ("quantize", "optimizer", "gpu") if getattr(arguments, name) is not None]
+    if beside:
+        raise ConfigError(
+            f"--dry-run takes weights as they are, and nothing is updated: leave {', '.join(beside)} out, or use "
+            "hfscale estimate"
+        )
+    with building(arguments, config), bar() as progress:
+        return dry_run(
+            config,
+            layout,
+            sequence_length=tokens_asked(arguments),
+            dtype=arguments.dtype,
+            memory=MemoryConfig(recompute="full") if arguments.recompute else None,
+            auto_class=auto_class_of(arguments.auto_class),
+            progress=progress,
+            **{"mixed_precision": arguments.mixed_precision or "no", **plan_arguments(arguments)},
+            **remote_code(arguments),
+        )

@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
-    from ..api.build import plan as make_plan
     from ..cost.model.machines_known import constants_of, find_machine
-    from ..cost.tools.meta_model import run_spec
     from ..cost.tools.model_summary import summarize
     from ..cost.tools.search import search
 
@@ -64,15 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     working(f"planning {arguments.model}")
     more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
-    plan = make_plan(config, **more)
-    spec = run_spec(config, mixed_precision=mixed, **more)
-    summary = summarize(plan, spec, arguments.optimizer, sequence=sequence)
     found = search(
-        summary,
+        summarize(config, mixed_precision=mixed, optimizer=arguments.optimizer, sequence=sequence, **more),
         arguments.gpus,
         machine,
         tokens_per_step=tokens,
-        sequence_length=sequence,
         max_memory=budget,
         constants=constants_of(arguments.hardware),
     )
@@ -110,7 +104,7 @@ def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) ->
 
     more: dict[str, Any] = {"training": {"dtype": dtype, "mixed_precision": mixed, "optimizer": arguments.optimizer}}
     if arguments.lora is not None:
-        targets = arguments.lora if arguments.lora == "all-linear" else f"[{arguments.lora}]"
+        targets = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}
     if arguments.quantize == "int8":
         more["quantization"] = {"load_in_8bit": True}

@@ -70,13 +70,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Format a table with aligned columns; those with an index in ``right`` are aligned right."""
-    widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
+    from ..plan.columns import aligned
 
-    def line(cells: Sequence[str]) -> str:
-        aligned = (
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(aligned).rstrip()
-
-    return "\n".join([line(head), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)])
+    left = [place for place in range(len(head)) if place not in right]
+    return "\n".join(aligned([head, *rows], left, ruled=True))

@@ -9,7 +9,7 @@ _READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
 
 
 @dataclass(frozen=True)
-class Float8Plan(Feature):
+class ProductsPlan(Feature):
     """Projections whose products are in 8 bits. Names are full module names.
 
     Attributes:
@@ -41,9 +41,9 @@ def _counted(names: list[str]) -> str:
     return ", ".join(f"{name} x{wild.count(name)}" for name in dict.fromkeys(wild))
 
 
-def float8_weights(plan: PlanContents) -> frozenset[str]:
+def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
     """Return the names of the parameters whose products are in 8 bits."""
-    found = plan.feature(Float8Plan)
+    found = plan.feature(ProductsPlan)
     return frozenset() if found is None else frozenset(f"{name}.weight" for name in found.modules)
 
 
@@ -52,7 +52,7 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
     Weights that something else reads in full precision are not among them: DoRA takes the norms of a weight's rows.
     """
-    found = plan.feature(Float8Plan)
+    found = plan.feature(ProductsPlan)
     if found is None or not found.gathers or plan.layout.dp_shard == 1:
         return frozenset()
-    return float8_weights(plan) - {adapter.base for adapter in plan.adapters if adapter.kept_in == _READS}
+    return weights_in_8_bits(plan) - {adapter.base for adapter in plan.adapters if adapter.kept_in == _READS}

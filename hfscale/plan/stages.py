@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .columns import aligned
 from .loans import Loan
 
 V_SCHEDULES = ("zbv", "dualpipev")
@@ -233,21 +234,13 @@ class StagePlan:
             )
             for stage, work in zip(self.stages, self.work, strict=True)
         ]
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-
-        def line(cells: Sequence[str]) -> str:
-            aligned = [
-                cell.ljust(width) if column == "of the model" else cell.rjust(width)
-                for cell, width, column in zip(cells, widths, _COLUMNS, strict=True)
-            ]
-            return "  ".join(aligned).rstrip()
-
         tied = [
             f"tied: {' = '.join(tie.names)} on stages {', '.join(map(str, tie.stages))}, counted and saved by "
             f"stage {tie.owner}"
             for tie in self.ties
         ]
-        return "\n".join([line(_COLUMNS), *map(line, rows), f"largest stage / mean: {self.imbalance:.2f}", *tied])
+        lines = aligned([_COLUMNS, *rows], left=[_COLUMNS.index("of the model")])
+        return "\n".join([*lines, f"largest stage / mean: {self.imbalance:.2f}", *tied])
 
 
 def _extent(stage: Stage) -> str:

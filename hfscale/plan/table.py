@@ -1,13 +1,14 @@
 """Render a plan as a table for people and as JSON for programs."""
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from math import prod
 from typing import Any
 
 from ..config.parallel import AXES
 from ..models.names import wild_name
+from .columns import aligned
 from .contents import PlanContents
 from .cut import Cut
 from .lines import describe_parts
@@ -16,7 +17,7 @@ from .parameter import ParameterPlan
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
 _JSON_NAMES = {"replicas": "copies", "replicated": "copied"}
-_NUMBERS = ("copies", "stage", "bytes per rank")  # aligned right
+_WORDS = [place for place, name in enumerate(_COLUMNS) if name not in ("copies", "stage", "bytes per rank")]
 
 
 def gradient_rule(parameter: ParameterPlan) -> str:
@@ -122,7 +123,16 @@ def render(plan: PlanContents) -> str:
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
     source = [f"blueprint: {plan.source}"] if plan.source else []
     return "\n".join(
-        [title + ranks, *source, _training(plan), "", *_align(rows), "", *describe_parts(plan), _memory(plan)]
+        [
+            title + ranks,
+            *source,
+            _training(plan),
+            "",
+            *aligned([_COLUMNS, *rows], _WORDS, ruled=True),
+            "",
+            *describe_parts(plan),
+            _memory(plan),
+        ]
     )
 
 
@@ -154,13 +164,6 @@ def _tied(parameter: ParameterPlan, plan: PlanContents) -> str:
     return f"tied to {parameter.tied_to}{copy}"
 
 
-def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    left = [index for index, column in enumerate(_COLUMNS) if column not in _NUMBERS]
-    head, *lines = aligned([_COLUMNS, *rows], left)
-    width = sum(max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)) + 2 * (len(_COLUMNS) - 1)
-    return [head, "-" * width, *lines]
-
-
 def _memory(plan: PlanContents) -> str:
     count, weights = weights_per_rank(plan)
     which = "largest rank" if plan.stages else "per rank"
@@ -185,14 +188,3 @@ def human(size: float) -> str:
         if size < 1024:
             return f"{size:.1f} {unit}"
     return f"{size / 1024:.1f} TiB"
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return a line for each row with its cells in columns, those in ``left`` aligned left and all others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -7,9 +7,10 @@ the device. Seconds otherwise come from :mod:`hfscale.cost.model.step_time`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 
+from hfscale import ParallelConfig
 from hfscale.cost.model.job import Job
 from hfscale.cost.model.machines_known import Constants, Machine
 from hfscale.cost.model.model_shape import ModelShape
@@ -57,20 +58,12 @@ class Row:
         """Whether its layers are slow: tensor ranks in a pipeline over several nodes."""
         return self.tp > 1 and self.pp > 1 and self.nodes > 1
 
-    @property
+    @cached_property
     def job(self) -> Job:
         """Its step."""
-        return Job(
-            sequence=SEQUENCE,
-            batch=self.mbs,
-            microbatches=self.gradacc,
-            tp=self.tp,
-            pp=self.pp,
-            dp=self.dp,
-            shards=self.dp if self.zero else 1,
-            sequence_parallel=self.tp > 1,
-            exchanged=10,
-        )
+        sizes = {"tp_size": self.tp, "pp_size": self.pp, "dp_shard_size": 1, "dp_replicate_size": 1}
+        layout = ParallelConfig(**{**sizes, "dp_shard_size" if self.zero else "dp_replicate_size": self.dp})
+        return Job(layout, SEQUENCE, self.mbs, self.gradacc, sequence_parallel=self.tp > 1, exchanged=10)
 
 
 @dataclass(frozen=True)

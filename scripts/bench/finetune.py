@@ -173,7 +173,7 @@ def bytes_of(recipe: str, path: str, size: Size, mixture: bool, layout: dict[str
     with count_saved(inner if stock else runtime_of(model).model, layers, "lm_head") as saved:
         loss = backward(model, tokens_of(size, model, stock), stock)
     optimizer.step()
-    held = asdict(held_bytes(model, optimizer))
+    held = held_bytes(model, optimizer)
     if not torch.isfinite(torch.tensor(loss)):
         raise SystemExit(f"{recipe}: the loss is {loss}")
     del model, optimizer, inner

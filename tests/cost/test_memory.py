@@ -50,7 +50,9 @@ def test_shares_add_up(axis: str) -> None:
     alone = estimate_memory(hfscale.plan(config), optimizer="sgd")
     plan = hfscale.plan(config, ParallelConfig(**{axis: 4}))
     name = axis.removesuffix("_size")
-    ranks = [estimate_memory(plan, {name: rank}, optimizer="sgd") for rank in range(4)]
+    ranks = [
+        estimate_memory(plan, {name: rank}, pp_rank=rank if name == "pp" else 0, optimizer="sgd") for rank in range(4)
+    ]
     whole = 3 * 4 * 32 * (2 * 4 + 1) if name == "tp" else 0  # norms
     padding = (4 - 67 % 4) * 2 * 32 * 4 if name == "dp_shard" else 0
     assert sum(rank.weights for rank in ranks) == alone.weights + whole + padding
@@ -60,7 +62,7 @@ def test_shares_add_up(axis: str) -> None:
 
 def test_microbatches_that_are_alive() -> None:
     plan = hfscale.plan(tiny("llama", num_hidden_layers=4), ParallelConfig(pp_size=2))
-    one, two = (estimate_memory(plan, {"pp": 0}, in_flight=(count, 1), tokens=64) for count in (1, 2))
+    one, two = (estimate_memory(plan, in_flight=(count, 1), tokens=64) for count in (1, 2))
     assert two.activations == 2 * one.activations
     assert two.loss == 0  # the last stage's
 

@@ -1,7 +1,6 @@
 """What a rank holds is what the plan says, to the byte; what layers keep for the backward pass, within 5%."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def measured(
     made.step()
     estimated = hfscale.memory_estimate(model, optimizer, tokens=rows * LENGTH, optim_args=options, **estimate)
     found = {"layers": saved.layers, "around": saved.around, "head": saved.head, "total": saved.total}
-    return estimated.kinds, asdict(held_bytes(model, made)), found
+    return estimated.kinds, held_bytes(model, made), found
 
 
 def check(ranks: list[tuple[dict[str, int], dict[str, int], dict[str, int]]], saved: float | None = 0.05) -> None:
@@ -118,7 +117,7 @@ def under_way(schedule: str) -> tuple[dict[str, int], dict[str, int], float, int
             optimizer.zero_grad()
             hfscale.train_step(model, {"input_ids": ids, "labels": ids})
             optimizer.step()
-    estimated, held = hfscale.memory_estimate(model, "sgd", tokens=ROWS * LENGTH), asdict(held_bytes(model, optimizer))
+    estimated, held = hfscale.memory_estimate(model, "sgd", tokens=ROWS * LENGTH), held_bytes(model, optimizer)
     versions = held["weights"] // sum(parameter.nbytes for _, parameter in runtime.parameters())
     for _ in hfscale.drain(model):
         pass

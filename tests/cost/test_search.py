@@ -15,9 +15,8 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.cli.amounts import bytes_of, tokens_of
 from hfscale.cost.model.machines_known import find_machine, fitted
-from hfscale.cost.tools.candidates import Candidate, candidates
+from hfscale.cost.tools.candidates import Candidate, candidates, step_of
 from hfscale.cost.tools.fast_cost import FastCost
-from hfscale.cost.tools.meta_model import run_spec
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
 from hfscale.cost.tools.recipe_of_layout import learning_rates
 from hfscale.cost.tools.search import search
@@ -52,8 +51,7 @@ MIXTURE = MixtralConfig(
 @cache
 def facts(mixed_precision: str = "bf16") -> ModelSummary:
     dtype = torch.float32 if mixed_precision == "bf16" else torch.bfloat16
-    asked = run_spec(SMALL, mixed_precision=mixed_precision, dtype=dtype)
-    return summarize(hfscale.plan(SMALL, dtype=dtype), asked)
+    return summarize(SMALL, mixed_precision=mixed_precision, dtype=dtype)
 
 
 @cache
@@ -64,38 +62,42 @@ def large() -> ModelSummary:
     return replace(facts(), shape=shape, heads=64, kept=kept, stream=facts().stream * 4)
 
 
-CASES = [
-    Candidate(1, 1, 1, 1, 8, 2, 1, 4, "1f1b", 1, False),
-    Candidate(4, 1, 1, 1, 2, 2, 2, 8, "1f1b", 1, True),
-    Candidate(2, 4, 1, 1, 2, 1, 2, 16, "1f1b", 1, False),
-    Candidate(2, 2, 1, 1, 1, 4, 1, 16, "interleaved1f1b", 2, True),
-    Candidate(2, 2, 1, 1, 4, 1, 4, 4, "zbv", 2, False),
+def made(of: ModelSummary, shard: int, microbatches: int, schedule: str = "1f1b", **sizes: Any) -> Candidate:
+    """A candidate with this many shards; ``sizes`` are of other axes, of stages, and of the step."""
+    batch, recompute = sizes.pop("batch", 1), sizes.pop("recompute", 0.0)
+    layout = ParallelConfig(dp_shard_size=shard, pipeline_schedule=schedule, **sizes)
+    return Candidate(step_of(of, layout, batch, microbatches, recompute))
+
+
+CASES: list[tuple[int, int, str, dict[str, Any]]] = [
+    (8, 4, "1f1b", {"dp_replicate_size": 2}),
+    (2, 8, "1f1b", {"tp_size": 4, "dp_replicate_size": 2, "batch": 2, "recompute": 1.0}),
+    (2, 16, "1f1b", {"tp_size": 2, "pp_size": 4, "batch": 2}),
+    (1, 16, "interleaved1f1b", {"tp_size": 2, "pp_size": 2, "dp_replicate_size": 4, "recompute": 1.0}),
+    (4, 4, "zbv", {"tp_size": 2, "pp_size": 2, "batch": 4}),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.describe())
+@pytest.mark.parametrize("sizes", CASES, ids=str)
 @pytest.mark.parametrize("mixed", ["bf16", "no"])
-def test_arithmetic_agrees_with_the_plan(case: Candidate, mixed: str) -> None:
-    found = FastCost(facts(mixed), H100, fitted(), 4096).estimate(case)
+def test_arithmetic_agrees_with_the_plan(sizes: tuple[int, int, str, dict[str, Any]], mixed: str) -> None:
+    case = made(facts(mixed), *sizes[:3], **sizes[3])
+    found = FastCost(facts(mixed), H100, fitted()).estimate(case)
     planned = hfscale.estimate(
         SMALL,
         ParallelConfig(**case.parallel_arguments()),
-        batch_size=case.batch,
-        num_microbatches=case.microbatches,
+        batch_size=case.job.batch,
+        num_microbatches=case.job.microbatches,
         dtype=torch.float32 if mixed == "bf16" else torch.bfloat16,
         mixed_precision=mixed,
-        memory=MemoryConfig(recompute="full" if case.recompute else "none"),
+        memory=MemoryConfig(recompute="full" if case.recomputes else "none"),
     )
     assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
     assert found.needed == pytest.approx(planned.needed, rel=0.12)
 
 
-OTHERS = [
-    Candidate(1, 1, 1, 1, 4, 1, 1, 4, "1f1b", 1, False),
-    Candidate(4, 1, 1, 1, 2, 1, 1, 4, "1f1b", 1, False),
-    Candidate(2, 2, 1, 1, 2, 1, 1, 4, "1f1b", 1, False),
-]
-SPREAD = Candidate(2, 1, 1, 4, 4, 1, 1, 4, "1f1b", 1, False)
+OTHERS: list[tuple[int, dict[str, int]]] = [(4, {}), (2, {"tp_size": 4}), (2, {"tp_size": 2, "pp_size": 2})]
+SPREAD: tuple[int, dict[str, int]] = (4, {"tp_size": 2, "ep_size": 4})
 
 
 @pytest.mark.parametrize(
@@ -105,19 +107,21 @@ def test_activations_of_other_layers_agree_with_the_plan(of: str, mixed: str) ->
     """Counted on one and on two tensor ranks, and of four as of those; experts whole, cut and spread."""
     config = MIXTURE if of == "mixtral" else GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=1024)
     given: dict[str, Any] = {"dtype": torch.float32 if mixed == "bf16" else torch.bfloat16}
-    asked = run_spec(config, mixed_precision=mixed, **given)
-    quick = FastCost(summarize(hfscale.plan(config, **given), asked, sequence=1024), H100, fitted(), 1024)
-    for case in (*OTHERS, *([SPREAD] if of == "mixtral" else [])):
+    summary = summarize(config, mixed_precision=mixed, sequence=1024, **given)
+    for shard, sizes in (*OTHERS, *([SPREAD] if of == "mixtral" else [])):
+        case = made(summary, shard, 4, **sizes)
         planned = hfscale.estimate(
             config,
             ParallelConfig(**case.parallel_arguments()),
             sequence_length=1024,
-            num_microbatches=case.microbatches,
+            num_microbatches=4,
             mixed_precision=mixed,
             **given,
         )
         wanted = max(stage.memory.activations for stage in planned.stages)
-        assert quick.estimate(case).activations == pytest.approx(wanted, rel=0.05), case.describe()
+        assert FastCost(summary, H100, fitted()).estimate(case).activations == pytest.approx(wanted, rel=0.05), (
+            case.describe()
+        )
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)])
@@ -131,13 +135,14 @@ def test_microbatches_alive_are_those_of_the_schedules(schedule: str, virtual: i
 
 
 def test_candidates_use_every_gpu_and_every_sequence() -> None:
-    found = list(candidates(facts(), H100, 16, 64, 4096))
+    found = list(candidates(facts(), H100, 16, 64))
     assert len(found) == len(set(found)) > 300
     for each in found:
-        assert each.tp * each.pp * each.cp * each.dp == 16
-        assert each.batch * each.microbatches * each.dp == 64
+        assert each.job.layout.total_size == 16
+        assert each.job.batch * each.job.microbatches * each.job.layout.batch_world == 64
         ParallelConfig(**each.parallel_arguments())
-    assert {each.cp for each in candidates(facts(), H100, 16, 64, 131072)} >= {1, 2, 4, 8, 16}
+    long = replace(facts(), job=replace(facts().job, sequence=131072))
+    assert {each.job.layout.cp for each in candidates(long, H100, 16, 64)} >= {1, 2, 4, 8, 16}
 
 
 def test_what_it_finds() -> None:
@@ -155,7 +160,7 @@ def test_what_it_finds() -> None:
     assert less.winner.seconds >= found.winner.seconds
     assert less.winner.likely <= 40 * 2**30
     assert found.winner.candidate.describe() in str(found)
-    assert json.loads(found.to_json())["best"][0]["seconds"] == found.winner.seconds
+    assert found.to_dict()["best"][0]["seconds"] == found.winner.seconds
 
 
 def test_answers_where_nothing_fits() -> None:
@@ -179,8 +184,8 @@ def test_answers_where_nothing_fits() -> None:
 
 @pytest.mark.parametrize("what", [("optimizer", "activations"), ("parameters",)], ids=" ".join)
 def test_offload_agrees_with_the_plan(what: tuple[str, ...]) -> None:
-    case = Candidate(2, 1, 1, 1, 4, 1, 1, 4, "1f1b", 1, False, what)
-    found = FastCost(facts("no"), H100, fitted(), 4096).estimate(case)
+    case = replace(made(facts("no"), 4, 4, tp_size=2), offload=what)
+    found = FastCost(facts("no"), H100, fitted()).estimate(case)
     planned = hfscale.estimate(
         SMALL,
         ParallelConfig(**case.parallel_arguments()),

@@ -11,7 +11,7 @@ from torch import nn
 import hfscale
 from hfscale.features.memory import compressed
 from hfscale.models.projections import PROJECTIONS
-from hfscale.plan.products_plan import Float8Plan
+from hfscale.plan.products_plan import ProductsPlan
 from tests.float8_reference import convert, float8_in_32_bits, in_32_bits
 
 from .draw import Draw
@@ -65,7 +65,7 @@ def multiply_in_8_bits(draw: Draw, model: Any, config: Any, **kwargs: Any) -> No
     """Have a stock model round in the products of the projections that a plan for one process names."""
     if draw.mixed_precision != "fp8":
         return
-    planned = hfscale.plan(config, **planned_by(draw), **kwargs).feature(Float8Plan)
+    planned = hfscale.plan(config, **planned_by(draw), **kwargs).feature(ProductsPlan)
     names = () if planned is None else planned.modules
 
     def chosen(module: nn.Module, name: str) -> bool:

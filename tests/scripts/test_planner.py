@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hfscale import ParallelConfig
 from hfscale.cost.model.job import Job
 from hfscale.cost.model.machines_known import CONSTANTS, Constants, find_machine, fitted, read_constants
 from hfscale.cost.model.model_shape import ModelShape
@@ -139,13 +140,10 @@ def _megatron(row: dict[str, str], products: float) -> float:
     hidden, pp, tp = count["hidden"], count["pp"], count["tp"]
     shape = ModelShape(count["layers"], hidden, hidden, hidden, count["ffn"], count["vocab"], gated=False, tied=True)
     job = Job(
+        ParallelConfig(tp_size=tp, pp_size=pp, dp_replicate_size=count["dp"], virtual_stages=count["vp"]),
         sequence=count["seq"],
         batch=count["micro_bs"],
         microbatches=count["global_bs"] // (count["dp"] * count["micro_bs"]),
-        tp=tp,
-        pp=pp,
-        dp=count["dp"],
-        virtual=count["vp"],
         sequence_parallel=bool(count["sequence_parallel"]),
         recompute=float(row["recompute"] == "full"),
         attention_again=True,
@@ -176,7 +174,7 @@ def test_another_stack_with_one_constant(table: str, runs: int, bound: float) ->
 
 def test_terms_add_up_and_a_pipeline_waits_for_its_slowest() -> None:
     constants: Constants = fitted()
-    job = Job(sequence=1024, batch=1, microbatches=8, pp=4)
+    job = Job(ParallelConfig(pp_size=4), sequence=1024, batch=1, microbatches=8)
     stages = [Seconds(products=p) for p in (1.0, 3.0, 1.0, 1.0)]
     found = step_time(stages, [0, 0, 0, 0], job, H100, replace(constants, hop=0.0, step=0.0))
     assert found.total == pytest.approx(6.0 + 7 * 3.0)

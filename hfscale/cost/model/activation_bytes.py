@@ -19,32 +19,8 @@ from ...plan.plan import Plan
 from ...plan.recompute_plan import recomputed
 from ...plan.scores_plan import heads_with_scores
 from ...plan.table import human
-from .layer_bytes import LayerBytes, Types, layer_bytes, sequence_ranks, stream_width, types_of
-from .measured_layers import MeasuredLayers
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What a plan does not know of a run."""
-
-    tokens: int  # of one microbatch on one rank
-    in_flight: tuple[int, ...] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
-    mixed: bool = False  # whether 16 bits compute over weights of another type
-    trained: frozenset[str] = frozenset()  # names of the parameters that train
-    routes: int | None = None  # experts that a token is sent to; None: all
-    all_recomputed: bool = False  # whether all layers are, whatever the plan says
-    chosen: frozenset[str] | None = None  # layers that are recomputed under a budget, where that is known
-    measured: MeasuredLayers | None = None  # what the model's own layers were seen to keep, where no formula says it
-    sequence_length: int | None = None  # of a sequence, which scores of eager attention are kept for; all tokens
-
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence."""
-        return self.sequence_length or self.tokens
-
-    def held_by(self, stage: int) -> int:
-        """Return how many microbatches a stage holds at once."""
-        return self.in_flight[stage] if stage < len(self.in_flight) else 1
+from .layer_bytes import Types, layer_bytes, sequence_ranks, stream_width, types_of
+from .situation import LayerBytes, Situation
 
 
 @dataclass(frozen=True)
@@ -61,18 +37,18 @@ class LayerHeld:
         return self.bytes.stream if self.name in chosen else self.bytes.kept
 
 
-def activation_bytes(plan: Plan, here: dict[str, int], situation: Situation) -> tuple[int, int, list[str]]:
+def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[str]]:
     """Return the bytes on the device and on the host, and what is to be said of them."""
-    held, types = layers_held(plan, here, situation), types_of(plan, situation.mixed)
-    chosen = layers_recomputed(plan, here, situation)
+    held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
+    chosen = _layers_recomputed(plan, situation)
     tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
     for each in held:
         total += each.in_flight * tokens * each.kept(chosen)
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens)
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
-    total += _around_layers(plan, here, situation, types)
-    total += _at_ends(plan, here, situation, types, _keep_inputs(plan, situation, held, chosen))
+    total += _around_layers(plan, situation, types)
+    total += _at_ends(plan, situation, types, _keep_inputs(plan, situation, held, chosen))
     total += tokens * max((each.again for each in held if each.name in chosen), default=0.0)
     total += tokens * max((each.bytes.again for each in held), default=0.0)
     return ceil(total), away, [*notes, *_notes(plan, situation, held, chosen)]
@@ -101,10 +77,10 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
     return notes
 
 
-def _around_layers(plan: Plan, ranks: dict[str, int], situation: Situation, types: Types) -> float:
+def _around_layers(plan: Plan, situation: Situation, types: Types) -> float:
     """Return what lies in front of the layers and behind them."""
     total, seen = 0.0, situation.measured
-    for index, in_flight, _ in _stages(plan, ranks, situation):
+    for index, in_flight, _ in _stages(plan, situation):
         one = in_flight * situation.tokens
         if seen is not None:
             total += one * (seen.shared + seen.before * (index == 0))
@@ -123,18 +99,9 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
     return width * (normed / sequence_ranks(plan) + types.stream)
 
 
-def _at_ends(
-    plan: Plan, ranks: dict[str, int], situation: Situation, types: Types, as_they_are: Collection[str]
-) -> float:
-    """Return what stages were sent and have sent, which stays until the gradient is there.
-
-    What was sent to a stage of the same rank is one with what that was sent, and that is one with what its first layer
-    keeps.
-
-    Args:
-        as_they_are: layers that keep their input as it is.
-    """
-    total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, ranks, situation)}
+def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collection[str]) -> float:
+    """Return what stages were sent and have sent, but where a rank's own stage or first layer keeps the same tensor."""
+    total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
     for index, (in_flight, names) in stages.items():
         if names and plan.stages is not None:
             sends = index < len(plan.stages.stages) - 1 and index + 1 not in stages
@@ -155,11 +122,7 @@ def _keep_inputs(plan: Plan, situation: Situation, held: Sequence[LayerHeld], ch
 
 
 def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> tuple[float, int]:
-    """Return what is on the device while its backward pass runs, and what waits on the host.
-
-    That is a layer, read piece by piece as the first of a backward pass is, but whole where another came before it, and
-    the one that is fetched meanwhile.
-    """
+    """Return what is on the device during backward passes, a layer and the next, and what waits on the host."""
     one = [tokens * each.kept(chosen) for each in held]
     layers = sum(each.in_flight * size for each, size in zip(held, one, strict=True))
     pieces = (tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held)
@@ -167,30 +130,27 @@ def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> 
     return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
 
 
-def layers_recomputed(plan: Plan, ranks: dict[str, int], situation: Situation) -> frozenset[str]:
-    """Return the layers of which the input alone is kept, of those of the rank at ``ranks`` at least."""
+def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
+    """Return the layers of which the input alone is kept, of this rank's at least."""
     if situation.all_recomputed:
         return frozenset(plan.layers)
     if recomputed(plan).budget is None:
         return frozenset(recomputed(plan).layers)
     if situation.chosen is not None:
         return situation.chosen
-    return layers_to_recompute(plan, ranks.get("pp", 0), situation)
+    return layers_to_recompute(plan, situation)
 
 
-def layers_to_recompute(plan: Plan, pp_rank: int, situation: Situation) -> frozenset[str]:
+def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
     """Choose as few layers of a pipeline rank as bring what its layers keep below the plan's budget, the cheapest to
     compute for a byte that they save first. All ranks of a stage come to the same answer.
-
-    Args:
-        situation: of the rank that has most tokens.
 
     Raises:
         ConfigError: recomputing all of them is not enough.
     """
     planned, tokens = recomputed(plan), situation.tokens
     assert planned.budget is not None
-    held = layers_held(plan, {"pp": pp_rank}, situation)
+    held = layers_held(plan, situation)
     chosen = set[str]()
 
     def kept() -> float:
@@ -213,43 +173,42 @@ def layers_to_recompute(plan: Plan, pp_rank: int, situation: Situation) -> froze
     return frozenset(chosen)
 
 
-def layers_held(plan: Plan, ranks: dict[str, int], situation: Situation) -> list[LayerHeld]:
-    """Return every layer of the rank at ``ranks``, in order."""
+def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
+    """Return every layer of the rank, in order."""
     plain = types_of(plan, situation.mixed)
     found = []
-    for _, in_flight, layers in _stages(plan, ranks, situation):
+    for _, in_flight, layers in _stages(plan, situation):
         for name in layers:
-            whole = _layer(plan, name, ranks, plain, situation)
+            whole = _layer(plan, name, plain, situation)
             if compressed(plan) is None:
                 found.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
             else:  # what is computed again keeps it as it is, and reads a copy of the input
-                held = _layer(plan, name, ranks, replace(plain, kept=BYTES), situation)
+                held = _layer(plan, name, replace(plain, kept=BYTES), situation)
                 found.append(LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept))
     return found
 
 
-def _stages(plan: Plan, ranks: dict[str, int], situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """Yield number, microbatches in flight and layers of every stage of the rank at ``ranks``."""
+def _stages(plan: Plan, situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """Yield number, microbatches in flight and layers of every stage of the rank."""
     places = [(0, plan.layers)]
     if plan.stages is not None:
-        places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(ranks.get("pp", 0))]
+        places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(situation.pp_rank)]
     for index, layers in places:
         yield index, situation.held_by(index), tuple(layers)
 
 
-def _layer(plan: Plan, layer: str, ranks: dict[str, int], types: Types, situation: Situation) -> LayerBytes:
+def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerBytes:
     measured = situation.measured
     if measured is not None and types.kept is not None:
         measured = measured.in_8_bits
     seen = None if measured is None else measured.of_layer(plan, layer)
     if seen is not None:
         return seen
-    trained, first = situation.trained, layer == plan.layers[0]
+    first = layer == plan.layers[0]
     if first:  # of a layer behind it the input needs a gradient
         looked_up = (name for name in around_layers(plan) if is_matrix(plan, name) and name != f"{plan.head}.weight")
-        first = not any(name in trained for name in looked_up)
-    routes, length = situation.routes, situation.length
-    found = layer_bytes(plan, layer, ranks, types, trained, routes=routes, first=first, length=length)
+        first = not any(name in situation.trained for name in looked_up)
+    found = layer_bytes(plan, layer, situation, types, first=first)
     context = plan.feature(ContextPlan)
     if context is not None and any(name.startswith(f"{layer}.") for name in context.whole):
         return replace(found, kept=found.kept * plan.layout.cp, as_input=0.0)

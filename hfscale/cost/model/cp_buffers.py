@@ -17,12 +17,7 @@ from ...plan.sequence_split import choose
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:
-    """Return the bytes of the layer that holds most.
-
-    Args:
-        kv: bytes of one token's keys and values; ``q`` of its queries.
-        tokens: of one microbatch; ``own`` of them are this rank's.
-    """
+    """Return the bytes of the layer that holds most, of ``tokens`` of which ``own`` are this rank's; see above."""
     context = plan.feature(ContextPlan)
     if context is None:
         return 0.0

@@ -3,14 +3,15 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
+from ...config.parallel import ParallelConfig
 from ...plan import Plan
 from ...plan.offload import offloaded
 from ...plan.products_plan import gathered_in_8_bits
 from ...plan.recompute_plan import recomputed
-from .activation_bytes import Situation, has_head, is_matrix, layers_held, trained_names
-from .layer_bytes import types_of
+from .activation_bytes import has_head, is_matrix, layers_held, trained_names
+from .layer_bytes import types_of, widest
+from .situation import Situation
 
 _UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
 _PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale for each block
@@ -20,18 +21,11 @@ _PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale f
 class Job:
     """One step of one layout, as far as its time depends on it."""
 
+    layout: ParallelConfig
     sequence: int  # tokens of a sequence
     batch: int  # sequences of one microbatch
     microbatches: int  # of one batch rank in a step
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1  # ranks with distinct batches
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int = 1  # ranks over which each of the experts that are spread is cut; 1 for whole ones
-    shards: int = 1  # data ranks that share the optimizer's state and weights; 1 where each has all of it
     gathers: bool = False  # whether weights are gathered for every microbatch, in both passes (ZeRO-3)
-    virtual: int = 1  # stages of one pipeline rank
     sequence_parallel: bool = False  # whether norms and residuals are cut over the tensor ranks
     # Values that a layer's collectives send and receive for each of the stream's, over all of its passes: 8 for two
     # gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
@@ -51,59 +45,33 @@ class Job:
     @property
     def tokens(self) -> float:
         """Tokens of a microbatch, on one context rank."""
-        return self.sequence * self.batch / self.cp
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks over which the experts of a layer are spread or cut."""
-        return self.ep * self.expert_tp if self.ep > 1 else self.tp
-
-    @property
-    def expert_batches(self) -> int:
-        """Distinct batches whose tokens meet in one group of experts."""
-        return max(1, self.expert_ranks // self.tp)
-
-    @property
-    def expert_shards(self) -> int:
-        """Data ranks that share out an expert's weights."""
-        return max(1, self.shards // self.expert_batches)
-
-    @property
-    def expert_replicas(self) -> int:
-        """Replicas of those."""
-        return max(1, self.dp * self.cp // self.expert_batches // self.expert_shards)
-
-    @property
-    def slices_tokens(self) -> bool:
-        """Whether tensor ranks each send a share of a batch to whole experts."""
-        return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the run."""
-        return self.tp * self.pp * self.dp * self.cp
+        return self.sequence * self.batch / self.layout.cp
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step, over all ranks."""
-        return self.sequence * self.batch * self.microbatches * self.dp
+        return self.sequence * self.batch * self.microbatches * self.layout.batch_world
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are spread or cut."""
+        return self.layout.ep * self.layout.expert_tp if self.layout.ep > 1 else self.layout.tp
+
+    @property
+    def virtual(self) -> int:
+        """Stages of one pipeline rank."""
+        return self.layout.virtual_stages or 1
 
     def shard_of(self, weights: float, experts: float) -> float:
         """Return one data rank's share of so many entries of weights and of experts."""
-        return weights / self.shards + experts / self.expert_shards
+        return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
     def shard_traffic(self) -> float:
         """Return the bytes between device and host of each weight of a shard that lies there: gathers, and gradient."""
         return self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
-        """Return the job with what goes between device and host.
-
-        Args:
-            what: lies on the host: ``optimizer``, ``activations``, ``parameters``.
-            activations: bytes of them that go there and back in a step.
-            entries: of this rank's shard of the weights.
-        """
+        """Return the job with ``activations`` bytes, or a shard of ``entries`` weights, that lie on the host."""
         moved = activations * ("activations" in what) + self.shard_traffic() * entries * ("parameters" in what)
         handed = (self.gradient_bytes + self.gathered_bytes) * self.trained * entries * ("optimizer" in what)
         steps = "optimizer" in what or "parameters" in what
@@ -137,34 +105,24 @@ class Place:
 
 
 def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
-    """Return what a step of this plan is.
-
-    Args:
-        sequence: tokens of a sequence; ``batch`` of them are a microbatch.
-        microbatches: of one batch rank in a step.
-        mixed: whether it computes in 16 bits over the weights' own type.
-    """
+    """Return what a step of this plan is; ``mixed``: whether 16 bits compute over the weights' own type."""
     layout, again = plan.layout, recomputed(plan)
-    shards = layout.dp_shard
     fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
     entries = _entries(plan)
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
-    widest = max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
-    sizes = {axis: layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "expert_tp")}
-    given: dict[str, Any] = {"sequence": sequence, "batch": batch, "microbatches": microbatches, **sizes}
     return Job(
-        **given,
-        dp=layout.batch_world,
-        shards=shards,
-        gathers=shards > 1 and (layout.pp == 1 or bool(layout.weights_regather)),
-        virtual=int(layout.virtual_stages or 1),
+        layout,
+        sequence,
+        batch,
+        microbatches,
+        gathers=layout.dp_shard > 1 and (layout.pp == 1 or bool(layout.weights_regather)),
         sequence_parallel=bool(plan.sequence_regions),
         exchanged=10 if layout.sequence_regather else 8,
         recompute=0.5 if again.modules else fraction,
         attention_again=again.attention,
         trained=trains,
         value_bytes=2 if mixed else types_of(plan, False).size,
-        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest,
+        gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
         gathered_bytes=_gathered_bytes(plan, mixed),
         unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
     )
@@ -189,33 +147,33 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
 
 def with_host_of(plan: Plan, job: Job) -> Job:
     """Return the job with what goes between device and host, of the pipeline rank where that is most."""
-    on_host, ranks = offloaded(plan), range(job.pp)
+    on_host, ranks = offloaded(plan), range(plan.layout.pp)
     what = {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
     activations = 0.0
     if on_host.activations is not None:
         what, activations = what | {"activations"}, max(_activations(plan, rank, job) for rank in ranks)
-    local = [[plan.by_name[name].local_shape({"pp": rank}) for name in plan.local_names(rank)] for rank in ranks]
+    local = [[plan.by_name[name].local_shape({}) for name in plan.local_names(rank)] for rank in ranks]
     return job.with_host(what, activations, max(sum(map(prod, shapes)) for shapes in local)) if what else job
 
 
 def _activations(plan: Plan, rank: int, job: Job) -> float:
     """Return the bytes of what a pipeline rank's layers keep, to the host and back, in a step."""
     names = frozenset(p.name for p in plan.owned())
-    held = layers_held(plan, {"pp": rank}, Situation(round(job.tokens), trained=names))
+    held = layers_held(plan, Situation(round(job.tokens), rank, trained=names))
     again = recomputed(plan).layers
     kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
     return 2 * kept * job.tokens * job.microbatches
 
 
-def places_of(plan: Plan, job: Job) -> list[Place]:
+def places_of(plan: Plan) -> list[Place]:
     """Return what each pipeline rank has."""
-    return [_place(plan, job, rank) for rank in range(job.pp)]
+    return [_place(plan, rank) for rank in range(plan.layout.pp)]
 
 
-def _place(plan: Plan, job: Job, rank: int) -> Place:
+def _place(plan: Plan, rank: int) -> Place:
     home = () if plan.stages is None else plan.stages.ranks
     own = [stage for stage, where in enumerate(home) if where == rank]
-    here = {name: prod(plan.by_name[name].model_shape({"pp": rank})) for name in plan.local_names(rank)}
+    here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
     spread, in_layers = (
         sum(entries for name, entries in here.items() if name.startswith(parts))
         for parts in (tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers))
@@ -232,7 +190,7 @@ def _place(plan: Plan, job: Job, rank: int) -> Place:
         forward=sum(stage + 1 < len(home) and home[stage + 1] != rank for stage in own),
         backward=sum(stage > 0 and home[stage - 1] != rank for stage in own),
         trained=trained / max(1, sum(here.values())),
-        partial=partial / job.shards,
+        partial=partial / plan.layout.dp_shard,
     )
 
 

@@ -18,9 +18,9 @@ Under autocast over weights of 32 bits, blocks compute in 16, and what is betwee
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
 adapter.
 
-Any other layer is counted (:mod:`.measured_layers`), or, where nobody did, estimated from above: twice the rows and
-columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to;
-four times every vector. Dropout in front of adapters is not in such an estimate.
+Any other layer is counted (:class:`.situation.MeasuredLayers`), or, where nobody did, estimated from above: twice the
+rows and columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is
+sent to; four times every vector. Dropout in front of adapters is not in such an estimate.
 
 SDPA and flash attention keep no scores. Eager attention keeps one for each head and token of the sequence, in 32 bits
 and, where the layer computes in another type, in that as well; and keys and values once for each head of queries.
@@ -30,12 +30,9 @@ twice: of some heads, and of their own tokens. What they run on whole sequences 
 """
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-
-import torch
 
 from ..._compat.peft import LORA_A
 from ...plan.compress_plan import FEW
@@ -45,6 +42,7 @@ from ...plan.plan import Plan
 from ...plan.recompute_plan import recomputed
 from ...plan.scores_plan import heads_with_scores
 from .cp_buffers import replicas, shares_heads
+from .situation import LayerBytes, Situation, own_parameters
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -70,34 +68,19 @@ class Types:
         return size if self.kept is None else self.kept
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """What one layer keeps of one token."""
-
-    kept: float  # bytes for the backward pass
-    stream: float  # bytes of its input alone, which is kept where activations are recomputed
-    counted: bool  # and not estimated from above
-    again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
-    as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
-    piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
-
-
 def types_of(plan: Plan, mixed: bool) -> Types:
     """Return what the plan's model computes in, and its adapters."""
-    widest = max((p.dtype for p in plan.owned() if p.dtype.is_floating_point), key=size_of, default=torch.float32)
-    model = next((p.dtype for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest)
+    size = next((p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan))
     if mixed and plan.layout.data_world > 1:
         return Types(2, 2)
-    size = size_of(model)
-    own = max((size_of(plan.by_name[a.name].dtype) for a in plan.adapters), default=size)
     if mixed and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
         return Types(2, 2, autocasts=size)
-    return Types(size, own)
+    return Types(size, max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size))
 
 
-def size_of(dtype: torch.dtype) -> int:
-    """Return the bytes of a value."""
-    return dtype.itemsize
+def widest(plan: Plan) -> int:
+    """Return the bytes of the plan's widest number."""
+    return max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
 
 
 def sequence_ranks(plan: Plan) -> int:
@@ -105,47 +88,23 @@ def sequence_ranks(plan: Plan) -> int:
     return plan.layout.tp if plan.sequence_regions else 1
 
 
-def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
-    """Return the parameters of a layer, without those of adapters."""
-    adapters = {adapter.name for adapter in plan.adapters}
-    return [planned for planned in plan.of_layers[layer] if planned.name not in adapters]
-
-
-def layer_bytes(
-    plan: Plan,
-    layer: str,
-    ranks: dict[str, int],
-    types: Types,
-    trained: Collection[str],
-    *,
-    routes: int | None = None,
-    first: bool = False,
-    length: int = 0,
-) -> LayerBytes:
-    """Return what ``layer`` keeps of one token of the batch of the rank at ``ranks``.
-
-    Args:
-        trained: names of the parameters that train.
-        routes: how many experts a token is sent to; all, where it is not known.
-        first: whether nothing in front of it trains, so that its input needs no gradient.
-        length: tokens of a sequence.
-    """
-    owned, hidden = own_parameters(plan, layer), stream_width(plan, layer)
-    sequence = sequence_ranks(plan)
+def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False) -> LayerBytes:
+    """Return what ``layer`` keeps of one token; ``first``: whether nothing in front of it trains."""
+    hidden, sequence = stream_width(plan, layer), sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
-    roles = _llama_roles(owned, layer)
+    roles = _llama_roles(plan, layer)
     if roles is None:
-        scores = _score_bytes(types) * length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
-        return LayerBytes(_at_most(plan, layer, ranks, types, routes) + scores, stream, False)
-    layer_of = _Llama(plan, roles, hidden, ranks, types, frozenset(trained), sequence, length)
-    blocks, again = layer_of.blocks()
-    as_input = stream if types.kept is None and layer_of.keeps_input(first) else 0.0
-    return LayerBytes(layer_of.norms(first) + blocks, stream, True, again, as_input, layer_of.piece())
+        scores = _score_bytes(types) * situation.length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
+        return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False)
+    found = _Llama(plan, roles, hidden, sequence, situation, types)
+    blocks, again = found.blocks()
+    as_input = stream if types.kept is None and found.keeps_input(first) else 0.0
+    return LayerBytes(found.norms(first) + blocks, stream, True, again, as_input, found.piece())
 
 
 def is_known(plan: Plan, layer: str) -> bool:
     """Return whether a formula says what ``layer`` keeps: LLaMA's."""
-    return _llama_roles(own_parameters(plan, layer), layer) is not None
+    return _llama_roles(plan, layer) is not None
 
 
 def stream_width(plan: Plan, layer: str) -> int:
@@ -163,17 +122,15 @@ class _Llama:
     plan: Plan
     roles: dict[str, ParameterPlan]
     hidden: int
-    ranks: dict[str, int]
+    sequence: int  # tensor ranks that cut what is between the blocks
+    situation: Situation
     types: Types
-    trained: frozenset[str]
-    sequence: int
-    length: int
 
     @cached_property
     def scores(self) -> float:
         """Scores of one token, where attention keeps them."""
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
-        return self.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
+        return self.situation.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
@@ -186,23 +143,20 @@ class _Llama:
 
     def keeps_input(self, first: bool) -> bool:
         """Return whether the first norm keeps the layer's input as it is, and no copy in 32 bits."""
-        return self.types.stream >= 4 and (not first or self.roles["input_layernorm"].name in self.trained)
+        return self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
 
     def norms(self, first: bool) -> float:
         """Return the bytes of inputs and normed inputs of both norms, per token of the whole sequence."""
         total = 0.0
         for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
-            planned, wide = self.roles[name], max(4, self.types.size)
-            trains = planned.name in self.trained
+            trains, wide = self._trains(name), max(4, self.types.size)
             needed = trains or number > 0 or not first
             normed = self._kept(self.hidden, self.types.stream) * trains
             total += (self._kept(self.hidden, wide) + wide) * needed + normed
         return total / self.sequence
 
     def blocks(self) -> tuple[float, float]:
-        """Return what the blocks keep, their inputs included; and, of those that are recomputed by themselves, the most
-        that one keeps while it is.
-        """
+        """Return what the blocks keep with their inputs, and the most that one keeps that is recomputed by itself."""
         total, again = 0.0, 0.0
         blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
         for output, kept, readers in blocks:
@@ -238,7 +192,7 @@ class _Llama:
         """Return whether any of these projections trains, and the ranks of their adapters."""
         names = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
-        return any(name in self.trained for name in names), adapted
+        return any(map(self._trains, readers)), adapted
 
     def _attention(self) -> float:
         size = self.types.size
@@ -249,8 +203,8 @@ class _Llama:
         total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
-                width, trains = self._out(f"{name[0]}_proj"), self.roles[name].name in self.trained
-                total += self._kept(width, max(4, size)) + self._kept(width, size) * trains
+                width = self._out(f"{name[0]}_proj")
+                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(name)
         if self.scores or self.attention_again:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
@@ -271,12 +225,13 @@ class _Llama:
         return queries / _HEAD_SIZE if context is None or not context.heads else context.heads
 
     def _out(self, name: str) -> int:
-        return self.roles[name].model_shape(self.ranks)[0]
+        return self.roles[name].model_shape(self.situation.ranks)[0]
+
+    def _trains(self, name: str) -> bool:
+        return self.roles[name].name in self.situation.trained
 
     def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Return the bytes that projections keep of what a norm returns: this rank's share of it, where it is gathered
-        anew for them and their adapters; under autocast else a copy each.
-        """
+        """Return the bytes that projections keep of a norm's output, of which a rank may gather the rest again."""
         if self.sequence > 1 and self.plan.layout.sequence_regather:
             trains, adapted = self._adapted(readers)
             size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
@@ -287,11 +242,7 @@ class _Llama:
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
     def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
-        """Return the bytes that projections keep of an input of ``width`` values.
-
-        Args:
-            kept: whether something else keeps it in any case.
-        """
+        """Return the bytes that projections keep of ``width`` values, ``kept`` by something else or not."""
         (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
         casts = wide != size or bool(self.types.autocasts)
         own = self._kept(width, size) * (trains or bool(adapted and not casts))
@@ -310,8 +261,9 @@ def _ranks_of_heads(plan: Plan, layer: str) -> int:
     return plan.layout.tp if len(blocks) > 1 else 1
 
 
-def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterPlan] | None:
+def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     """Return the parameters of LLaMA's layer by name; ``None`` of any other layer."""
+    owned = own_parameters(plan, layer)
     expected = {f"{layer}.self_attn.{name}.weight": name for name in (*_ATTENTION, "q_norm", "k_norm")}
     expected |= {f"{layer}.mlp.{name}.weight": name for name in _MLP}
     expected |= {f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
@@ -321,21 +273,22 @@ def _llama_roles(owned: list[ParameterPlan], layer: str) -> dict[str, ParameterP
     return found if known and set(expected.values()) - set(found) <= {"q_norm", "k_norm"} else None
 
 
-def _at_most(plan: Plan, layer: str, ranks: dict[str, int], types: Types, routes: int | None) -> float:
+def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> float:
+    """Return an upper estimate of what any layer keeps."""
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
-    often = min(routes or count, count)
+    often = min(situation.routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
     tensor = plan.layout.tp if plan.layout.slices_tokens else 1
     values, wide = 2.0 * stream_width(plan, layer) * types.stream / types.size, 0.0
     for planned in own_parameters(plan, layer):
-        local, inside = planned.model_shape(ranks), planned.name.startswith(experts)
+        local, inside = planned.model_shape(situation.ranks), planned.name.startswith(experts)
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
             values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
-    of_adapters = types.adapters * _of_adapters(plan, layer, ranks, types)
+    of_adapters = types.adapters * _of_adapters(plan, layer, situation.ranks, types)
     return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + of_adapters
 
 

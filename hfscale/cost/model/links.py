@@ -18,11 +18,7 @@ def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
 
 
 def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:
-    """Return the bytes per second of a collective of gradients or weights over ``size`` ranks.
-
-    Args:
-        apart: distance between two of them, which is the number of ranks that share a batch.
-    """
+    """Return the bytes per second of a collective of weights over ``size`` ranks that lie so far ``apart``."""
     within = constants.data_link * machine.link_bandwidth
     local = max(1, min(size, machine.ranks_per_node // min(apart, machine.ranks_per_node)))
     nodes = size / local

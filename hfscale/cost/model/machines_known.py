@@ -38,6 +38,11 @@ class Machine:
     sources: tuple[str, ...] = ()  # where the numbers are from
 
     @property
+    def label(self) -> str:
+        """Its title, or else its name."""
+        return self.title or self.name
+
+    @property
     def budget(self) -> float:
         """Bytes up to which a run is not slowed down by an allocator that is short of memory."""
         return _BUDGET * self.memory
@@ -84,11 +89,7 @@ def find_machine(hardware: str | Machine) -> Machine:
 
 
 def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
-    """Return the machine of a data file's content.
-
-    Raises:
-        ConfigError: something is missing or not a positive number.
-    """
+    """Return the machine of a data file's content, or raise :class:`ConfigError`."""
     wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
     if wrong:
         raise ConfigError(f"{source} describes no machine: {', '.join(wrong)} must be positive numbers")
@@ -140,11 +141,7 @@ def constants_of(hardware: str | Machine) -> Constants:
 
 
 def read_constants(path: Path) -> Constants:
-    """Read the constants of a file, under ``"time"`` in it.
-
-    Raises:
-        ConfigError: some are missing.
-    """
+    """Read the constants of a file, under ``"time"`` in it, or raise :class:`ConfigError`."""
     found, names = json.loads(path.read_text()).get("time", {}), [field.name for field in fields(Constants)]
     missing = [name for name in names if name not in found]
     if missing:

@@ -19,17 +19,19 @@ from math import ceil, prod
 from typing import Any
 
 from ...config.schedules import ASYNCHRONOUS
+from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
 from ...plan.offload import offloaded
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
-from ...plan.products_plan import float8_weights, gathered_in_8_bits
+from ...plan.products_plan import gathered_in_8_bits, weights_in_8_bits
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
-from ...plan.table import aligned, human
-from .activation_bytes import Situation, activation_bytes, around_layers, has_head, is_matrix, trained_names
+from ...plan.table import human
+from .activation_bytes import activation_bytes, around_layers, has_head, is_matrix, trained_names
 from .cp_buffers import cp_buffer_bytes
-from .layer_bytes import size_of, stream_width, types_of
+from .layer_bytes import stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
+from .situation import Situation
 
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
 _FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
@@ -88,6 +90,7 @@ def estimate_memory(
     plan: Plan,
     ranks: Mapping[str, int] | None = None,
     *,
+    pp_rank: int = 0,
     optimizer: str = "adamw_torch_fused",
     options: Mapping[str, Any] | None = None,
     tokens: int = 2048,
@@ -96,44 +99,44 @@ def estimate_memory(
     chunk_rows: int | None = None,
     **further: Any,
 ) -> MemoryEstimate:
-    """Return what the rank at ``ranks`` holds.
+    """Return what one rank holds.
 
     Args:
-        ranks: its coordinates, axis -> rank; those left out are 0.
+        ranks: its coordinates, axis -> rank; those left out are 0. Its stages are those of ``pp_rank``.
         optimizer: a name that :func:`hfscale.create_optimizer` knows; ``options``: those that change its state:
             ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
         trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
         chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
-        further: fields of :class:`Situation`.
+        further: fields of :class:`.situation.Situation`.
     """
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
-    held = [plan.by_name[name] for name in plan.local_names(here.get("pp", 0))]
+    held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
     chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
     training = [planned for planned in held if planned.name in chosen]
-    situation = Situation(ceil(tokens / plan.layout.cp), mixed=mixed, trained=chosen, **further)
-    kept, away, notes = activation_bytes(plan, here, situation)
+    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, mixed=mixed, trained=chosen, **further)
+    kept, away, notes = activation_bytes(plan, situation)
     state = optimizer_bytes(training, here, optimizer, options, plan.layers)
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
         notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
-    trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, here)
+    trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, pp_rank)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
         gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed),
         optimizer=state - on_host,
         activations=kept,
-        gathered=_gathered(plan, here, held, situation),
-        exchanged=_exchanged(plan, here, situation, tokens),
-        loss=_loss(plan, here, chosen, chunk_rows or ceil(situation.tokens / 4)),
+        gathered=_gathered(plan, held, situation),
+        exchanged=_exchanged(plan, situation, tokens),
+        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4)),
         on_host=away + on_host,
         notes=tuple(notes),
     )
     return _without_shards(found) if offloaded(plan).parameters else found
 
 
-def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
+def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
     """Return how many older versions of what trains there are between steps, and how many gradients of it.
 
     PipeDream stashes the weights of every microbatch under way. In 2BW that is one version on all stages but the last,
@@ -142,7 +145,7 @@ def _under_way(plan: Plan, ranks: dict[str, int]) -> tuple[int, int]:
     layout, schedule = plan.layout, plan.layout.pipeline_schedule
     if layout.pp == 1 or schedule not in ASYNCHRONOUS:
         return 0, 1
-    behind = layout.pp - 1 - ranks.get("pp", 0)
+    behind = layout.pp - 1 - pp_rank
     return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
 
 
@@ -203,15 +206,15 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     return ceil(values / 2) + (outer if double else 4 * blocks) + _CODE
 
 
-def _copied(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], situation: Situation) -> int:
+def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
     """Return the bytes of autocast's copies of matrices of 32 bits, one for all microbatches with the same weights."""
-    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, ranks.get("pp", 0)) else None
+    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    left = looked_up | packed | float8_weights(plan)  # what is in 8 bits for a product is made again
-    copied = [p for p in held if len(p.shape) > 1 and size_of(p.dtype) == 4 and p.name not in left]
-    return sum(2 * prod(p.local_shape(ranks)) * _copies(plan, p, situation) for p in copied)
+    left = looked_up | packed | weights_in_8_bits(plan)  # what is in 8 bits for a product is made again
+    copied = [p for p in held if len(p.shape) > 1 and p.dtype.itemsize == 4 and p.name not in left]
+    return sum(2 * prod(p.local_shape(situation.ranks)) * _copies(plan, p, situation) for p in copied)
 
 
 def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
@@ -223,17 +226,15 @@ def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
     return min(count, most)
 
 
-def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of the whole weights around the layers and of the largest layer; of all layers where none is
-    given up.
-    """
+def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
+    """Return the bytes of whole weights around the layers and of the largest layer, or of all where none is freed."""
     layout, mixed = plan.layout, situation.mixed
     if layout.data_world == 1:
-        return _copied(plan, ranks, held, situation) if mixed else 0
+        return _copied(plan, held, situation) if mixed else 0
     by_layer, eight = dict[str, int](), gathered_in_8_bits(plan)
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
-        size = weight_bytes(plan, planned, ranks, _DATA)
+        size = weight_bytes(plan, planned, situation.ranks, _DATA)
         packed = plan.quantized is not None and planned.name in plan.quantized.weights
         if mixed and not packed:
             size = size * (1 if planned.name in eight else 2) // planned.dtype.itemsize
@@ -244,24 +245,24 @@ def _gathered(plan: Plan, ranks: dict[str, int], held: Sequence[ParameterPlan], 
     return root + (sum(layers) if keeps else max(layers, default=0))
 
 
-def _exchanged(plan: Plan, ranks: dict[str, int], situation: Situation, tokens: int) -> int:
+def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
     """Return the buffers of a layer whose projections have LLaMA's names, or are as wide as the hidden states."""
     if not plan.layers or plan.layout.cp == 1:
         return 0
     size = types_of(plan, situation.mixed).size
-    layer = next((name for name in plan.layers if plan.is_local(ranks.get("pp", 0), name)), plan.layers[0])
+    layer = next((name for name in plan.layers if plan.is_local(situation.pp_rank, name)), plan.layers[0])
     wide = stream_width(plan, layer)
     found = {name: plan.by_name.get(f"{layer}.self_attn.{name}_proj.weight") for name in ("q", "k", "v")}
-    q, k, v = (wide if each is None else each.model_shape(ranks)[0] for each in found.values())
+    q, k, v = (wide if each is None else each.model_shape(situation.ranks)[0] for each in found.values())
     return ceil(cp_buffer_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
 
 
-def _loss(plan: Plan, ranks: dict[str, int], trained: Collection[str], chunk_rows: int) -> int:
-    if not has_head(plan, ranks.get("pp", 0)):
+def _loss(plan: Plan, situation: Situation, chunk_rows: int) -> int:
+    if not has_head(plan, situation.pp_rank):
         return 0
     weight = plan.by_name[f"{plan.head}.weight"]
     owner = weight.tied_to or weight.name
-    whole = weight.model_shape(ranks)
-    wide = max(4, size_of(weight.dtype))
-    gradient = wide * prod(whole) if owner in trained else 0
+    whole = weight.model_shape(situation.ranks)
+    wide = max(4, weight.dtype.itemsize)
+    gradient = wide * prod(whole) if owner in situation.trained else 0
     return 2 * wide * chunk_rows * whole[0] + gradient

@@ -1,13 +1,13 @@
 """The numbers of a decoder that its time depends on, from a config of transformers or from the weights of a plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ...errors import ConfigError
 from ...models.expert_modules import EXPERT_FIELDS, experts_per_token
-from ...models.fields import counts
+from ...models.fields import counts, text_config
 from ...plan import Plan
 from .layer_bytes import stream_width
 
@@ -76,38 +76,31 @@ class ModelShape:
         return self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
 
 
-# Of a config, the first of these names that it has. Families differ in names, seldom in what they mean.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "experts": EXPERT_FIELDS,
-}
-
-
 def shape_of(config: Any) -> ModelShape:
     """Return the shape of the decoder that a config of transformers describes.
 
     Raises:
         ConfigError: the config names no layers or no width.
     """
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    layers, hidden, heads = (_first(text, *_NAMES[key]) for key in ("layers", "hidden", "heads"))
+    text = text_config(config)
+    # Families differ in names, seldom in what they mean.
+    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = _first(text, "hidden_size", "n_embd", "d_model")
+    heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     if not (layers and hidden):
         raise ConfigError(
             f"a {type(config).__name__} names no layers or width that times could be estimated from: "
             "use hfscale.memory_estimate, which needs none of them"
         )
     head = _first(text, "head_dim") or hidden // max(heads, 1)
-    experts = _first(text, *_NAMES["experts"])
+    experts = _first(text, *EXPERT_FIELDS)
+    widths = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     return ModelShape(
         layers=layers,
         hidden=hidden,
         queries=head * heads,
         keys=head * (_first(text, "num_key_value_heads") or heads),
-        ffn=_first(text, *_NAMES["expert_ffn"] if experts else (), *_NAMES["ffn"]) or 4 * hidden,
+        ffn=_first(text, *(("moe_intermediate_size",) if experts else ()), *widths) or 4 * hidden,
         vocabulary=_first(text, "vocab_size"),
         gated=bool(getattr(text, "rms_norm_eps", None)),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
@@ -157,11 +150,7 @@ def _gates(plan: Plan) -> bool:
 
 
 def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, entries, and whether they are of experts, of the matrices of all layers.
-
-    Args:
-        experts: of a mixture; what stacks as many matrices is theirs.
-    """
+    """Yield name, entries, and whether they are of experts (or stack as many), of the matrices of all layers."""
     adapters = {adapter.name for adapter in plan.adapters}
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)

@@ -76,9 +76,6 @@ def optimizer_bytes(
         trained: the parameters that train and that this rank holds.
         options: what it was made with, where that changes its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
         layers: names of the layers, whose matrices Muon takes.
-
-    Raises:
-        ConfigError: the name is unknown.
     """
     given = dict(options or {})
     if given.get("stochastic_rounding"):  # steps copies in 32 bits

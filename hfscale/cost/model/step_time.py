@@ -58,7 +58,7 @@ class Seconds:
 
 def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
     """Return the seconds of one layer."""
-    tokens, tp = job.tokens, job.tp
+    layout, tokens, tp = job.layout, job.tokens, job.layout.tp
     again = job.recompute
     scores_again = 1 if job.attention_again else again
     bandwidth = constants.memory * machine.memory_bandwidth
@@ -69,10 +69,9 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
     moved = tokens * (stream + inside / tp) * (1 + again / 3) * job.value_bytes / 2
     own = shape.held(tp) + shape.expert_weights / job.expert_ranks
-    neighbours = {"tp": tp, "ep": job.ep * tp, "cp": job.cp * tp}
-    exchange = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0
-    for axis, size in layer_traffic(shape, job).items():
-        exchange += size / tensor_bus(neighbours[axis], machine, constants)
+    exchange, bytes_of = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0, layer_traffic(shape, job)
+    for size, neighbours in ((bytes_of.tp, tp), (bytes_of.ep, layout.ep * tp), (bytes_of.cp, layout.cp * tp)):
+        exchange += size / tensor_bus(neighbours, machine, constants)
     return Seconds(
         products=passes * tokens * shape.active_weights / tp / _product_rate(machine, constants),
         attention=attention / (constants.attention * machine.flops),
@@ -86,11 +85,11 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
 def head_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
     """Return the seconds of the head with its loss; the vocabulary is cut over tensor ranks."""
     bandwidth = constants.memory * machine.memory_bandwidth
-    logits = job.tokens * shape.vocabulary / job.tp
+    logits = job.tokens * shape.vocabulary / job.layout.tp
     products = (4 + 2 * job.trained) * logits * shape.hidden / _product_rate(machine, constants)
     return Seconds(
         loss=products + constants.loss_bytes * logits / bandwidth,
-        accumulation=12 * job.trained * shape.table_weights / job.tp / bandwidth,
+        accumulation=12 * job.trained * shape.table_weights / job.layout.tp / bandwidth,
         host=constants.ends_host,
     )
 
@@ -105,7 +104,7 @@ Parts = tuple[Seconds, Seconds, Seconds]
 
 def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:
     """Return the seconds of the parts that stages are made of."""
-    edge = edge_traffic(shape, job) / tensor_bus(job.tp, machine, constants) if job.tp > 1 else 0.0
+    edge = edge_traffic(shape, job) / tensor_bus(job.layout.tp, machine, constants)
     given = shape, job, machine, constants
     return layer_seconds(*given), head_seconds(*given), Seconds(exchange=edge)
 
@@ -117,22 +116,18 @@ def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step, by term; their sum is :attr:`total`."""
+class StepTime(Seconds):
+    """Seconds of one step, by term; their sum is :attr:`total`.
 
-    products: float  # of the slowest stage, as all up to handover
-    attention: float
-    elementwise: float  # norms, activations, residuals
-    loss: float  # head and cross entropy, where that stage has them
-    accumulation: float
-    exchange: float  # its tensor, expert and context ranks' collectives
-    host: float  # what its device waits for the host that launches
-    handover: float  # between stages
-    bubble: float  # waiting for other stages
-    data: float  # gradients and weights between data ranks, as far as nothing hides them
-    update: float
-    offload: float  # what goes to the host and back, as far as nothing hides it
-    other: float  # of a step's own
+    Those of a part are the slowest stage's, and ``host`` what its device waits for the host.
+    """
+
+    handover: float = 0.0  # between stages
+    bubble: float = 0.0  # waiting for other stages
+    data: float = 0.0  # gradients and weights between data ranks, as far as nothing hides them
+    update: float = 0.0
+    offload: float = 0.0  # what goes to the host and back, as far as nothing hides it
+    other: float = 0.0  # of a step's own
 
     @property
     def terms(self) -> dict[str, float]:
@@ -153,6 +148,7 @@ def step_time(
     constants: Constants,
     bubble: float | None = None,
     experts: Sequence[float] | None = None,
+    parts: int | None = None,
 ) -> StepTime:
     """Return the seconds of one step.
 
@@ -161,13 +157,14 @@ def step_time(
         weights: for each, how many entries of weights it has, over data ranks all together.
         bubble: seconds that the slowest stage waits for others, where a schedule was played through.
         experts: for each, entries of experts besides, over the data ranks that share these out.
+        parts: into how many a stage's seconds are divided where others wait for the first of them.
     """
-    hop = constants.hop if job.pp > 1 else 0.0
+    hop = constants.hop if job.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     slowest = max(range(len(taken)), key=taken.__getitem__)
     one, many = stages[slowest], job.microbatches
     if bubble is None:
-        bubble = (sum(taken) - taken[slowest]) / job.virtual
+        bubble = (sum(taken) - taken[slowest]) / (parts or job.virtual)
     spread = experts or [0.0] * len(weights)
     most = max(range(len(weights)), key=lambda rank: weights[rank] + spread[rank])
     own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
@@ -188,28 +185,23 @@ def step_time(
 def _data_seconds(
     weights: float, experts: float, backward: float, job: Job, machine: Machine, constants: Constants
 ) -> float:
-    """Return the seconds that a step waits for its data ranks, after what the backward pass hides.
-
-    Args:
-        weights: entries on one rank, were they not sharded; ``experts``: of experts.
-        backward: seconds of the last microbatch's backward pass.
-    """
-    ranks = job.dp * job.cp
+    """Return the seconds that a step waits for its data ranks, after what the last ``backward`` pass hides."""
+    layout, shards = job.layout, job.layout.dp_shard
+    ranks = layout.data_world
     if ranks == 1:
         return 0.0
-    buses = {
-        "dp_shard": data_bus(job.shards, job.tp, machine, constants),
-        "dp_replicate": data_bus(ranks // job.shards, job.tp * job.shards, machine, constants),
-    }
-    sharded = job.shards > 1
+    bus = data_bus(shards, layout.tp, machine, constants)
+    replicas_bus = data_bus(layout.dp_replicate, layout.tp * shards, machine, constants)
+    sharded = shards > 1
     once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
-    moved = sum(size / buses[axis] for axis, size in data_traffic(weights, 0.0, experts, once).items())
+    bytes_of = data_traffic(weights, 0.0, experts, once)
+    moved = bytes_of.dp_shard / bus + bytes_of.dp_replicate / replicas_bus
     latency = (constants.latency_shards if sharded else constants.latency) * (ranks - 1)
     hidden = (constants.hidden_shards if sharded else constants.hidden) * backward
     exposed = max(moved - hidden, 0.0) + latency
     if not job.gathers:
         return exposed
     # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.
-    whole = sent(job.shards) * weights + sent(job.expert_shards) * experts
-    gathered = 2 * job.gathered_bytes * whole / buses["dp_shard"]
+    whole = sent(shards) * weights + sent(layout.size("edp_shard")) * experts
+    gathered = 2 * job.gathered_bytes * whole / bus
     return exposed + job.microbatches * max(gathered - 1.5 * backward, 0.0)

@@ -20,11 +20,23 @@ all-reduce. With ``x`` the bytes of a microbatch's stream and ``w`` those of a r
     dp_replicate   2 (n-1)/n of the shards' gradients
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .job import Job, Place
 from .links import sent
 from .model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends over each axis."""
+
+    tp: float = 0.0
+    ep: float = 0.0
+    cp: float = 0.0
+    pp: float = 0.0
+    dp_shard: float = 0.0
+    dp_replicate: float = 0.0
 
 
 def stream_bytes(shape: ModelShape, job: Job) -> float:
@@ -32,68 +44,60 @@ def stream_bytes(shape: ModelShape, job: Job) -> float:
     return job.value_bytes * job.tokens * shape.hidden
 
 
-def layer_traffic(shape: ModelShape, job: Job) -> dict[str, float]:
-    """Return the bytes that one layer exchanges for a microbatch, by axis, forward and backward."""
-    stream, found = stream_bytes(shape, job), dict[str, float]()
-    if job.tp > 1:
-        found["tp"] = _between_tensor_ranks(shape, job) * sent(job.tp) * stream
-    if job.ep > 1 and shape.experts and not sums_experts(shape, job):
-        times = (4 + 2 * job.recompute) * shape.routed / (job.tp if job.slices_tokens else 1)
-        found["ep"] = times * sent(job.ep) * stream
-    if job.cp > 1:
-        keys = 2 * job.value_bytes * job.tokens * job.cp * shape.keys / job.tp
-        found["cp"] = 3 * sent(job.cp) * keys
-    return found
+def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
+    """Return the bytes that one layer exchanges for a microbatch, forward and backward."""
+    layout, stream, experts = job.layout, stream_bytes(shape, job), 0.0
+    if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
+        times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
+        experts = times * sent(layout.ep) * stream
+    keys = 2 * job.value_bytes * job.tokens * layout.cp * shape.keys / layout.tp
+    between = _between_tensor_ranks(shape, job) * sent(layout.tp) * stream
+    return Traffic(tp=between, ep=experts, cp=3 * sent(layout.cp) * keys)
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
     """Return whether tensor ranks sum their own experts over all tokens, in fewer bytes than routes take."""
-    alone = job.slices_tokens and not job.sequence_parallel and job.expert_batches == 1
-    return alone and 2 * shape.routed >= job.tp
+    layout = job.layout
+    alone = layout.slices_tokens and not job.sequence_parallel and layout.expert_batches == 1
+    return alone and 2 * shape.routed >= layout.tp
 
 
 def _between_tensor_ranks(shape: ModelShape, job: Job) -> float:
     """Return how often a layer's tensor ranks exchange hidden states; a gather or a scatter counts as once."""
-    if not (shape.experts and job.slices_tokens) or sums_experts(shape, job):
+    if not (shape.experts and job.layout.slices_tokens) or sums_experts(shape, job):
         return job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
     return job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
 
 
 def edge_traffic(shape: ModelShape, job: Job) -> float:
-    """Between tensor ranks at the embedding, or at the head, for one microbatch."""
-    return 2 * sent(job.tp) * stream_bytes(shape, job)
+    """Return the bytes between tensor ranks at the embedding, or at the head, for one microbatch."""
+    return 2 * sent(job.layout.tp) * stream_bytes(shape, job)
 
 
-def data_traffic(layers: float, tables: float, experts: float, job: Job) -> dict[str, float]:
-    """Return the bytes that data ranks exchange in a step.
-
-    Args:
-        layers: entries of the layers' matrices on one rank, were they not sharded; ``tables``: of those around them;
-            ``experts``: of experts.
-    """
-    kinds = (
-        (layers, tables, job.shards, job.dp * job.cp // job.shards),
-        (experts, 0.0, job.expert_shards, job.expert_replicas),
-    )
-    found = dict[str, float]()
-    for inside, around, shards, replicas in kinds:
+def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traffic:
+    """Return the bytes that data ranks exchange in a step, of entries of a rank's matrices, were they not sharded."""
+    layout, sharded, replicated = job.layout, 0.0, 0.0
+    dense = layers, tables, layout.dp_shard, layout.dp_replicate
+    spread = experts, 0.0, layout.size("edp_shard"), layout.size("edp_replicate")
+    for inside, around, shards, replicas in (dense, spread):
         gradients = job.trained * job.gradient_bytes * (inside + around)
-        if shards > 1 and gradients + inside:
-            gathered = job.microbatches * (2 * inside + around) if job.gathers else inside + around
-            size = sent(shards) * (gradients + job.gathered_bytes * gathered)
-            found["dp_shard"] = found.get("dp_shard", 0.0) + size
-        if replicas > 1 and gradients:
-            found["dp_replicate"] = found.get("dp_replicate", 0.0) + 2 * sent(replicas) * gradients / shards
-    return found
+        gathered = job.microbatches * (2 * inside + around) if job.gathers else inside + around
+        if gradients + inside:
+            sharded += sent(shards) * (gradients + job.gathered_bytes * gathered)
+        replicated += 2 * sent(replicas) * gradients / shards
+    return Traffic(dp_shard=sharded, dp_replicate=replicated)
 
 
-def rank_traffic(shape: ModelShape, job: Job, place: Place) -> dict[str, float]:
-    """Return the bytes that one rank exchanges in a step, by axis."""
-    found = {axis: size * place.layers * job.microbatches for axis, size in layer_traffic(shape, job).items()}
-    if job.tp > 1:
-        found["tp"] += job.microbatches * place.ends * edge_traffic(shape, job) + 2 * sent(job.tp) * place.partial
-    if job.pp > 1:
-        handed = stream_bytes(shape, job) / (job.tp if job.sequence_parallel else 1)
-        found["pp"] = job.microbatches * (place.forward + place.backward) * handed
-    job = replace(job, trained=place.trained)
-    return found | data_traffic(place.layer_weights, place.table_weights, place.expert_weights, job)
+def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
+    """Return the bytes that one rank exchanges in a step."""
+    layer, layers, count = layer_traffic(shape, job), place.layers, job.microbatches
+    edges = count * place.ends * edge_traffic(shape, job) + 2 * sent(job.layout.tp) * place.partial
+    handed = stream_bytes(shape, job) / (job.layout.tp if job.sequence_parallel else 1)
+    entries = place.layer_weights, place.table_weights, place.expert_weights
+    return replace(
+        data_traffic(*entries, replace(job, trained=place.trained)),
+        tp=layer.tp * layers * count + edges,
+        ep=layer.ep * layers * count,
+        cp=layer.cp * layers * count,
+        pp=count * (place.forward + place.backward) * handed,
+    )

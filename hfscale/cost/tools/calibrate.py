@@ -6,7 +6,6 @@ launch it. On a CPU device and host are one processor, so their times add up.
 """
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,9 +14,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as default_timer
 from transformers import LlamaConfig, LlamaModel
 
 from ..._compat.torch_device import accelerators, device_module, is_accelerator
+from ...config.parallel import ParallelConfig
 from ..model.job import Job
 from ..model.machines_known import Constants, Machine, fitted
 from ..model.model_shape import ModelShape
@@ -59,8 +61,6 @@ def calibrate(
     """Measure a document that ``hardware=`` takes: a machine and its constants.
 
     Args:
-        name: of the machine.
-        device: that is measured.
         links: bytes per second of a large all-reduce between its ranks, and seconds of a small one.
         sizes: of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU.
         reference: a machine whose links are taken where none were measured.
@@ -91,7 +91,7 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
     host = meter.layer(_TINY, 1)
     share = meter.attention() / machine.flops
     given = replace(fitted(), products=1.0, memory=1.0, attention=share, elementwise=1.0, layer_host=host)
-    job = Job(sequence=sizes.sequence, batch=sizes.batch, microbatches=1, value_bytes=meter.dtype.itemsize)
+    job = Job(ParallelConfig(), sizes.sequence, sizes.batch, 1, value_bytes=meter.dtype.itemsize)
     known = layer_seconds(sizes.shape, job, machine, given)
     whole = meter.layer(sizes.sequence, sizes.batch) - (host if one_processor else 0.0)
     rest = max(0.1 * known.elementwise, whole - known.products - known.attention)
@@ -116,13 +116,13 @@ def _memory(device: torch.device) -> float:
 
 
 class _Meter:
-    """Times things on a device."""
+    """Times things on a device; operations and bytes are per second, forward and backward."""
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes, self.device, self.dtype = sizes, device, dtype
 
     def products(self) -> float:
-        """Return the operations per second of a layer's products, forward and backward."""
+        """Return the operations of a layer's products."""
         tokens, h, f = self.sizes.sequence * self.sizes.batch, self.sizes.hidden, self.sizes.ffn
         seconds, operations = 0.0, 0
         for rows, inner, columns in ((tokens, h, h), (tokens, h, f), (tokens, f, h), (h, tokens, f)):
@@ -132,7 +132,7 @@ class _Meter:
         return operations / seconds
 
     def attention(self) -> float:
-        """Return the operations per second of causal attention, forward and backward."""
+        """Return the operations of causal attention."""
         s = self.sizes
         shape = (s.batch, s.heads, s.sequence, s.hidden // s.heads)
         q, k, v = (self._random(*shape).requires_grad_() for _ in range(3))
@@ -144,13 +144,13 @@ class _Meter:
         return 7 * s.batch * s.sequence**2 * s.hidden / self._time(both)
 
     def copy(self) -> float:
-        """Return the bytes per second that are read and written."""
+        """Return the bytes that are read and written."""
         source = self._random((1 << 26) if is_accelerator(self.device) else (1 << 23))
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._time(lambda: target.copy_(source))
 
     def to_host(self) -> float:
-        """Return the bytes per second to the host's memory."""
+        """Return the bytes to the host's memory."""
         source = self._random(1 << 23)
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device))
         return source.nbytes / self._time(lambda: target.copy_(source))
@@ -203,19 +203,7 @@ class _Meter:
 
         One thread's are those of its processor, which others on the machine do not lengthen.
         """
-        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = time.thread_time if alone else time.perf_counter
-        call()
-        found: list[float] = []
-        end = time.perf_counter() + self.sizes.seconds / parts
-        while len(found) < 3 or (time.perf_counter() < end and len(found) < 200):
-            self._wait()
-            start = clock()
-            call()
-            self._wait()
-            found.append(clock() - start)
-        return statistics.median(found)
-
-    def _wait(self) -> None:
-        if is_accelerator(self.device):
-            device_module(self.device).synchronize(self.device)
+        threads = torch.get_num_threads()
+        clock = time.thread_time if self.device.type == "cpu" and threads == 1 else default_timer
+        timer = Timer("call()", globals={"call": call}, timer=clock, num_threads=threads)
+        return timer.blocked_autorange(min_run_time=self.sizes.seconds / parts).median

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from ...config.parallel import AXES, ParallelConfig
+from ..model.job import Job
 from ..model.machines_known import Machine
 from .model_summary import ModelSummary
 
@@ -16,65 +19,69 @@ _OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("pa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its microbatches."""
+    """A step in one layout; with tensor ranks the sequence is cut as well."""
 
-    tp: int  # with sequence parallelism
-    pp: int
-    cp: int
-    ep: int
-    shard: int  # data ranks that share weights, gradients and optimizer state
-    replicate: int  # replicas of those
-    batch: int  # sequences of a microbatch
-    microbatches: int  # of a batch rank in a step
-    schedule: str
-    virtual: int  # stages of one pipeline rank
-    recompute: bool  # whether layers are computed again
+    job: Job
     offload: tuple[str, ...] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
 
     @property
-    def dp(self) -> int:
-        """Ranks with distinct batches."""
-        return self.shard * self.replicate
+    def schedule(self) -> str:
+        """The pipeline schedule, with one stage as well."""
+        return str(self.job.layout.pipeline_schedule)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks by axis, neighbours first."""
+        return {axis: self.job.layout.asked(axis) for axis in reversed(AXES)}
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again."""
+        return self.job.recompute > 0
 
     @property
     def kind(self) -> str:
         """The axes that it uses, in words."""
-        names = [("tensor", self.tp), ("pipeline", self.pp), ("context", self.cp), ("expert", self.ep)]
-        used = [name for name, size in [*names, ("sharded data", self.shard)] if size > 1]
-        return " x ".join(used) or "replicas" if self.dp * self.tp * self.pp * self.cp > 1 else "one process"
+        layout = self.job.layout
+        names = [("tensor", layout.tp), ("pipeline", layout.pp), ("context", layout.cp), ("expert", layout.ep)]
+        used = [name for name, size in [*names, ("sharded data", layout.asked("dp_shard"))] if size > 1]
+        return " x ".join(used) or "replicas" if layout.total_size > 1 else "one process"
 
     def describe(self) -> str:
-        """Return its sizes, as in ``tp2 x pp4 x dp_shard8, 16 microbatches of 1, 1f1b``."""
-        sizes = [("tp", self.tp), ("cp", self.cp), ("ep", self.ep), ("dp_shard", self.shard)]
-        sizes += [("dp_replicate", self.replicate), ("pp", self.pp)]
-        named = " x ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one process"
-        extra = f", {self.schedule}" if self.pp > 1 else ""
-        again = ", layers recomputed" if self.recompute else ""
+        """Return its sizes, as in ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
+        job = self.job
+        named = " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1) or "one process"
+        extra = f", {self.schedule}" if job.layout.pp > 1 else ""
+        again = ", layers recomputed" if self.recomputes else ""
         host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
-        return f"{named}, {self.microbatches} x {self.batch} sequences{extra}{again}{host}"
+        return f"{named}, {job.microbatches} x {job.batch} sequences{extra}{again}{host}"
 
     def parallel_arguments(self) -> dict[str, Any]:
-        """Return the arguments of :class:`hfscale.ParallelConfig`."""
-        sizes = {"tp_size": self.tp, "pp_size": self.pp, "cp_size": self.cp, "ep_size": self.ep}
-        sizes |= {"dp_shard_size": self.shard, "dp_replicate_size": self.replicate}
-        found: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1}
-        if self.tp > 1:
+        """Return the arguments of :class:`hfscale.ParallelConfig` that are not its defaults."""
+        job = self.job
+        found: dict[str, Any] = {f"{axis}_size": size for axis, size in self.sizes.items() if size > 1}
+        if job.sequence_parallel:
             found["sequence_parallel"] = True
-        if self.pp > 1:
-            found |= {"pipeline_schedule": self.schedule, "num_microbatches": self.microbatches}
-            found |= {"virtual_stages": self.virtual} if self.virtual > 1 else {}
+        if job.layout.pp > 1:
+            found |= {"pipeline_schedule": self.schedule, "num_microbatches": job.microbatches}
+            found |= {"virtual_stages": job.virtual} if job.virtual > 1 else {}
         return found
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain numbers and words."""
+        sizes = {axis.removeprefix("dp_"): size for axis, size in self.sizes.items()}
+        step = {name: getattr(self.job, name) for name in ("batch", "microbatches", "virtual")}
+        levers = {"recompute": self.recomputes, "offload": self.offload}
+        return {**sizes, **step, **levers, "schedule": self.schedule, "kind": self.kind}
 
-def candidates(
-    summary: ModelSummary, machine: Machine, gpus: int, sequences: int, sequence: int
-) -> Iterator[Candidate]:
-    """Yield every layout of ``gpus`` ranks for so many sequences a step, of ``sequence`` tokens each."""
+
+def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: int) -> Iterator[Candidate]:
+    """Yield every layout of ``gpus`` ranks for so many sequences a step."""
     for tp in _tensor_sizes(summary, machine, gpus):
         for pp in _divisors(gpus // tp):
             if pp > summary.shape.layers:
                 continue
-            for cp in _context_sizes(gpus // tp // pp, sequence):
+            for cp in _context_sizes(gpus // tp // pp, summary.job.sequence):
                 dp = gpus // tp // pp // cp
                 if sequences % dp == 0:
                     yield from _of_sizes(summary, machine, (tp, pp, cp, dp), sequences // dp)
@@ -84,13 +91,14 @@ def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield the same with the host's memory, for where nothing fits without; of schedules, 1F1B alone."""
     for each in found:
         for what in _OFFLOADS if each.schedule == SCHEDULES[0][0] else ():
-            if "parameters" not in what or each.shard * each.cp > 1:
+            if "parameters" not in what or each.job.layout.dp_shard > 1:
                 yield replace(each, offload=what)
 
 
 def _of_sizes(
     summary: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
 ) -> Iterator[Candidate]:
+    """Yield every batch, schedule, spread of experts, sharding and recomputation of these sizes of axes."""
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
@@ -105,8 +113,23 @@ def _of_sizes(
                 for shard in shards:
                     if ep // tp > 1 and shard % (ep // tp):
                         continue
-                    for again in (False, True) if schedule != "zbv" else (False,):  # split passes recompute twice
-                        yield Candidate(tp, pp, cp, ep, shard, dp // shard, batch, count, schedule, virtual, again)
+                    layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
+                    for again in (0.0, 1.0) if schedule != "zbv" else (0.0,):  # split passes recompute twice
+                        yield Candidate(step_of(summary, layout, batch, count, again))
+
+
+@cache
+def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
+    """Return the layout with these sizes, in the order of the axes."""
+    named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
+    return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
+
+
+def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: float) -> Job:
+    """Return a step of the model in a layout, with the sequence cut over tensor ranks."""
+    sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches, "recompute": recompute}
+    gathers = layout.dp_shard > 1 and layout.pp == 1
+    return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)
 
 
 def _runs(schedule: str, virtual: int, pp: int, microbatches: int, layers: int) -> bool:

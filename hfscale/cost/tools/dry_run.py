@@ -18,16 +18,17 @@ from ...config.parallel import ParallelConfig
 from ...errors import check_count
 from ...features.memory.saved import SavedBytes, SavedCounter
 from ...plan import Plan
+from ...plan.columns import aligned
 from ...plan.recompute_plan import recomputed
-from ...plan.table import aligned, human
+from ...plan.table import human
 from ..model.job import Place, places_of
-from ..model.traffic import rank_traffic
+from ..model.traffic import Traffic, rank_traffic
 from .estimate import costs
 from .meta_model import meta_model, run_spec, take_step
+from .simulated_rank import SimulatedTraffic
 
 # Of what is counted, the name in an estimate: experts have data axes of their own.
 _NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
-_AXES = ("tp", "ep", "cp", "pp", "dp_shard", "dp_replicate")
 _BESIDE = ("host", "pp", "ties", "others")  # numbers of the step, and what estimates leave out
 Progress = Callable[[str, int, int], None]
 
@@ -46,10 +47,6 @@ class Compared:
         """The estimate over what was counted; 1 where there is neither."""
         return 1.0 if self.counted == self.estimated else self.estimated / max(self.counted, 1e-9)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers and words."""
-        return {**asdict(self), "ratio": self.ratio}
-
 
 @dataclass(frozen=True)
 class StageRun:
@@ -61,6 +58,11 @@ class StageRun:
     traffic: tuple[Compared, ...]  # axis by axis
     activations: Compared | None  # the most kept at once for backward passes; none where that is computed again
     beside: Mapping[str, float]  # bytes that estimates leave out: words between hosts, numbers, ties between stages
+
+    @property
+    def compared(self) -> list[Compared]:
+        """All that was counted beside an estimate."""
+        return [*self.traffic, *([self.activations] if self.activations else [])]
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ class DryRun:
         """Return all of it as plain numbers and words."""
         found = asdict(self)
         for stage, run in zip(found["stages"], self.stages, strict=True):
-            stage["traffic"] = [each.to_dict() for each in run.traffic]
-            stage["activations"] = run.activations and run.activations.to_dict()
+            rows = [{**asdict(each), "ratio": each.ratio} for each in run.compared]
+            stage["traffic"] = rows[: len(run.traffic)]
+            stage["activations"] = rows[-1] if run.activations else None
         return found
 
     def __str__(self) -> str:
@@ -88,7 +91,7 @@ class DryRun:
         )
         rows = [("stage", "layers", "of", "calls", "counted", "estimated", "ratio")]
         for stage in self.stages:
-            for each in (*stage.traffic, *([stage.activations] if stage.activations else [])):
+            for each in stage.compared:
                 calls = f"{each.calls:,}" if each.calls else ""
                 sizes = (human(round(each.counted)), human(round(each.estimated)), f"{each.ratio:.3f}")
                 rows.append((str(stage.rank), str(stage.layers), each.axis, calls, *sizes))
@@ -104,21 +107,16 @@ def dry_run(
     batch_size: int = 1,
     num_microbatches: int | None = None,
     mixed_precision: str = "no",
-    dtype: Any = None,
     progress: Progress | None = None,
     **given: Any,
 ) -> DryRun:
     """Build one rank of every kind of stage on the meta device, and let it take a step.
 
     Args:
-        config: of the model.
-        parallel: the layout, of any number of ranks.
         sequence_length: tokens of a sequence; ``batch_size`` sequences are a microbatch.
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
-        mixed_precision: ``"no"`` or ``"bf16"``.
-        dtype: of the weights; by default the config's.
         progress: told what is under way, its number, and of how many.
-        given: to :func:`hfscale.plan`: ``memory``, ``peft_config``, ``auto_class``, ...
+        given: to :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``auto_class``, ...
 
     Raises:
         ConfigError: sizes are impossible.
@@ -127,11 +125,10 @@ def dry_run(
     check_count("sequence_length", sequence_length)
     check_count("batch_size", batch_size)
     (say := progress or (lambda what, number, of: None))("planning", 0, 1)
-    given |= {} if dtype is None else {"dtype": dtype}
-    plan = make_plan(config, parallel, **given)
+    plan = make_plan(config, parallel, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, job, held = costs(plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision)
-    runs, places, world = [], places_of(plan, job), plan.layout.total_size
+    runs, places, world = list[StageRun](), places_of(plan), plan.layout.total_size
     kinds, again = _kinds(plan, places), recomputed(plan)
     for number, like in enumerate(kinds):
         rank = like[0]
@@ -142,8 +139,12 @@ def dry_run(
             sent = take_step(model, job, shape, counter, mixed_precision)
             del model, counter
         gc.collect()
-        kept = None if again.layers or again.modules else saved.layers + saved.around
-        runs.append(_compared(like, places[rank], sent, kept, rank_traffic(shape, job, places[rank]), held[rank]))
+        kept = None
+        if not (again.layers or again.modules):
+            kept = Compared("activations", 0, saved.layers + saved.around, held[rank].activations)
+        traffic = _compared(sent, rank_traffic(shape, job, places[rank]))
+        beside = {axis: size for axis, size in sent.sent.items() if axis in _BESIDE}
+        runs.append(StageRun(rank, like, places[rank].layers, traffic, kept, beside))
     return DryRun(plan.layout.describe(), world, job.microbatches, sequence_length * batch_size, tuple(runs))
 
 
@@ -156,22 +157,14 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _compared(
-    like: tuple[int, ...], place: Place, counted: Any, saved: int | None, estimated: dict[str, float], held: Any
-) -> StageRun:
+def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
+    """Return what was sent over each axis beside the estimate, without axes that neither knows."""
     sent, calls = Counter[str](), Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):
         sent[_NAMES.get(axis, axis)] += counted.sent[axis]
         calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
-    axes = [axis for axis in _AXES if axis in {**estimated, **sent}]
-    return StageRun(
-        rank=like[0],
-        like=like,
-        layers=place.layers,
-        traffic=tuple(Compared(a, calls[a], sent[a], estimated.get(a, 0.0)) for a in axes),
-        activations=None if saved is None else Compared("activations", 0, saved, held.activations),
-        beside={axis: size for axis, size in counted.sent.items() if axis in _BESIDE},
-    )
+    rows = (Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items())
+    return tuple(row for row in rows if row.calls or row.estimated)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -16,7 +16,8 @@ from ...parallel.pipeline.orders import order
 from ...parallel.pipeline.simulation import Costs, simulate
 from ...parallel.pipeline.timeline import Timeline
 from ...plan import Plan
-from ...plan.table import aligned, human
+from ...plan.columns import aligned
+from ...plan.table import human
 from ..model.job import Job, job_of, places_of, with_host_of
 from ..model.machines_known import Constants, Machine, constants_of, find_machine
 from ..model.memory_model import MemoryEstimate
@@ -52,29 +53,17 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes and holds. ``print`` it for a table.
-
-    Attributes:
-        hardware: what it is for.
-        layout: the layout, in words.
-        stages: for each pipeline rank what it has, takes and holds.
-        time: seconds of the step, by term.
-        tokens: of the step, over all ranks.
-        ranks: how many there are.
-        flops: of the step, over all ranks, as usually counted: 6 for every token and weight, and attention.
-        notes: what is not in it.
-        schedule: the pipeline's, played through with each stage's seconds; ``None`` for one stage, or too many actions.
-    """
+    """What a step takes and holds. ``print`` it for a table."""
 
     hardware: Machine
-    layout: str
-    stages: tuple[StageEstimate, ...]
-    time: StepTime
-    tokens: int
-    ranks: int
-    flops: float
-    notes: tuple[str, ...] = field(default=())
-    schedule: Timeline | None = field(default=None, repr=False)
+    layout: str  # in words
+    stages: tuple[StageEstimate, ...]  # for each pipeline rank what it has, takes and holds
+    time: StepTime  # seconds of the step, by term
+    tokens: int  # of the step, over all ranks
+    ranks: int  # how many there are
+    flops: float  # of the step, over all ranks, as usually counted: 6 for every token and weight, and attention
+    notes: tuple[str, ...] = ()  # what is not in it
+    schedule: Timeline | None = field(default=None, repr=False)  # played through; none of one stage, or too long
 
     @property
     def seconds(self) -> float:
@@ -117,15 +106,19 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain numbers and words."""
-        sizes = {"needed": self.needed, "likely": self.likely}
-        names = ("rank", "layers", "seconds", "needed", "likely")
+        machine, names = self.hardware, ("rank", "layers", "seconds", "needed", "likely")
         return {
-            "hardware": self.hardware.name,
+            "hardware": machine.name,
             "layout": self.layout,
             "ranks": self.ranks,
             "tokens_per_step": self.tokens,
             "verdict": self.verdict,
-            "memory": {**sizes, "budget": self.hardware.budget, "device": self.hardware.memory},
+            "memory": {
+                "needed": self.needed,
+                "likely": self.likely,
+                "budget": machine.budget,
+                "device": machine.memory,
+            },
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -151,7 +144,7 @@ class Estimate:
         seconds = [["seconds", "", "share"], *seconds, ["total", f"{self.seconds:.4f}", "100.0%"]]
         return "\n".join(
             [
-                f"{self.layout} on {self.ranks} x {machine.title or machine.name}: {self.verdict} ({fit})",
+                f"{self.layout} on {self.ranks} x {machine.label}: {self.verdict} ({fit})",
                 f"{self.seconds:.3g} s for a step of {self.tokens:,} tokens: {self.tokens_per_second:,.0f} tokens/s, "
                 f"{self.tokens_per_second / self.ranks:,.0f} per rank, MFU {100 * self.mfu:.1f}%",
                 *("", *aligned(memory), "", *aligned(seconds), "", *self.notes),
@@ -219,11 +212,7 @@ def costs(
     mixed_precision: str,
     **of_optimizer: Any,
 ) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
-    """Return the shape of a plan's model, its step, and what every pipeline rank holds.
-
-    Args:
-        spec: what the plan was made of, where that is known: layers without a formula are run from it.
-    """
+    """Return a plan's shape, step and bytes of each pipeline rank; ``spec`` runs layers without a formula."""
     count = microbatches or plan.layout.num_microbatches or plan.layout.pp
     shape, mixed = shape_of_plan(plan, None if spec is None else spec.config), mixed_precision != "no"
     job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed)
@@ -244,10 +233,10 @@ def _of_plan(
     plan: Plan, shape: ModelShape, job: Job, machine: Machine, constants: Constants, held: Sequence[MemoryEstimate]
 ) -> Estimate:
     """Return the estimate of a plan whose memory is known."""
-    places = places_of(plan, job)
+    places = places_of(plan)
     stages = stage_seconds(places, part_seconds(shape, job, machine, constants))
     job = with_host_of(plan, job)
-    hop = constants.hop if job.pp > 1 else 0.0
+    hop = constants.hop if plan.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     played = _played(plan, taken, job)
     bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
@@ -255,10 +244,12 @@ def _of_plan(
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
-        stages=tuple(StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(job.pp)),
+        stages=tuple(
+            StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(plan.layout.pp)
+        ),
         time=step_time(stages, weights, job, machine, constants, bubble, experts),
         tokens=job.step_tokens,
-        ranks=job.ranks,
+        ranks=plan.layout.total_size,
         flops=_step_flops(shape, job),
         notes=(*held[0].notes, _NOTE),
         schedule=played,
@@ -276,7 +267,7 @@ def _step_flops(shape: ModelShape, job: Job) -> float:
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
     """Play the plan's schedule with each rank's own seconds, where there is one that can be played through."""
-    if plan.stages is None or job.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
+    if plan.stages is None or plan.layout.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
         return None
     again = 1 + job.recompute
     costs = Costs(
@@ -286,5 +277,5 @@ def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
         backward_weight=1 / (2 + again),
         stages=tuple(taken[rank] / job.virtual for rank in plan.stages.ranks),
     )
-    actions = order(str(plan.layout.pipeline_schedule), job.pp, job.microbatches, job.virtual)
+    actions = order(str(plan.layout.pipeline_schedule), plan.layout.pp, job.microbatches, job.virtual)
     return simulate(actions, costs, str(plan.layout.pipeline_schedule))

@@ -7,7 +7,8 @@ table, where the two can be compared.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...plan.table import aligned, human
+from ...plan.columns import aligned
+from ...plan.table import human
 from .model_summary import ModelSummary
 
 ADAM = (
@@ -71,13 +72,7 @@ def lora_parameters(summary: ModelSummary, rank: int) -> int:
 def explain(
     summary: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
 ) -> list[Table]:
-    """Return the tables of a model.
-
-    Args:
-        ranks: data ranks that ZeRO shares over; ``tp``: tensor ranks.
-        sequence: tokens of a sequence; ``batch`` of them are a microbatch.
-        rank: of LoRA.
-    """
+    """Return the tables of a model: ZeRO over ``ranks``, ``tp`` tensor ranks, and factors of ``rank``."""
     count, layers, states = summary.shape.weights, summary.shape.layers, summary.states
     adam: list[tuple[str, float, str]]
     adam = [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]

@@ -3,8 +3,9 @@
 Pictures are SVG in the page; what a mark stands for is in its ``<title>``, which browsers show under the pointer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from itertools import cycle
 from math import floor, log10
 
 from ...parallel.pipeline.timeline import Timeline
@@ -70,19 +71,13 @@ def _bars(
     parts = []
     for number, (name, values) in enumerate(rows):
         y, x = number * _ROW, float(_LABEL)
-        parts.append(f'<text x="0" y="{y + 15}" font-size="12">{escape(name)}</text>')
-        for place, (kind, value) in enumerate(values.items()):
-            width = value * scale
-            color = _COLORS[place % len(_COLORS)]
-            parts.append(_rect(x, y + 2, width, _ROW - 4, color, f"{name}: {kind} {say(value)}"))
-            x += width
+        parts.append(_text(0, y + 15, name))
+        for color, (kind, value) in zip(cycle(_COLORS), values.items(), strict=False):
+            parts.append(_rect(x, y + 2, value * scale, _ROW - 4, color, f"{name}: {kind} {say(value)}"))
+            x += value * scale
     for value, name in marks:
         x = _LABEL + value * scale
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 14}" stroke="#222" stroke-dasharray="4 3"/>'
-        )
-        text = f"{name} {say(value)}"
-        parts.append(f'<text x="{x:.1f}" y="{height - 2}" font-size="11" text-anchor="end">{escape(text)}</text>')
+        parts += [_dashed(x, 0, height - 14), _text(x, height - 2, f"{name} {say(value)}", "end", 11)]
     return _svg(height, parts)
 
 
@@ -93,15 +88,11 @@ def _kinds_of(timeline: Timeline) -> list[str]:
 
 def _schedule(timeline: Timeline) -> str:
     scale = (_WIDTH - _LABEL - 10) / timeline.makespan
-    parts = []
-    for rank in range(timeline.num_ranks):
-        parts.append(f'<text x="0" y="{rank * _ROW + 15}" font-size="12">rank {rank}</text>')
+    parts = [_text(0, rank * _ROW + 15, f"rank {rank}") for rank in range(timeline.num_ranks)]
     for rank, span in timeline.spans():
         x, width = _LABEL + (span.start - timeline.start) * scale, (span.end - span.start) * scale
-        action = span.action
-        says = (
-            f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: {_seconds(span.end - span.start)}"
-        )
+        action, takes = span.action, _seconds(span.end - span.start)
+        says = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: {takes}"
         color = _KINDS.get(action.kind, "#7f7f7f")
         parts.append(_rect(x, rank * _ROW + 2, max(width - 0.5, 0.5), _ROW - 4, color, says))
     return _svg(timeline.num_ranks * _ROW + 4, parts)
@@ -117,20 +108,17 @@ def _scatter(found: Search) -> str:
     parts = []
     for value in across.ticks():
         x = across.at(value)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{bottom}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" font-size="12" text-anchor="middle">{value:g} GiB</text>')
+        parts += [_line(x, x, 20, bottom), _text(x, bottom + 16, f"{value:g} GiB", "middle")]
     for value in up.ticks():
         y = up.at(value)
-        parts.append(f'<line x1="{_LABEL}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LABEL - 8}" y="{y + 4:.1f}" font-size="12" text-anchor="end">{value:g} s</text>')
+        parts += [_line(_LABEL, right, y, y), _text(_LABEL - 8, y + 4, f"{value:g} s", "end")]
     x = across.at(found.budget / gib)
-    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{bottom}" stroke="#222" stroke-dasharray="4 3"/>')
-    parts.append(f'<text x="{x:.1f}" y="14" font-size="12" text-anchor="end">budget {_size(found.budget)}</text>')
+    parts += [_dashed(x, 20, bottom), _text(x, 14, f"budget {_size(found.budget)}", "end")]
     for each, color in shown:
         says = f"{each.candidate.describe()}: {_seconds(each.seconds)}, {_size(each.likely)}"
         place = f'cx="{across.at(each.likely / gib):.1f}" cy="{up.at(each.seconds):.1f}"'
         parts.append(f'<circle {place} r="5" fill="{color}"><title>{escape(says)}</title></circle>')
-    parts.append(f'<text x="{right}" y="{bottom + 32}" font-size="12" text-anchor="end">likely memory of a rank</text>')
+    parts.append(_text(right, bottom + 32, "likely memory of a rank", "end"))
     return _svg(bottom + 38, parts) + _key(["frontier", "fastest of another kind"])
 
 
@@ -158,12 +146,24 @@ class _Scale:
         return [value for value in values if self._low <= log10(value) <= self._high]
 
 
-def _key(names: Iterable[str], colors: dict[str, str] | None = None) -> str:
-    shown = []
-    for place, name in enumerate(names):
-        color = (colors or {}).get(name, _COLORS[place % len(_COLORS)])
-        shown.append(f'<span><i style="background:{color}"></i>{escape(name)}</span>')
+def _key(names: Iterable[str], colors: Mapping[str, str] = {}) -> str:
+    shown = (
+        f'<span><i style="background:{colors.get(name, color)}"></i>{escape(name)}</span>'
+        for name, color in zip(names, cycle(_COLORS), strict=False)
+    )
     return f'<p class="key">{"".join(shown)}</p>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, style: str = 'stroke="#ddd"') -> str:
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {style}/>'
+
+
+def _dashed(x: float, y1: float, y2: float) -> str:
+    return _line(x, x, y1, y2, 'stroke="#222" stroke-dasharray="4 3"')
 
 
 def _rect(x: float, y: float, width: float, height: float, color: str, says: str) -> str:

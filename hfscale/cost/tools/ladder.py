@@ -1,6 +1,6 @@
 """``hfscale memory-ladder``: what a rank holds as one lever after the other is added to a run.
 
-MeasuredLayers on a small clone of the model that takes a step with each rung (storages of parameters, gradients and the
+Measured on a small clone of the model that takes a step with each rung (storages of parameters, gradients and the
 optimizer's state; saved tensors), beside the estimate for that clone, and the estimate for the model itself, which
 nothing runs.
 """
@@ -8,7 +8,7 @@ nothing runs.
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ ROWS, LENGTH = 8, 64
 _LAYERS = 4
 _SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
 _SIZES |= {"head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 256}
-COUNTED = ("weights", "adapters", "gradients", "optimizer", "activations")
-"""Kinds of an estimate that are counted; gathered weights and the loss's chunk come and go."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +86,35 @@ LADDER = (
 class Step:
     """What was found on one rung, of the rank that holds most."""
 
-    name: str
+    name: str  # of the lever that is added
     counted: dict[str, int]  # bytes by kind, of the clone
     estimated: dict[str, int]  # of the same
     on_host: int  # bytes of the clone's optimizer that were counted on the host
     allocated: int  # the allocator's peak, on a GPU; 0 elsewhere
-    model: MemoryEstimate | None  # the estimate for the model itself; None where it does not fit the layout
+    model: MemoryEstimate | None = None  # the estimate for the model itself; None where it does not fit the layout
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Bytes of all kinds that are counted: counted, and estimated."""
+        return sum(self.counted.values()), sum(self.estimated[kind] for kind in self.counted)
 
     @property
     def ratio(self) -> float:
         """The estimate over what was counted."""
-        return sum(self.estimated[kind] for kind in COUNTED) / sum(self.counted.values())
+        counted, estimated = self.totals
+        return estimated / counted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain numbers and words."""
+        names = ("counted", "estimated", "on_host", "allocated", "ratio")
+        model = None if self.model is None else {**self.model.kinds, "total": self.model.total}
+        return {"lever": self.name, **{name: getattr(self, name) for name in names}, "model": model}
 
 
 def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
     """Measure a step of each rung on a small clone, with layers large enough to outweigh the modules around them.
 
-    Args:
-        tokens: of a microbatch of one batch rank, for the estimates of the model itself.
-
-    Raises:
-        PlanError: the clone does not fit a rung.
+    ``tokens`` are those of a microbatch of one batch rank, for the estimates of the model itself.
     """
     known, found = config.to_dict(), list[Step]()
     clone = tiny_clone(config, layers=_LAYERS, **{k: size for k, size in _SIZES.items() if known.get(k) is not None})
@@ -117,24 +123,25 @@ def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = 
         for rung in rungs:
             ranks = ParallelConfig(**rung.sizes).total_size
             with RankPool(ranks) if ranks > 1 else nullcontext() as pool:
-                each = [_measured(directory, rung)] if pool is None else pool.run(_measured, directory, rung)
-            counted, estimated, on_host, allocated = max(each, key=lambda rank: sum(rank[0].values()))
-            found.append(Step(rung.name, counted, estimated, on_host, allocated, _of_model(config, rung, tokens)))
+                steps = [_measured(directory, rung)] if pool is None else pool.run(_measured, directory, rung)
+            fullest = max(steps, key=lambda step: step.totals[0])
+            found.append(replace(fullest, model=_of_model(config, rung, tokens)))
     return found
 
 
-def _measured(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """Run a step of the clone; return bytes counted, estimated, counted on the host, and the allocator's peak."""
+def _measured(directory: str, rung: Rung) -> Step:
+    """Run a step of the clone with a rung."""
     held, estimated, kept, peak = _stepped(directory, rung)
     if rung.recompute != "none":  # saved-tensor hooks do not see what a layer keeps while it is recomputed
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))
         kept = replace(kept, around=kept.around + whole.layers // _LAYERS)
     on_host = held["optimizer"] if rung.on_host else 0
     counted = {**held, "optimizer": held["optimizer"] - on_host, "activations": kept.layers + kept.around}
-    return counted, estimated, on_host, peak
+    return Step(rung.name, counted, estimated, on_host, peak)
 
 
 def _stepped(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], SavedBytes, int]:
+    """Return bytes held, estimated and saved in a step of the clone, and the allocator's peak."""
     model = from_pretrained(directory, **rung.choices()).train()
     runtime = runtime_of(model)
     device, rows = runtime.mesh.device, ROWS // batch_world(model)
@@ -147,7 +154,7 @@ def _stepped(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int]
     optimizer.step()
     estimated = memory_estimate(model, rung.optimizer, tokens=rows * LENGTH, optim_args=rung.options()).kinds
     peak = device_module(device).max_memory_allocated(device) if is_accelerator(device) else 0
-    return asdict(held_bytes(model, optimizer)), estimated, saved, peak
+    return held_bytes(model, optimizer), estimated, saved, peak
 
 
 def _of_model(config: PreTrainedConfig, rung: Rung, tokens: int) -> MemoryEstimate | None:

@@ -32,9 +32,9 @@ from ...plan.compress_plan import BYTES, compressed
 from ...plan.recompute_plan import recomputed
 from ...train.runtime import runtime_of
 from ..model.job import job_of
-from ..model.layer_bytes import LayerBytes, is_known
-from ..model.measured_layers import Kind, MeasuredLayers, kind_of
+from ..model.layer_bytes import is_known
 from ..model.model_shape import shape_of_plan
+from ..model.situation import Kind, LayerBytes, MeasuredLayers, kind_of
 from .meta_model import RunSpec, meta_model, take_step
 
 _MOST_LAYERS = 16  # that are looked at for another kind
@@ -48,12 +48,7 @@ def measured_layers(
 ) -> MeasuredLayers | None:
     """Count what the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot run so.
 
-    Args:
-        plan: of the model, in any layout.
-        spec: its config, and how it is trained.
-        sequence: tokens of a sequence.
-        batch: sequences of a microbatch; several keep as many times what two do, and one may keep less.
-        layout: that is meant; by default the plan's.
+    The layout is by default the plan's. Several sequences keep as many times what two do; one may keep less.
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None

@@ -6,7 +6,6 @@ pass keeps for the backward pass is :mod:`hfscale.features.memory.saved`'s.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def memory_estimate(
         num_microbatches: that go through pipeline stages in a step; by default the layout's, or one per stage.
         gradient_checkpointing: whether all layers are recomputed in the backward pass; by default as the model is set,
             by transformers' switch or by ``memory=``.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``; by default the model's.
+        mixed_precision: as for :func:`hfscale.from_pretrained`; by default the model's.
         optim_args: the optimizer's options, where they change its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
 
     Raises:
@@ -77,8 +76,9 @@ def memory_estimate(
     model, part = runtime.model, runtime.part(Recomputation)
     return _memory_of_rank(
         plan,
-        runtime.mesh.ranks,
-        runtime.mesh.device.type,
+        runtime.mesh.pp_rank,
+        runtime.mesh.device,
+        ranks=runtime.mesh.ranks,
         all_recomputed=recomputes(model) if gradient_checkpointing is None else gradient_checkpointing,
         chosen=None if part is None else part.chosen,
         mixed_precision=mixed_precision or runtime.options.mixed_precision,
@@ -89,17 +89,12 @@ def memory_estimate(
 
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
-    """Return what :func:`memory_estimate` says of each pipeline rank of a plan.
-
-    Args:
-        given: to :func:`hfscale.cost.model.memory_model.estimate_memory`; ``tokens`` and ``num_microbatches`` of a
-        step.
-    """
-    return [_memory_of_rank(plan, {"pp": rank}, "cpu", **given) for rank in range(plan.layout.pp)]
+    """Return what :func:`memory_estimate` says of each pipeline rank of a plan."""
+    return [_memory_of_rank(plan, rank, torch.device("cpu"), **given) for rank in range(plan.layout.pp)]
 
 
 def _memory_of_rank(
-    plan: Plan, ranks: Mapping[str, int], device: str, *, tokens: int, num_microbatches: int | None, **given: Any
+    plan: Plan, pp_rank: int, device: torch.device, *, tokens: int, num_microbatches: int | None, **given: Any
 ) -> MemoryEstimate:
     """Estimate a rank with the loss's chunks as they are on a device, and the schedule's microbatches in flight."""
     rows = 0
@@ -107,23 +102,15 @@ def _memory_of_rank(
         weight = plan.by_name[f"{plan.head}.weight"]
         cut = weight.cut_over("tp")
         width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
-        rows = rows_per_chunk(tokens, width, torch.device(device))
+        rows = rows_per_chunk(tokens, width, device)
     in_flight = in_flight_together(plan, num_microbatches)
-    return estimate_memory(plan, ranks, tokens=tokens, in_flight=in_flight, chunk_rows=rows, **given)
+    return estimate_memory(plan, pp_rank=pp_rank, tokens=tokens, in_flight=in_flight, chunk_rows=rows, **given)
 
 
 def check_asked(
     count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens", **counts: Any
 ) -> None:
-    """Refuse what nothing can be estimated for.
-
-    Args:
-        tokens: name of ``count``.
-        counts: further numbers, by name; ``None`` stands for a default.
-
-    Raises:
-        ConfigError: with the value.
-    """
+    """Refuse what nothing can be estimated for; ``tokens`` is the name of ``count``, and ``None`` is a default."""
     check_count(tokens, count)
     for name, value in {"num_microbatches": microbatches, **counts}.items():
         if value is not None:
@@ -134,18 +121,12 @@ def check_asked(
         raise ConfigError(f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}")
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that this rank holds now, by storage, each counted once. The kinds are those of an estimate."""
+def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
+    """Count what this rank holds between steps by the kinds of an estimate, each storage once.
 
-    weights: int  # packed bytes and all that is needed to read them, of quantized ones; older versions, under way
-    adapters: int
-    gradients: int  # those too that wait for a later step, and what their compression has left out so far
-    optimizer: int
-
-
-def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
-    """Count what this rank holds between steps; of a stock model too, whose adapters are told by PEFT's names."""
+    Of quantized weights that is all that is needed to read them, and of gradients also those that wait for a later step
+    and what compression has left out. A stock model is counted too; its adapters are told by PEFT's names.
+    """
     runtime = find_runtime(model)
     older, waiting, left_out = list[Any](), list[Any](), list[Any]()
     pairs: list[tuple[bool, Any]]
@@ -159,15 +140,15 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> Held:
         left_out = [] if compressing is None else list(compressing.left_out())
     states = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
     weights = [parameter for adapter, parameter in pairs if not adapter]
-    return Held(
-        weights=storage_bytes([*weights, *beside_quantized(model), *older]),
-        adapters=storage_bytes(parameter for adapter, parameter in pairs if adapter),
-        gradients=storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out, *waiting]),
-        optimizer=storage_bytes(states),
-    )
+    return {
+        "weights": _storage_bytes([*weights, *beside_quantized(model), *older]),
+        "adapters": _storage_bytes(parameter for adapter, parameter in pairs if adapter),
+        "gradients": _storage_bytes([*(parameter.grad for _, parameter in pairs), *left_out, *waiting]),
+        "optimizer": _storage_bytes(states),
+    }
 
 
-def storage_bytes(values: Iterable[Any]) -> int:
+def _storage_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of the memory of all tensors among ``values``, each piece once."""
     found: dict[int, int] = {}
     with torch.no_grad():

@@ -45,10 +45,7 @@ class RunSpec:
 
 
 def run_spec(config: PreTrainedConfig, **given: Any) -> RunSpec:
-    """Return the spec of arguments of :func:`hfscale.plan` and ``mixed_precision``.
-
-    Layers keep the same over frozen weights as over quantized ones.
-    """
+    """Return the spec of arguments of :func:`hfscale.plan`; quantized weights are frozen ones to it."""
     given.pop("quantization_config", None)
     own = {field.name: given.pop(field.name) for field in fields(RunSpec) if field.name in given}
     return RunSpec(config, **own, stock=tuple(given.items()))
@@ -101,8 +98,8 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     found = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
         return found
-    spread = job.slices_tokens and found[0].numel() == shape.experts
-    routes = round(job.tokens / (job.tp if spread else 1) * shape.routed * found[0].numel() / shape.experts)
+    spread = job.layout.slices_tokens and found[0].numel() == shape.experts
+    routes = round(job.tokens / (job.layout.tp if spread else 1) * shape.routed * found[0].numel() / shape.experts)
     each, rest = divmod(routes, found[0].numel())
     found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
     found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself

@@ -1,20 +1,22 @@
 """What a search over layouts has to know of a model: read once from the plan of one process, then only arithmetic."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from transformers import PreTrainedConfig
+
+from ...api.build import plan as make_plan
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
 from ..model.activation_bytes import is_matrix, trained_names
 from ..model.job import Job, job_of
 from ..model.layer_bytes import Types, layer_bytes, stream_width, types_of
-from ..model.measured_layers import MeasuredLayers
 from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
+from ..model.situation import MeasuredLayers, Situation
 from .measure_layers import measured_layers
-from .meta_model import RunSpec
+from .meta_model import RunSpec, run_spec
 
 
 @dataclass(frozen=True)
@@ -48,31 +50,24 @@ class ModelSummary:
 
 
 def summarize(
-    plan: Plan,
-    spec: RunSpec,
-    optimizer: str = "adamw_torch_fused",
-    optim_args: Mapping[str, Any] | None = None,
+    config: PreTrainedConfig,
     *,
+    mixed_precision: str = "no",
+    optimizer: str = "adamw_torch_fused",
     sequence: int = 4096,
+    **given: Any,
 ) -> ModelSummary:
-    """Summarize the model of a plan of one process.
-
-    Args:
-        spec: the config that it is of, and how it is trained.
-        sequence: tokens of a sequence, for layers whose bytes no formula says.
-
-    Raises:
-        ConfigError: the optimizer is unknown, or the model has no layers.
-    """
-    assert plan.layout == ParallelConfig(), "a summary is read from the plan of one process"
-    mixed = spec.mixed_precision != "no"
-    shape, trained = shape_of_plan(plan, spec.config), trained_names(plan)
-    text = spec.config.get_text_config(decoder=True)
+    """Summarize a model and its training from a plan for one process, which ``given`` goes to."""
+    mixed, plan = mixed_precision != "no", make_plan(config, **given)
+    spec = run_spec(config, mixed_precision=mixed_precision, **given)
+    shape, trained = shape_of_plan(plan, config), trained_names(plan)
+    text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
-    held = estimate_memory(plan, optimizer=optimizer, options=optim_args, mixed_precision=spec.mixed_precision)
+    held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
     entries = sum(prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name))
     types = Types(2, 2) if mixed else types_of(plan, False)
     layer = plan.layers[len(plan.layers) // 2]
+    situation = Situation(sequence, trained=trained, routes=shape.routed or None)
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
@@ -80,24 +75,23 @@ def summarize(
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
-        **_kept(plan, spec, layer, types, shape.routed or None, sequence),
-        stream=layer_bytes(plan, layer, {}, types, trained).stream,
+        **_kept(plan, spec, layer, types, situation),
+        stream=layer_bytes(plan, layer, situation, types).stream,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         family=plan.family,
     )
 
 
-def _kept(plan: Plan, spec: RunSpec, layer: str, types: Types, routes: int | None, sequence: int) -> dict[str, Kept]:
+def _kept(plan: Plan, spec: RunSpec, layer: str, types: Types, situation: Situation) -> dict[str, Kept]:
     """Return what a layer keeps by a formula, or counted on one and on two tensor ranks."""
-    mixed, trained, data = spec.mixed_precision != "no", trained_names(plan), {"dp_shard_size": 2}
+    mixed, data = spec.mixed_precision != "no", {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
         one, two = (
-            measured_layers(plan, spec, sequence, 2, ParallelConfig(**{**sizes, **more}))
+            measured_layers(plan, spec, situation.tokens, 2, ParallelConfig(**{**sizes, **more}))
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})
         )
-        computed = types_of(plan, mixed) if alone else types
-        by_formula = layer_bytes(plan, layer, {}, computed, trained, routes=routes, length=sequence)
+        by_formula = layer_bytes(plan, layer, situation, types_of(plan, mixed) if alone else types)
         cut = by_formula.kept if one is None else _mean(one, plan)
         return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan) - cut)
 

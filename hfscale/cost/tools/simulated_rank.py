@@ -20,16 +20,15 @@ from ..._compat.torch import TorchDispatchMode, schema_of, tree_leaves
 from ..._compat.torch_attention import flash_on_cpu
 from ..._compat.torch_autocast import autocast_on_meta
 from ..._compat.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
+from ...config.parallel import AXES
 from ...distributed import process_groups
-from ...distributed.mesh import Mesh
+from ...distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 from ...parallel.pipeline.run import Pipeline
 from ...parallel.tensor import RandomStreams
 from ...train.runtime import Runtime
 from ..model.links import ring_share
 
 HOST, OTHERS = "host", "others"
-_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_EXPERT_AXES = ("edp_replicate", "edp_shard", "ep")
 # Operators whose result has a size, or a number, that the host must know.
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
 _MOVING = {"_to_copy", "copy_", "set_"}
@@ -50,14 +49,7 @@ class SimulatedTraffic:
 
 @contextmanager
 def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[dict[int, Any]]:
-    """Let this process be rank ``rank`` of ``world``, within, on a device that has no numbers.
-
-    Args:
-        like: the kind of device whose autocast it has.
-
-    Yields:
-        the memory of autocast's copies of weights, by its key.
-    """
+    """Let this process be a rank of ``world`` without a device; yield the memory of autocast's copies of weights."""
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
         stack.enter_context(meta_as_accelerator())
@@ -68,11 +60,7 @@ def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[di
 
 
 def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
-    """Let a model's rank take for agreed what it would agree on with the others before its first step.
-
-    Args:
-        dtype: of the stream between stages.
-    """
+    """Let a model take for agreed what ranks agree on before their first step: ``dtype`` of stages, randomness."""
     streams = runtime.part(RandomStreams)
     if streams is not None:
         streams.agreed = True
@@ -82,11 +70,9 @@ def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
 
 
 class SimulatedRank(TorchDispatchMode):
-    """A mode in which what a model's rank does is noted in :attr:`traffic`, and answered.
+    """A mode in which what a model's rank does is noted in :attr:`traffic`.
 
-    Args:
-        runtime: of the model.
-        answer: what the host finds where it looks at a tensor on the device.
+    Where the host looks at a tensor on the device, it finds what ``answer`` returns.
     """
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
@@ -171,12 +157,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Return the shape of grouped products; the meta device has those of GPUs' kernels alone: 16 bits, aligned rows.
-
-    Args:
-        left: ``[groups, m, k]``, or ``[m, k]`` whose rows or columns the groups share; ``right``: likewise.
-        ends: of each group.
-    """
+    """Return the shape of grouped products; the meta device has those of GPUs alone: 16 bits, aligned rows."""
     groups = list(left.shape[:1]) if left.ndim == right.ndim == 3 else []
     if left.ndim == right.ndim == 2 and ends is not None:
         groups = [len(ends)]
@@ -184,9 +165,9 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _names_of_groups(own: Mesh) -> dict[str, str]:
-    """Return the axis of each group of this rank, by its name."""
-    axes = [*_AXES, *(_EXPERT_AXES if own.expert_mesh is not None else ()), "cp"]
-    found = {str(group.group_name): axis for axis in reversed(axes) if (group := own.group(axis)) is not None}
+    """Return the axis of each group of this rank, by its name; of several axes the first."""
+    axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))
+    found = {str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None}
     found |= {str(group.group_name): "ties" for group in own.ties.values()}
     return found | {str(group.group_name): "stages" for group in own.streams.values()}
 

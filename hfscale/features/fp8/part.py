@@ -27,7 +27,7 @@ from ...distributed.ops.overlap import (
     products_of,
 )
 from ...models.projections import is_transposed, weight_dims
-from ...plan.products_plan import Float8Plan, gathered_in_8_bits
+from ...plan.products_plan import ProductsPlan, gathered_in_8_bits
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
@@ -43,11 +43,11 @@ class Float8(Part):
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether products are planned in fp8."""
-        return runtime.plan.feature(Float8Plan) is not None
+        return runtime.plan.feature(ProductsPlan) is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the projections' forward, before block edges and recomputation are installed around it."""
-        planned = runtime.plan.feature(Float8Plan)
+        planned = runtime.plan.feature(ProductsPlan)
         assert planned is not None
         for name in filter(runtime.is_local, planned.modules):
             for projection in computing(module_at(runtime.model, name)):

@@ -11,7 +11,7 @@ from ...models.names import wild_name
 from ...models.projections import PROJECTIONS, weight_dims
 from ...plan.context import ContextPlan
 from ...plan.drafting.draft import Draft
-from ...plan.products_plan import Float8Plan
+from ...plan.products_plan import ProductsPlan
 
 _MULTIPLE = 16  # of both sizes of a weight, for tensor cores
 _SPREAD = "experts have products of their own"
@@ -40,7 +40,7 @@ def plan_float8(draft: Draft) -> None:
         )
     _refuse_parts(draft, chosen)
     left_out = tuple((name, why) for name, why in reasons.items() if why)
-    draft.features.append(Float8Plan(chosen, asked.recipe == "rowwise", left_out, asked.gathers))
+    draft.features.append(ProductsPlan(chosen, asked.recipe == "rowwise", left_out, asked.gathers))
 
 
 def _projections(draft: Draft) -> dict[str, Any]:

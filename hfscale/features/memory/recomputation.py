@@ -20,7 +20,8 @@ from ..._compat.torch import function_modes, operators_named, tree_leaves
 from ..._compat.torch_checkpoint import kept_results
 from ..._compat.transformers.attention import answer, implementation_of, set_implementation
 from ..._compat.transformers.computing import without_cache
-from ...cost.model.activation_bytes import Situation, layers_to_recompute
+from ...cost.model.activation_bytes import layers_to_recompute
+from ...cost.model.situation import Situation
 from ...models.expert_modules import experts_per_token
 from ...parallel.context.attention_override import attention_configs
 from ...parallel.context.cut_batch import shape_of
@@ -94,13 +95,14 @@ class Recomputation(Part):
             trained = frozenset(planned.name for planned, p in runtime.parameters() if p.requires_grad)
         situation = Situation(
             tokens=tokens,
+            pp_rank=runtime.mesh.pp_rank,
             in_flight=most_in_flight(runtime.plan, microbatches),
             mixed=runtime.options.mixed_precision != "no",
             trained=trained,
             routes=experts_per_token(runtime.model.config),
             sequence_length=sequence,
         )
-        self.chosen = layers_to_recompute(runtime.plan, runtime.mesh.pp_rank, situation)
+        self.chosen = layers_to_recompute(runtime.plan, situation)
 
 
 def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:

@@ -1,0 +1,76 @@
+"""What bytes depend on beside a plan: a rank's place and batch, and what its layers were seen to keep."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...plan.parameter import ParameterPlan
+from ...plan.plan import Plan
+
+Kind = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names in a layer and shapes of its parameters: layers with the same ones keep as much."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer keeps of one token."""
+
+    kept: float  # bytes for the backward pass
+    stream: float  # bytes of its input alone, which is kept where activations are recomputed
+    counted: bool  # and not estimated from above
+    again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
+    as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
+    piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """Bytes of a token that layers of a model's own class were seen to keep, on one rank of a layout."""
+
+    first: LayerBytes  # the first layer's, whose input may need no gradient; with those of the plan's first stage alone
+    layers: Mapping[Kind, LayerBytes]  # any other layer's
+    shared: float  # what layers keep of the same memory: positions, masks
+    before: float  # what is kept in front of the layers
+    behind: float  # behind them, without logits
+    in_8_bits: "MeasuredLayers | None" = None  # the same where layers keep it in 8 bits, if that was asked for
+
+    def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
+        """Return what a layer keeps; ``None`` of a kind that was not seen."""
+        return self.first if layer == plan.layers[0] else self.layers.get(kind_of(plan, layer))
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan does not know of a run."""
+
+    tokens: int  # of one microbatch on one rank
+    pp_rank: int = 0  # whose stages are meant
+    ranks: dict[str, int] = field(default_factory=dict)  # coordinates on the other axes; those left out are 0
+    in_flight: tuple[int, ...] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
+    mixed: bool = False  # whether 16 bits compute over weights of another type
+    trained: frozenset[str] = frozenset()  # names of the parameters that train
+    routes: int | None = None  # experts that a token is sent to; None: all
+    all_recomputed: bool = False  # whether all layers are, whatever the plan says
+    chosen: frozenset[str] | None = None  # layers that are recomputed under a budget, where that is known
+    measured: MeasuredLayers | None = None  # what the model's own layers were seen to keep, where no formula says it
+    sequence_length: int | None = None  # of a sequence, which scores of eager attention are kept for; all tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequence_length or self.tokens
+
+    def held_by(self, stage: int) -> int:
+        """Return how many microbatches a stage holds at once."""
+        return self.in_flight[stage] if stage < len(self.in_flight) else 1
+
+
+def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
+    """Return the parameters of a layer, without those of adapters."""
+    adapters = {adapter.name for adapter in plan.adapters}
+    return [planned for planned in plan.of_layers[layer] if planned.name not in adapters]
+
+
+def kind_of(plan: Plan, layer: str) -> Kind:
+    """Return the kind of a layer, whatever the layout."""
+    owned = own_parameters(plan, layer)
+    return tuple(sorted((planned.name.removeprefix(f"{layer}."), tuple(planned.shape)) for planned in owned))
