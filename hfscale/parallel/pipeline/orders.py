@@ -1,6 +1,7 @@
 """Order the actions of each rank, for every schedule; imports no torch."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config.schedules import ASYNCHRONOUS, SCHEDULES
 from ...errors import ConfigError
@@ -8,6 +9,9 @@ from .csv_table import read_csv
 from .several_stages import several_stages_order
 from .timeline import Action, Order
 from .versions import asynchronous_order, one_forward_one_backward
+
+if TYPE_CHECKING:
+    from ...config.parallel import ParallelConfig
 
 _SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 _PAIRS = ("zbv", "dualpipev")
@@ -22,7 +26,7 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     ``pipedream_2bw`` (Narayanan et al. 2021a), or the path of a CSV in torch's format (see :func:`read_csv`).
 
     Args:
-        schedule: one of :data:`hfscale.config.parallel.SCHEDULES`, or the path of a ``.csv`` file.
+        schedule: one of :data:`hfscale.config.schedules.SCHEDULES`, or the path of a ``.csv`` file.
         pp_size: ranks of the pipeline.
         num_microbatches: microbatches of one step.
         virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which
@@ -77,6 +81,17 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         )
     if steps > 1 and schedule not in ASYNCHRONOUS:
         raise ConfigError(f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1")
+
+
+def check_layout(layout: "ParallelConfig") -> None:
+    """Refuse a layout whose schedule cannot run its stages and microbatches; a file is checked where it is read.
+
+    Raises:
+        ConfigError: as :func:`check`.
+    """
+    schedule, ranks = str(layout.pipeline_schedule), layout.pp
+    if ranks > 1 and not schedule.endswith(".csv"):
+        check(schedule, ranks, layout.num_microbatches or 2 * ranks, int(layout.virtual_stages or 1))
 
 
 def allowed_virtual_stages(schedule: str) -> range:
