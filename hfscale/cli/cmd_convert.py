@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from .amounts import bytes_of
-from .look import add_json, print_json
+from .look import add_json, show
 from .output_directory import add_overwrite, check_target
 
 HELP = "make a Hugging Face directory of a saved state"
@@ -37,9 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
     )
     what = "an adapter" if index.adapter else "a model"
-    if arguments.json:
-        print_json({"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)})
-        return 0
     at = "" if index.step is None else f" of step {index.step}"
-    print(f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
+    found = {"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)}
+    show(arguments, found, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
     return 0
