@@ -157,38 +157,45 @@ def _communicators(sharing: Sharing) -> Callable[[str, int, int], Hashable]:
 
 
 def _play(queues: dict[Hashable, list[_Task]]) -> bool:
-    """Give every task its times; return whether all of them could run.
+    """Give every task its times; return whether all of them could run."""
+    play = _Play(queues)
+    while sum(play.advance(key) for key in queues):
+        pass
+    return all(play.at[key] == len(tasks) for key, tasks in queues.items())
 
-    Tasks of a queue run one after the other; the two halves of a transfer run together.
+
+class _Play:
+    """Queues whose tasks run one after the other; the two halves of a transfer run together.
+
+    Attributes:
+        at: how many tasks of each queue have run.
+        free: when the last of them ended.
     """
-    at, free = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0.0)  # tasks that have run, and when the last one ended
-    queue_of = {id(task): key for key, tasks in queues.items() for task in tasks}
 
-    def run(key: Hashable) -> bool:
-        """Run the next task of a queue, if it is its turn and what it needs has ended."""
-        if at[key] == len(queues[key]):
+    def __init__(self, queues: dict[Hashable, list[_Task]]) -> None:
+        self.queues = queues
+        self.at, self.free = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0.0)
+        self._queue_of = {id(task): key for key, tasks in queues.items() for task in tasks}
+
+    def advance(self, key: Hashable) -> int:
+        """Run the tasks of a queue up to one that waits; return how many ran."""
+        before = self.at[key]
+        while (task := self._next(key)) is not None and self._run([task, *([task.other] if task.other else [])]):
+            pass
+        return self.at[key] - before
+
+    def _next(self, key: Hashable) -> _Task | None:
+        return self.queues[key][self.at[key]] if self.at[key] < len(self.queues[key]) else None
+
+    def _run(self, halves: list[_Task]) -> bool:
+        """Run the tasks if it is their turn and their inputs are there."""
+        keys = [self._queue_of[id(half)] for half in halves]
+        needs = [need.end for half in halves for need in half.needs]
+        ready = [end for end in needs if end is not None]
+        if [self._next(key) for key in keys] != halves or len(ready) < len(needs):
             return False
-        task = queues[key][at[key]]
-        halves = [task, *([task.other] if task.other else [])]
-        keys = [queue_of[id(half)] for half in halves]
-        ends = [need.end for half in halves for need in half.needs]
-        ready = [end for end in ends if end is not None]
-        turns = all(
-            at[each] < len(queues[each]) and queues[each][at[each]] is half
-            for each, half in zip(keys, halves, strict=True)
-        )
-        if not turns or len(ready) < len(ends):
-            return False
-        begin = max([*(free[each] for each in keys), *ready])
-        for each, half in zip(keys, halves, strict=True):
+        begin = max([*(self.free[key] for key in keys), *ready])
+        for key, half in zip(keys, halves, strict=True):
             half.start, half.end = begin, begin + half.duration
-            at[each], free[each] = at[each] + 1, begin + half.duration
+            self.at[key], self.free[key] = self.at[key] + 1, begin + half.duration
         return True
-
-    moved = True
-    while moved:
-        moved = False
-        for key in queues:
-            while run(key):
-                moved = True
-    return all(at[key] == len(tasks) for key, tasks in queues.items())
