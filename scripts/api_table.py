@@ -42,6 +42,7 @@ GROUPS = {
     "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError", "BadStepError"],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]
+DECLARED = {"ParallelConfig": ("LayoutFields", "hfscale.config.layout")}  # where the fields are, if not in the class
 HEAD = """# Public names
 
 Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here
@@ -130,7 +131,8 @@ def page() -> str:
             parts.append(f"| `{name}{arguments(node)}` | {summary(node)} |")
         parts.append("")
     for name in FIELDS:
-        rows = [f"| `{field}` | {words} |" for field, words in described(definition(name, modules[name])).items()]
+        fields = described(definition(*DECLARED.get(name, (name, modules[name]))))
+        rows = [f"| `{field}` | {words} |" for field, words in fields.items()]
         parts += [f"## Fields of {name}\n\n| | |\n|---|---|", *rows, ""]
     return "\n".join(parts)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hfscale.recipes.shipped import LIBRARY
+from hfscale.recipes import LIBRARY
 from tests.tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -60,10 +60,11 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
         (metadata_file,) = (file for file in archive.namelist() if file.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(metadata_file).decode())
         assert any(file.endswith("dist-info/licenses/LICENSE") for file in archive.namelist())
-    kept = {".py", ".yaml", ".json", ".typed"}
+    kept = {".py", ".yaml", ".json", ".typed", ".md", ".jinja", ".sh"}
     expected = {path.relative_to(ROOT) for path in (ROOT / "hfscale").rglob("*") if path.suffix in kept}
     assert files == {path.as_posix() for path in expected}
-    assert len([file for file in files if file.endswith(".yaml")]) == len(list(LIBRARY.glob("*.yaml"))) > 10
+    recipes = [file for file in files if "/library/" in file and file.endswith(".yaml")]
+    assert len(recipes) == len(list(LIBRARY.glob("*.yaml"))) > 10
     assert metadata["License-Expression"] == "Apache-2.0"
     needed = [line.partition(";") for line in metadata.get_all("Requires-Dist", [])]
     always = {name.strip() for name, _, condition in needed if not condition}

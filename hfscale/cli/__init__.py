@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import re
 import sys
 import textwrap
 import traceback
@@ -10,6 +9,7 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from .. import __version__
+from .._compat.parsers import flags_of
 from ..errors import HFScaleError, meant
 from . import cmd_bench as bench
 from . import cmd_blueprint as blueprint
@@ -114,8 +114,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
     """Exit as the subcommand's own parser does, suggesting a similar flag."""
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
-    flags = re.findall(r"--[\w-]+", parser.format_usage())
-    close = meant(unknown.partition("=")[0], flags, 0.75) if unknown.startswith("-") else None
+    close = meant(unknown.partition("=")[0], flags_of(parser), 0.75) if unknown.startswith("-") else None
     parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f" (did you mean {close}?)" if close else ""))
 
 

@@ -41,10 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
-    from .bench_collectives.bandwidth_plot import check_target, draw
+    from .bench_collectives.bandwidth_plot import draw
+    from .schedule_drawing.schedule_plot import check_drawing
 
     if arguments.out is not None:
-        check_target(arguments.out)
+        check_drawing(arguments.out)
     working("measuring")
     measured, where = _measured(sizes, arguments.processes)
     if not measured:  # another rank prints

@@ -1,11 +1,11 @@
 """``hfscale completion``: print shell completion scripts."""
 
 import argparse
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
-from .look import add_json, print_json
+from .._compat.parsers import arguments_of, flags_of
+from ..recipes import LIBRARY
+from .look import add_json, show
 
 HELP = "print what a shell needs to complete hfscale's command lines"
 DESCRIPTION = (
@@ -44,10 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the completion script."""
     commands: Mapping[str, argparse.ArgumentParser] = arguments.commands
     text = script(arguments.shell, commands)
-    if arguments.json:
-        print_json({"shell": arguments.shell, "script": text})
-    else:
-        print(text, end="")
+    show(arguments, {"shell": arguments.shell, "script": text}, text.removesuffix("\n"))
     return 0
 
 
@@ -57,30 +54,22 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
         return "".join(_fish_lines(commands))
     choices, flags = [], []
     for name, parser in commands.items():
-        found = _flags(parser)
-        for flag, values in found.items():
-            if values:
-                choices.append(f'        "{name} {flag}") words="{" ".join(values)}" ;;')
-        flags.append(f'            {name}) words="{" ".join([*_places(name, parser), *found])}" ;;')
+        for flag, action in flags_of(parser).items():
+            if action.choices:
+                choices.append(f'        "{name} {flag}") words="{" ".join(action.choices)}" ;;')
+        flags.append(f'            {name}) words="{" ".join([*_places(parser), *flags_of(parser)])}" ;;')
     text = _BASH.format(commands=" ".join(commands), choices="\n".join(choices), flags="\n".join(flags))
     return text if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{text}"
 
 
-def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Return flag -> its choices, empty if it has none."""
-    usage = " ".join(parser.format_usage().split())  # the only public list of flags
-    found = re.findall(r"(--[\w-]+)(?: \{([^}]*)\})?", usage)
-    return {flag: choices.split(",") if choices else [] for flag, choices in found}
-
-
-def _places(name: str, parser: argparse.ArgumentParser) -> list[str]:
+def _places(parser: argparse.ArgumentParser) -> list[str]:
     """Return completions of positional arguments: choices, and the recipes that ship with hfscale."""
-    usage = " ".join(parser.format_usage().split())
-    unnamed = re.search(r"(?:\]|hfscale \w+) \{([^}]*)\}", usage)
-    found = unnamed[1].split(",") if unnamed else []
-    if name in ("train", "doctor"):
-        library = Path(__file__).parents[1] / "recipes" / "library"
-        found += sorted(path.stem for path in library.glob("*.yaml"))
+    found: list[str] = []
+    for action in arguments_of(parser):
+        if not action.option_strings:
+            found += action.choices or ()
+        if action.dest == "recipe":
+            found += sorted(path.stem for path in LIBRARY.glob("*.yaml"))
     return found
 
 
@@ -90,9 +79,9 @@ def _fish_lines(commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
         text = (parser.description or "").partition(".")[0].replace("\n", " ").replace("'", "")
         lines.append(f"complete -c hfscale -n __fish_use_subcommand -f -a {name} -d '{text}'\n")
         within = f"complete -c hfscale -n '__fish_seen_subcommand_from {name}'"
-        for flag, values in _flags(parser).items():
-            given = f" -x -a '{' '.join(values)}'" if values else ""
+        for flag, action in flags_of(parser).items():
+            given = f" -x -a '{' '.join(action.choices)}'" if action.choices else ""
             lines.append(f"{within} -l {flag.removeprefix('--')}{given}\n")
-        places = _places(name, parser)
+        places = _places(parser)
         lines += [f"{within} -a '{' '.join(places)}'\n"] if places else []
     return lines

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .amounts import bytes_of
-from .look import add_json, check_directory, print_json
+from .look import add_json, check_directory, show
 from .output_directory import add_overwrite, check_target
 
 HELP = "make a Hugging Face directory of a saved state"
@@ -46,11 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
     )
     what = "an adapter" if index.adapter else "a model"
-    if arguments.json:
-        print_json({"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)})
-        return 0
     at = "" if index.step is None else f" of step {index.step}"
-    print(f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
+    found = {"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)}
+    show(arguments, found, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
     return 0
 
 
@@ -65,8 +63,6 @@ def _convert_adapter(arguments: argparse.Namespace) -> int:
     written = adapter_for_engine(
         arguments.base, arguments.state, arguments.out, trust_remote_code=arguments.trust_remote_code
     )
-    if arguments.json:
-        print_json({"directory": arguments.out, "holds": "an adapter", "tensors": written})
-        return 0
-    print(f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors")
+    found = {"directory": arguments.out, "holds": "an adapter", "tensors": written}
+    show(arguments, found, f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors")
     return 0

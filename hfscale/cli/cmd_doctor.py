@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .look import add_json, print_json
 
 if TYPE_CHECKING:
-    from .doctor_checks.finding import Finding
+    from .doctor_checks import Finding
 
 _WIDTH = 16  # of the column with names of findings
 
@@ -63,22 +63,13 @@ def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str,
     if not arguments.recipe_only:
         from .doctor_checks import this_machine as machine
 
+        checks = (machine.eight_bit_step, machine.collectives, machine.accelerate_config)
         yield "versions", machine.versions()
-        yield "machine", _machine()
+        yield "machine", chain(machine.devices(), (check() for check in checks), machine.environment())
     if recipe is not None:
         from .doctor_checks.recipe_check import examine
 
         yield f"recipe {recipe.name}", examine(recipe)
-
-
-def _machine() -> Iterator["Finding"]:
-    from .doctor_checks import this_machine as machine
-
-    yield from machine.devices()
-    yield machine.eight_bit_step()
-    yield machine.collectives()
-    yield machine.accelerate_config()
-    yield from machine.environment()
 
 
 def _line(each: "Finding") -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .amounts import tokens_of
-from .look import add_json, print_json
+from .look import add_json, show
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
 from .model_flags import add_sequence_length
 
@@ -50,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch=arguments.batch_size,
         rank=arguments.rank,
     )
-    if arguments.json:
-        rows = [[{"name": name, "bytes": size, "how": how} for name, size, how in table.rows] for table in found]
-        print_json([{"title": table.title, "rows": each} for table, each in zip(found, rows, strict=True)])
-    else:
-        print("\n\n".join(map(str, found)))
+    rows = [[dict(zip(("name", "bytes", "how"), row, strict=True)) for row in table.rows] for table in found]
+    document = [{"title": table.title, "rows": each} for table, each in zip(found, rows, strict=True)]
+    show(arguments, document, "\n\n".join(map(str, found)))
     return 0

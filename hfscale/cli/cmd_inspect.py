@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .look import add_json, print_json
+from .look import add_json, show
 
 HELP = "say what a saved state or checkpoint holds, and whether it is whole"
 DESCRIPTION = (
@@ -25,8 +25,5 @@ def run(arguments: argparse.Namespace) -> int:
     from ..checkpoint.inspect import inspect
 
     text, whole = inspect(arguments.directory, verify=not arguments.quick)
-    if arguments.json:
-        print_json({"directory": arguments.directory, "whole": whole, "lines": text.splitlines()})
-    else:
-        print(text)
+    show(arguments, {"directory": arguments.directory, "whole": whole, "lines": text.splitlines()}, text)
     return int(not whole)

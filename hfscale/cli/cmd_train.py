@@ -5,7 +5,7 @@ import shlex
 
 from ..recipes import check_installed
 from ..recipes.flags import add_memory_limit, memory_limit_flags
-from .look import print_json
+from .look import show
 
 HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
 DESCRIPTION = (
@@ -35,17 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Train in this process, or start the processes that do."""
     check_installed()
     from ..recipes.launch import is_launched, launch, launch_options
-    from ..recipes.read import read_recipe
+    from ..recipes.read import read_recipe, shipped_recipes
     from ..recipes.schema import RecipeError
-    from ..recipes.shipped import shipped_recipes
 
     if arguments.list:
         shipped = shipped_recipes()
-        if arguments.json:
-            print_json(shipped)
-            return 0
         width = max(map(len, shipped))
-        print("\n".join(f"{name:<{width}}  {text}" for name, text in shipped.items()))
+        show(arguments, shipped, "\n".join(f"{name:<{width}}  {text}" for name, text in shipped.items()))
         return 0
     if arguments.recipe is None:
         raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from .amounts import bytes_of
-from .look import add_json, print_json
+from .look import add_json, show
 from .output_directory import add_overwrite, check_target
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
@@ -43,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     given["max_shard_size"] = bytes_of(arguments.max_shard_size, "--max-shard-size")
     written = upcycle(arguments.model, arguments.directory, **given)
     size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
-    if arguments.json:
-        print_json({"directory": str(written), "bytes": size, **given})
-        return 0
-    print(f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB")
+    text = f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB"
+    show(arguments, {"directory": str(written), "bytes": size, **given}, text)
     return 0

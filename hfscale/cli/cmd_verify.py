@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ..errors import ConfigError
 from .layout import add_layout_arguments, layout_of
-from .look import add_json, print_json, working
+from .look import add_json, show, working
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
     with building(arguments, config):
         used, parity = verify(config, asked, lora=arguments.lora, **chosen, **remote_code(arguments))
-    if arguments.json:
-        layout = {axis: used.asked(axis) for axis in AXES}
-        found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
-        print_json({"family": config.model_type, "layout": layout, "ranks": used.total_size, **found})
-        return int(parity.worst() > TOLERANCE)
-    print(render(config, asked, used, parity, arguments.lora, arguments.auto_class if other else ""))
+    layout = {axis: used.asked(axis) for axis in AXES}
+    found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
+    document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}
+    show(
+        arguments, document, render(config, asked, used, parity, arguments.lora, arguments.auto_class if other else "")
+    )
     return int(parity.worst() > TOLERANCE)

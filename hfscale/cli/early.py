@@ -3,15 +3,15 @@
 import argparse
 from typing import Any
 
-from ..config.schedules import CP_METHODS, SCHEDULES, spelled
-from ..errors import ConfigError, check_choice, check_count
+from ..config.declared import declared
+from ..config.layout import LayoutFields, check_name
+from ..errors import ConfigError, check_count
 from .amounts import bytes_of, tokens_of
-from .layout import SIZES
 from .model import check_place
 
 _COUNTS = (
-    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "gpus_per_node"),
-    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width"),
+    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
+    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node"),
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 
@@ -25,21 +25,17 @@ def check_early(arguments: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])
-    for flag in SIZES:
-        name = flag[2:].replace("-", "_")
-        if name in given:
-            check_count(f"{name}_size", _number(given[name]))
+    for each in declared(LayoutFields):
+        if each.dest in given and each.name.endswith("_size"):
+            check_count(each.name, _number(given[each.dest]))
+        elif each.dest in given and each.choices:
+            check_name(each, given[each.dest])
     for name in given.keys() & set(_COUNTS):
         check_count(_flag(name), _number(given[name]))
     for name in given.keys() & set(_TOKENS):
         tokens_of(given[name], _flag(name))
     if isinstance(given.get("max_memory"), str):
         bytes_of(given["max_memory"], "--max-memory")
-    if isinstance(given.get("schedule"), str) and not given["schedule"].endswith(".csv"):
-        more = ", or the path of a .csv file"
-        check_choice("pipeline_schedule", spelled(given["schedule"]), SCHEDULES, more)
-    if "cp_method" in given:
-        check_choice("cp_method", given["cp_method"], CP_METHODS)
     if "auto_class" in given and not str(given["auto_class"]).startswith("AutoModel"):
         raise ConfigError(
             f"--auto-class {given['auto_class']} is not one of transformers' Auto classes: use AutoModelForCausalLM"

@@ -21,6 +21,14 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=1, default=str))
 
 
+def show(arguments: argparse.Namespace, document: Any, text: str) -> None:
+    """Print a result: the document under ``--json``, else the text."""
+    if arguments.json:
+        print_json(document)
+    else:
+        print(text)
+
+
 def check_writable(*files: Path | None) -> None:
     """Refuse files that cannot be written, before their contents are computed.
 

@@ -42,9 +42,12 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     from transformers import BitsAndBytesConfig
 
+    from ..config.options import Options
+
     given: dict[str, Any] = {}
-    if getattr(arguments, "mixed_precision", None) == "fp8":
-        given["mixed_precision"] = "fp8"
+    precision = getattr(arguments, "mixed_precision", None) or "no"
+    if Options(mixed_precision=precision).products is not None:
+        given["mixed_precision"] = precision
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")

@@ -1,17 +1,17 @@
 """The user's choices for matrix products in 8 bits: :class:`Float8Config`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from ..errors import ConfigError, check_choice, check_names, check_switch, refuse_misspelt
+from ..errors import ConfigError, check_choice, check_names, check_switch
+from .declared import Spelled
 
 FLOAT8_RECIPES = ("tensorwise", "rowwise")
 """Granularity of the scales, by torchao's names."""
 
 
 @dataclass(frozen=True)
-class Float8Config:
+class Float8Config(Spelled):
     """Options of ``mixed_precision="fp8"``.
 
     Attributes:
@@ -31,11 +31,6 @@ class Float8Config:
     recipe: str = "tensorwise"
     leave_out: Sequence[str] = ()
     fp8_all_gather: bool | None = None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Float8Config":
-        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
-        refuse_misspelt("Float8Config", kwargs, [f.name for f in fields(cls)])
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if str(self.recipe).lower().startswith("mx"):

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, check_count, check_names, check_switch, meant, refuse_misspelt
+from ..errors import ConfigError, check_count, check_names, check_switch, meant
+from .declared import Spelled
 
 RECOMPUTE = ("none", "full", "selective")
 """Named ways to recompute."""
@@ -15,7 +16,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Spelled):
     """Activation checkpointing, offloading to the CPU, and activations in 8 bits.
 
     Every default leaves the model as it is.
@@ -58,11 +59,6 @@ class MemoryConfig:
     compress_activations: bool | str = False
     offload_parameters: bool = False
     offload_optimizer: bool = False
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "MemoryConfig":
-        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
-        refuse_misspelt("MemoryConfig", kwargs, [f.name for f in fields(cls)])
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_recompute()

@@ -1,15 +1,17 @@
 """The sizes of the parallel axes that the user asks for (a *layout*)."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 from accelerate import ParallelismConfig
 
-from ..errors import ConfigError, check_choice, check_count, refuse_misspelt
-from .schedules import CP_METHODS, SCHEDULES, default_virtual_stages, spelled
+from ..errors import ConfigError, refuse_misspelt
+from .declared import Declared, declared
+from .layout import LayoutFields, check_name
+from .schedules import default_virtual_stages
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that communicates most (tensor)."""
@@ -17,76 +19,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 UNCUT_SEQUENCES = "cp_size=1"
 """What users are told to ask for if sequences must not be cut."""
 
-GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
-
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
 @dataclass
-class ParallelConfig(ParallelismConfig):
-    """Sizes of the parallel axes of one run.
-
-    Extends :class:`accelerate.ParallelismConfig`: same field names, and the same environment variables
-    (``PARALLELISM_CONFIG_TP_SIZE`` ...) fill the fields left out.
-
-    Args:
-        dp_replicate_size: data-parallel replicas of the full (sharded) model.
-        dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
-        tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
-        cp_size: ranks over which each sequence is cut, everywhere but in attention (Liu et al. 2023, ring attention).
-            They are data ranks that compute a piece of one sequence each: weights are sharded over them as over
-            ``dp_shard``.
-        pp_size: pipeline stages.
-        ep_size: ranks over which the experts of a mixture are spread, uncut (Lepikhin et al. 2020, GShard). They
-            are ranks of the tensor and data axes, so this multiplies nothing: with ``expert_tp_size=1`` the ranks of
-            ``tp`` come first and those of the data axes after them; ``ep_size`` is a multiple of ``tp_size``. Data
-            ranks that it needs are added if ``dp_shard_size`` is left out.
-        expert_tp_size: ranks over which each expert's matrices are cut: 1, or ``tp_size``; the expert ranks are
-            then ranks of the data axes.
-        cp_method: how attention reads the other context ranks' tokens: one of
-            :data:`hfscale.config.schedules.CP_METHODS`. ``gather`` gathers all keys and values (Llama Team 2024);
-            ``ring`` passes them around, one rank's at a time (Liu et al. 2023); ``heads`` exchanges tokens for heads,
-            so that each rank has some heads of the full sequence (Jacobs et al. 2023, Ulysses); ``heads_ring`` does
-            that in groups of ranks, as large as the heads allow, and passes keys and values around between the groups
-            (Fang and Zhao 2024); ``auto`` chooses by the bytes sent.
-        sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
-            2022).
-        sequence_regather: with that, gather a block's input once more in the backward pass instead of keeping it: all
-            activations of a layer are then cut, for half as much communication again.
-        overlap: overlap the backward collectives of tensor parallelism with the gradients of weights.
-        pipeline_schedule: one of :data:`SCHEDULES`, or the path of a CSV file.
-        num_microbatches: microbatches of one pipelined step; ``None`` lets the schedule choose.
-        virtual_stages: model chunks per pipeline rank; by default 2 for schedules that need several, else 1.
-        stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
-            stages by cost.
-        weights_regather: with stages and ``dp_shard``, gather weights again for every microbatch instead of keeping
-            them gathered for a step: less memory, and the traffic multiplied by the number of microbatches.
-        reduce_each_microbatch: over data ranks, reduce gradients after every microbatch instead of once per step.
-            Between microbatches a rank then holds its shards of them only, not full gradients (in float32 under
-            mixed precision), with the traffic multiplied by the number of microbatches. With stages, they are reduced
-            while later microbatches compute, not after the last one.
-        gradient_compression: compression of gradients between replicas: ``no``, ``bf16``, ``fp16``, or ``powersgd``:
-            factors of rank ``powersgd_rank`` (4), with their error added to the next gradient (Vogels et al. 2019).
-
-    Raises:
-        ConfigError: an unknown field or an impossible value.
-    """
-
-    pp_size: int | None = None
-    ep_size: int | None = None
-    expert_tp_size: int | None = None
-    cp_method: str | None = None
-    sequence_parallel: bool | None = None
-    sequence_regather: bool | None = None
-    overlap: bool | None = None
-    pipeline_schedule: str | None = None
-    num_microbatches: int | None = None
-    virtual_stages: int | None = None
-    stage_layers: Sequence[int] | None = None
-    weights_regather: bool | None = None
-    reduce_each_microbatch: bool | None = None
-    gradient_compression: str | None = None
-    powersgd_rank: int | None = None
+class ParallelConfig(LayoutFields, ParallelismConfig):
+    """Sizes of the parallel axes of one run: Accelerate's config with the fields of :class:`LayoutFields`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
         """Refuse misspelt fields by name, before the generated ``__init__`` would."""
@@ -98,37 +36,15 @@ class ParallelConfig(ParallelismConfig):
 
     # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
-        may_add_data = _default("dp_shard_size", self.dp_shard_size, None) is None
-        for axis in (*AXES, "sp"):
-            name = f"{axis}_size"
-            setattr(self, name, _positive(name, _default(name, getattr(self, name), 1)))
-        self.expert_tp_size = _positive("expert_tp_size", _default("expert_tp_size", self.expert_tp_size, 1))
+        may_add_data = self._given("dp_shard_size") is None
+        for each in declared(LayoutFields):
+            setattr(self, each.name, self._checked(each))
+        self.sp_size = _positive("sp_size", 1 if (given := self._given("sp_size")) is None else given)
         self._place_experts(may_add_data)
-        self.cp_method = _default("cp_method", self.cp_method, "auto")
-        check_choice("cp_method", self.cp_method, CP_METHODS)
-        self.pipeline_schedule = spelled(_default("pipeline_schedule", self.pipeline_schedule, "1f1b"))
         virtual = default_virtual_stages(str(self.pipeline_schedule)) if self.pp > 1 else 1
-        self.virtual_stages = _positive("virtual_stages", _default("virtual_stages", self.virtual_stages, virtual))
-        self.stage_layers = _stage_layers(
-            _default("stage_layers", self.stage_layers, None), self.pp, self.virtual_stages
-        )
-        self.num_microbatches = _default("num_microbatches", self.num_microbatches, None)
-        if self.num_microbatches is not None:
-            self.num_microbatches = _positive("num_microbatches", self.num_microbatches)
-        self.sequence_parallel = _boolean(
-            "sequence_parallel", _default("sequence_parallel", self.sequence_parallel, False)
-        )
-        self.sequence_regather = _boolean(
-            "sequence_regather", _default("sequence_regather", self.sequence_regather, False)
-        )
-        self.overlap = _boolean("overlap", _default("overlap", self.overlap, True))
-        self.weights_regather = _boolean("weights_regather", _default("weights_regather", self.weights_regather, False))
-        self.reduce_each_microbatch = _boolean(
-            "reduce_each_microbatch", _default("reduce_each_microbatch", self.reduce_each_microbatch, False)
-        )
+        self.virtual_stages = self.virtual_stages or virtual
+        self.stage_layers = _stage_layers(self.stage_layers, self.pp, self.virtual_stages)
         self._check_compression()
-        if not str(self.pipeline_schedule).endswith(".csv"):
-            check_choice("pipeline_schedule", self.pipeline_schedule, SCHEDULES, ", or the path of a .csv file")
         if self.sp_size != 1:
             raise ConfigError(
                 f"sp_size={self.sp_size} is DeepSpeed's sequence axis, which hfscale does not run: use sp_size=1 "
@@ -141,22 +57,36 @@ class ParallelConfig(ParallelismConfig):
         self._sizes = {axis: self.asked(axis) for axis in (*AXES, "sp")}
         self._fixed = True
 
+    def _given(self, name: str) -> Any:
+        """Return a field's value, or the environment's where it is left out."""
+        value = getattr(self, name)
+        return os.environ.get(_ENVIRONMENT + name.upper()) if value is None else value
+
+    def _checked(self, each: Declared) -> Any:
+        """Return the value of a field, or its default, as its type."""
+        value = self._given(each.name)
+        if value is None:
+            return each.default
+        if each.kind is bool:
+            return _boolean(each.name, value)
+        if each.kind is int:
+            return _positive(each.name, value)
+        return check_name(each, value) if each.choices else value
+
     def _check_compression(self) -> None:
-        given = self.gradient_compression = _default("gradient_compression", self.gradient_compression, "no")
-        check_choice("gradient_compression", given, GRADIENT_COMPRESSIONS)
+        given = self.gradient_compression
         if given != "no" and self.dp_replicate == 1:
             raise ConfigError(
                 f"gradient_compression={given!r} compresses gradients between replicas, and dp_replicate_size is 1: "
                 "use dp_replicate_size=2 or more, or leave it out (shards are reduced uncompressed)"
             )
-        if self.powersgd_rank is not None:
-            check_count("powersgd_rank", self.powersgd_rank)
-        rank = _default("powersgd_rank", self.powersgd_rank, None)
-        if rank is not None and given != "powersgd":
+        if given == "powersgd":
+            self.powersgd_rank = self.powersgd_rank or 4
+        elif self.powersgd_rank is not None:
             raise ConfigError(
-                f"powersgd_rank={rank} needs gradient_compression='powersgd': set that too, or leave it out"
+                f"powersgd_rank={self.powersgd_rank} needs gradient_compression='powersgd': set that too, or leave "
+                "it out"
             )
-        self.powersgd_rank = _positive("powersgd_rank", 4 if rank is None else rank) if given == "powersgd" else None
 
     def _place_experts(self, may_add_data: bool) -> None:
         """Check that the expert ranks are full tensor groups, or data ranks, of consecutive batches."""
@@ -195,6 +125,11 @@ class ParallelConfig(ParallelismConfig):
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether there are several stages."""
+        return self.pp > 1
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or an expert axis.
@@ -283,6 +218,20 @@ class ParallelConfig(ParallelismConfig):
         """The number of data-parallel ranks: those that compute different tokens."""
         return self.batch_world * self.asked("cp")
 
+    def microbatches_of(self, accumulated: int) -> int:
+        """Return into how many microbatches a step is cut that accumulates over ``accumulated`` ones."""
+        if not self.is_pipelined:
+            return accumulated
+        return self.num_microbatches or (accumulated if accumulated > 1 else self.pp)
+
+    def describe_schedule(self) -> str:
+        """Return :meth:`describe`, and the schedule of a pipeline."""
+        if not self.is_pipelined:
+            return self.describe()
+        name = Path(str(self.pipeline_schedule)).name  # a file's, without saying where it lies
+        count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
+        return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
+
     def describe(self) -> str:
         """Return the axes larger than one, as ``tp2 x dp_shard4``; ``one process`` if there is none."""
         named = [f"{axis}{self.asked(axis)}" for axis in reversed(AXES) if self.asked(axis) > 1 and axis != "ep"]
@@ -293,29 +242,12 @@ class ParallelConfig(ParallelismConfig):
         return (" x ".join(named) or "one process") + cut
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{axis}_size={self.asked(axis)}" for axis in AXES)
-        rest = (
-            "expert_tp_size",
-            "cp_method",
-            "sequence_parallel",
-            "sequence_regather",
-            "overlap",
-            "pipeline_schedule",
-            "num_microbatches",
-            "virtual_stages",
-            "stage_layers",
-            "weights_regather",
-            "reduce_each_microbatch",
-            "gradient_compression",
-            "powersgd_rank",
-        )
-        return f"ParallelConfig({values}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
+        first = [f"{axis}_size" for axis in AXES]
+        names = [*first, *(each.name for each in fields(LayoutFields) if each.name not in first)]
+        return f"ParallelConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-def _default(name: str, value: Any, default: Any) -> Any:
-    if value is not None:
-        return value
-    return os.environ.get(_ENVIRONMENT + name.upper(), default)
+ParallelConfig.__doc__ = LayoutFields.__doc__  # for help(), which shows no other class's
 
 
 def _positive(name: str, value: Any) -> int:

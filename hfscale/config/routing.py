@@ -1,10 +1,10 @@
 """The user's choices for routing and balance: :class:`RoutingConfig`."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from ..errors import ConfigError, check_choice, check_number, check_switch, refuse_misspelt
+from ..errors import ConfigError, check_choice, check_number, check_switch
+from .declared import Spelled
 
 ROUTERS = ("model", "switch", "gshard", "noisy_topk")
 """Rules that choose experts: the model's own router, or one of the papers' on its logits."""
@@ -15,7 +15,7 @@ _OWN_CAPACITY = {"switch": 1.25, "gshard": 1.0}
 
 
 @dataclass(frozen=True)
-class RoutingConfig:
+class RoutingConfig(Spelled):
     """The router of mixtures of experts, and the losses that balance experts.
 
     Every default leaves the model as it is: ``RoutingConfig()`` only counts, for :func:`hfscale.expert_load`.
@@ -59,11 +59,6 @@ class RoutingConfig:
     bias_update_rate: float = 0.0
     noise_std: float | None = None
     force_balanced: bool = False
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "RoutingConfig":
-        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
-        refuse_misspelt("RoutingConfig", kwargs, [f.name for f in fields(cls)])
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_choice("router", self.router, ROUTERS)

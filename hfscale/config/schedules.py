@@ -5,6 +5,8 @@ from typing import Any
 CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
 """How context ranks attend to each other's tokens."""
 
+GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
+
 SCHEDULES = (
     "gpipe",
     "1f1b",

@@ -1,10 +1,14 @@
 """Whole runs driven by a recipe: its schema, data, the trainer that runs it, and what a run leaves behind."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["check_installed"]
+__all__ = ["LIBRARY", "check_installed"]
+
+LIBRARY = Path(__file__).parent / "library"
+"""The recipes that come with hfscale."""
 
 _PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "omegaconf", "yaml": "PyYAML"}
 

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from transformers import BitsAndBytesConfig
@@ -32,45 +32,6 @@ def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
         RecipeError: a field is none of ``BitsAndBytesConfig``, or it refuses its value.
     """
     return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
-
-
-def describe_adapter(recipe: FinetuneRecipe, coverage: str) -> list[str]:
-    """Return Markdown lines for the card: the adapter, its base, and the parameters that it covers."""
-    quantization = _listed(recipe.quantization)
-    base = f"the base was quantized ({quantization})" if quantization else f"the base was in {recipe.training.dtype}"
-    path = recipe.adapter.get("path")
-    method = "a saved one, trained further" if path else recipe.adapter["method"]
-    fields = _listed({name: value for name, value in recipe.adapter.items() if name not in ("method", "path")})
-    first = f"- adapter: {method}{f' ({fields})' if fields else ''}; {base}"
-    return [first, *(f"- {line}" for line in coverage.splitlines())]
-
-
-def describe_loading(recipe: FinetuneRecipe, base: str) -> str:
-    """Return the card's code that puts the adapter around its base by PEFT."""
-    values = "".join(f", {name}={value!r}" for name, value in recipe.quantization.items())
-    quantized = f",\n    quantization_config=BitsAndBytesConfig({values.removeprefix(', ')})" if values else ""
-    also = ", BitsAndBytesConfig" if values else ""
-    task, head = task_of(recipe.data), ""
-    kind, reader = task.class_name, task.reader.__name__
-    name = reader.removeprefix("Auto").lower()
-    if recipe.data.format in ("pairs", "classes"):
-        head = f", num_labels={len(recipe.data.classes) or 1}, pad_token_id=tokenizer.pad_token_id"
-    return f"""```python
-from peft import PeftModel
-from transformers import {kind}, {reader}{also}
-
-{name} = {reader}.from_pretrained("path/of/this/directory")
-base = {kind}.from_pretrained(
-    "{base}", dtype="{recipe.training.dtype}"{head}{quantized}
-)
-model = PeftModel.from_pretrained(base, "path/of/this/directory")
-```
-
-It is an ordinary adapter of PEFT over `{base}`; hfscale need not be installed."""
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _made(section: str, kind: Callable[..., Any], fields: dict[str, Any], fixed: dict[str, Any]) -> Any:

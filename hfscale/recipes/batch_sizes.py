@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import hfscale
+
 from .schema import Recipe, RecipeError
 
 
@@ -36,12 +38,11 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
     Raises:
         RecipeError: the step does not divide evenly.
     """
-    training, layout = recipe.training, recipe.parallel
+    training = recipe.training
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
-    stages = int(layout.get("pp_size", 1))
-    if stages == 1 or not recipe.data.is_whole:
+    if not recipe.data.is_whole:
         return microbatches, size
-    wanted = int(layout.get("num_microbatches") or (microbatches if microbatches > 1 else stages))
+    wanted = hfscale.ParallelConfig(**recipe.parallel).microbatches_of(microbatches)
     if microbatches * size % wanted:
         raise RecipeError(
             f"the {microbatches * size} rows that a data rank has of training.batch_size={training.batch_size} do not "

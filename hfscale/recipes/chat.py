@@ -11,38 +11,11 @@ from jinja2 import TemplateError
 from .packing import Example
 from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
+from .templates import DIRECTORY
 
-# Both mark what the assistant writes, the end of its turn included.
-TEMPLATES = {
-    # For tokenizers that have these two as special tokens.
-    "chatml": """\
-{{- bos_token | default('', true) -}}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] + '<|im_end|>' -}}
-    {%- endif -%}
-    {{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-""",
-    # For all others: headings of ordinary text, and the end-of-text token, at which generation stops.
-    "plain": """\
-{{- bos_token | default('', true) -}}
-{%- for message in messages -%}
-    {{- '### ' + message['role'] | capitalize + ':\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] -}}
-    {%- endif -%}
-    {{- '\\n\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '### Assistant:\\n' -}}{%- endif -%}
-""",
-}
+TEMPLATES = {path.stem: path.read_text() for path in DIRECTORY.glob("*.jinja")}
+"""``chatml``, for tokenizers that have its two special tokens, and ``plain``, headings of ordinary text, for all
+others; both mark what the assistant writes, the end of its turn included."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

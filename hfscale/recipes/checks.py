@@ -1,9 +1,12 @@
 """What of a recipe is impossible in itself, refused as it is read."""
 
 import re
+from dataclasses import fields
 from typing import Any
 
-from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError
+import hfscale
+
+from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError, TrainingRecipe
 
 STEPS_BEFORE_PROFILE = 2
 """Steps that are never profiled: the first makes buffers and kernels, the second one warms the profiler up."""
@@ -12,6 +15,9 @@ STEPS_BEFORE_PROFILE = 2
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
     data, training = recipe.data, recipe.training
+    for section in ("data", "training"):
+        _check_declared(section, getattr(recipe, section))
+    recipe.sections(training.mixed_precision)
     _check_format(recipe, data)
     _check_weights(recipe)
     if not 0 < data.validation_fraction < 1:
@@ -21,27 +27,26 @@ def check_values(recipe: Recipe) -> None:
         )
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is impossible: use at least 0 and below 1")
-    counts = {
-        "data.sequence_length": data.sequence_length,
-        "data.validation_sequences": data.validation_sequences,
-        **{
-            f"training.{name}": getattr(training, name)
-            for name in ("steps", "batch_size", "microbatch_size", "log_every", "evaluate_every", "save_every")
-        },
-    }
-    if training.watchdog is not None and training.watchdog <= 0:
-        raise RecipeError(f"training.watchdog={training.watchdog} is no time to wait: give a number of seconds")
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise RecipeError(f"{name}={value} is impossible: use a whole number of at least 1")
     if recipe.memory.get("offload_optimizer"):
         from ..plan.offload import refuse_aside  # which imports torch
 
         refuse_aside(training.optimizer)
     if recipe.profile:
         steps_to_profile(recipe.profile, training.steps)
-    if training.peak_tflops is not None and not training.peak_tflops > 0:
-        raise RecipeError(f"training.peak_tflops={training.peak_tflops} is impossible: use more than 0")
+
+
+def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
+    """Check the values of a section by what its fields declare."""
+    for each in fields(values):
+        name, value, asked = f"{section}.{each.name}", getattr(values, each.name), each.metadata
+        if value is None:
+            continue
+        if "choices" in asked and value not in asked["choices"]:
+            raise RecipeError(f"{name}={value!r} is not known: use {' or '.join(asked['choices'])}")
+        if "least" in asked and value < asked["least"]:
+            raise RecipeError(f"{name}={value} is impossible: use a whole number of at least {asked['least']}")
+        if "above" in asked and not value > asked["above"]:
+            raise RecipeError(f"{name}={value} is impossible: use more than {asked['above']:g}")
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
@@ -66,10 +71,6 @@ def steps_to_profile(asked: str, steps: int) -> int:
 
 
 def _check_format(recipe: Recipe, data: DataRecipe) -> None:
-    choices = {"format": FORMATS, "train_on": ("completions", "all")}
-    for name, valid in choices.items():
-        if getattr(data, name) not in valid:
-            raise RecipeError(f"data.{name}={getattr(data, name)!r} is not known: use {' or '.join(valid)}")
     formats = {"stdlib": ("text",), "stdlib-docs": ("chat", "completion", "pairs")}
     if data.format not in formats.get(data.source, FORMATS):
         fitting = "text" if data.source == "stdlib" else "chat, completion or pairs"
@@ -84,7 +85,8 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             f"data.images_column={data.images_column!r} is for conversations, a row each: use data.format=chat, and "
             "leave out data.packing"
         )
-    if data.samples and (data.format in ("pairs", "classes") or int(recipe.parallel.get("pp_size", 1)) > 1):
+    cannot_write = data.format in ("pairs", "classes")
+    if data.samples and (cannot_write or hfscale.ParallelConfig(**recipe.parallel).is_pipelined):
         raise RecipeError(
             f"data.samples={data.samples} is for models that write, and for layouts without stages, where they can "
             "generate: set data.samples=0"
@@ -110,10 +112,6 @@ def _check_weights(recipe: Recipe) -> None:
             )
         _check_merge(recipe)
     dtype = recipe.training.dtype
-    if recipe.float8 and recipe.training.mixed_precision != "fp8":
-        raise RecipeError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
-    if dtype not in DTYPES[:2]:
-        raise RecipeError(f"training.dtype={dtype!r} is not known: use {' or '.join(DTYPES[:2])}")
     if dtype != "float32" and not adapter and not recipe.training.stochastic_rounding:
         raise RecipeError(
             f"training.dtype={dtype} without an adapter: updates smaller than about 1/512 of a bfloat16 weight would "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from datasets import load_dataset
 
 from .docstrings import disordered, questions
-from .schema import DataRecipe, RecipeError
+from .schema import FORMATS, DataRecipe, RecipeError
 
 # Parts of the standard library that are not library code written by hand: tests, tables, tools, other packages.
 _NOT_LIBRARY = {
@@ -60,17 +60,22 @@ def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
 
 
 def read_documents(data: DataRecipe) -> Iterator[Document]:
-    """Return the documents of ``data.source``, in a fixed order."""
-    if data.source == "stdlib":
-        return (Document(name, {data.text_column: text}) for name, text in _standard_library())
-    if data.source == "stdlib-docs":
-        return _standard_library_questions(data)
+    """Yield the documents of ``data.source``, in a fixed order."""
     path = Path(data.source)
-    if path.is_dir():
-        return _directory(path, data)
-    if path.is_file():
-        return _file(path, path.name, data, split=True)
-    return _hub(data)
+    if data.source == "stdlib":
+        for name, text in _standard_library():
+            yield Document(name, {data.text_column: text})
+    elif data.source == "stdlib-docs":
+        yield from _standard_library_questions(data)
+    elif path.is_dir():
+        for file in sorted(path.rglob("*")):
+            relative = file.relative_to(path)
+            if file.is_file() and not any(part.startswith(".") for part in relative.parts):
+                yield from _file(file, relative.as_posix(), data, split=False)
+    elif path.is_file():
+        yield from _file(path, path.name, data, split=True)
+    else:
+        yield from _hub(data)
 
 
 def _standard_library() -> Iterator[tuple[str, str]]:
@@ -92,13 +97,6 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
             yield from _document(f"{path}:{name}", record, data)
 
 
-def _directory(root: Path, data: DataRecipe) -> Iterator[Document]:
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
-        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
-            yield from _file(path, relative.as_posix(), data, split=False)
-
-
 def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
     """Return the records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text.
 
@@ -108,12 +106,10 @@ def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Docu
     text = _text(path) if is_records or data.format == "text" else None
     if text is None:
         return
-    if is_records:
-        for index, record in enumerate(_records(text, name)):
-            yield from _document(f"{name}:{index}", record, data)
-    else:
-        for index, part in enumerate(text.split("\n\n") if split else [text]):
-            yield from _document(f"{name}:{index}", {data.text_column: part}, data)
+    parts = text.split("\n\n") if split else [text]
+    records = _records(text, name) if is_records else ({data.text_column: part} for part in parts)
+    for index, record in enumerate(records):
+        yield from _document(f"{name}:{index}", record, data)
 
 
 def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
@@ -149,14 +145,7 @@ def needed_columns(data: DataRecipe) -> dict[str, str]:
     """Field of the recipe -> the column that it names, for those that ``data.format`` reads."""
     if data.images_column is not None:
         return {"messages_column": data.messages_column, "images_column": data.images_column}
-    fields = {
-        "text": ["text_column"],
-        "chat": ["messages_column"],
-        "completion": ["prompt_column", "completion_column"],
-        "pairs": ["chosen_column", "rejected_column"],
-        "classes": ["text_column", "label_column"],
-    }
-    return {field: getattr(data, field) for field in fields[data.format]}
+    return {field: getattr(data, field) for field in FORMATS[data.format]}
 
 
 def _check_columns(name: str, found: list[str], data: DataRecipe) -> None:

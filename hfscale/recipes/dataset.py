@@ -1,7 +1,7 @@
 """From documents to rows of tokens on disk, and the tokenizer that pretraining trains for itself."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from .chat import encode_chat, encode_completion, set_chat_template
-from .corpus import Document, read
+from .corpus import Document, needed_columns, read
 from .main_process import on_main
-from .packing import Columns, Example, cut, packed_rows, separate_rows
+from .packing import Example, cut, packed_rows, separate_rows
 from .pictures import encode_pictures
 from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
@@ -52,14 +52,6 @@ def pack(documents: Iterable[list[int]], end: int, length: int) -> np.ndarray:
     return stream[: rows * length].reshape(rows, length)
 
 
-def tokenize(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each text, without special tokens."""
-    documents: list[list[int]] = []
-    for start in range(0, len(texts), _AT_ONCE):
-        documents += tokenizer(texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False)["input_ids"]
-    return documents
-
-
 def unigram_entropy(tokens: np.ndarray) -> float:
     """Nats per token of a text under its own distribution of tokens: what knowing only frequencies achieves."""
     counts = np.bincount(np.asarray(tokens).reshape(-1))
@@ -77,9 +69,7 @@ def prepare(
         directory: of the run; gets ``tokenizer/`` if one is trained, ``data/train`` and ``data/validation``.
 
     Returns:
-        the tokenizer, the rows to train on and to validate on (of a stream of text with ``input_ids`` alone, else as
-        :mod:`~hfscale.recipes.packing` or :mod:`~hfscale.recipes.scored` makes them), and what the validation loss is
-        to be compared with: of text, the unigram entropy of its labels.
+        the tokenizer, the rows to train on and to validate on, and what the validation loss is to be compared with.
 
     Raises:
         RecipeError: the source cannot be read, or is too small.
@@ -114,15 +104,13 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
         tokenizer.save_pretrained(directory / "tokenizer")
     if getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
         raise RecipeError("the tokenizer of the base model has no end-of-text token to put between documents")
-    rows = {
-        name: column[: data.validation_sequences]
-        for name, column in make_rows(data, tokenizer, validation, "validation").items()
-    }
-    Dataset.from_dict(rows).save_to_disk(str(directory / "data" / "validation"))
+    rows = make_rows(data, tokenizer, validation, "validation")
+    kept = {name: column[: data.validation_sequences] for name, column in rows.items()}
+    Dataset.from_dict(kept).save_to_disk(str(directory / "data" / "validation"))
     Dataset.from_dict(make_rows(data, tokenizer, train, "training")).save_to_disk(str(directory / "data" / "train"))
 
 
-def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> Columns | dict[str, Any]:
+def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> dict[str, Any]:
     """Return the columns of the rows that the recipe makes from ``documents``.
 
     Args:
@@ -131,67 +119,57 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
     Raises:
         RecipeError: there is not one row.
     """
-    if data.is_stream:
-        stream = tokenize(tokenizer, [document.columns[data.text_column] for document in documents])
-        rows = pack(stream, tokenizer.eos_token_id, data.sequence_length)
-        if not len(rows):
-            raise RecipeError(
-                f"the {use} text of data.source={data.source!r} is shorter than one sequence of "
-                f"data.sequence_length={data.sequence_length} tokens: use shorter sequences, or more text"
-            )
-        return {"input_ids": rows}
+    length = data.sequence_length
+    none, short = f"none of the {{}} {use} {{}} of data.source={data.source!r}", f"data.sequence_length={length} tokens"
     if data.images_column is not None:
         return encode_pictures(data, tokenizer, documents, use)
-    if data.format in ("pairs", "classes"):
-        return _scored_rows(data, tokenizer, documents, use)
-    examples, shortened, dropped = cut(encode(data, tokenizer, documents), data.sequence_length)
+    if data.format == "classes":
+        return encode_classes(data, tokenizer, documents)
+    if data.is_stream:
+        rows = pack(_tokenized(tokenizer, documents, data), tokenizer.eos_token_id, length)
+        if not len(rows):
+            raise RecipeError(
+                f"the {use} text of data.source={data.source!r} is shorter than one sequence of {short}: use shorter "
+                "sequences, or more text"
+            )
+        return {"input_ids": rows}
+    if data.format == "pairs":
+        pairs, dropped = encode_pairs(data, tokenizer, documents)
+        if not pairs:
+            raise RecipeError(f"{none.format(dropped, 'pairs')} differ in their first {short}: use longer sequences")
+        print(f"{use}: {len(pairs):,} pairs; {dropped:,} dropped since both texts were the same", flush=True)
+        return {name: [getattr(pair, name) for pair in pairs] for name in Pair._fields}
+    examples, shortened, dropped = cut(encode(data, tokenizer, documents), length)
     if not examples:
         raise RecipeError(
-            f"none of the {dropped} {use} examples of data.source={data.source!r} has a label in its first "
-            f"data.sequence_length={data.sequence_length} tokens: use longer sequences, or data.train_on=all"
+            f"{none.format(dropped, 'examples')} has a label in its first {short}: use longer sequences, or "
+            "data.train_on=all"
         )
-    columns = packed_rows(examples, data.sequence_length) if data.is_packed else separate_rows(examples)
+    columns = packed_rows(examples, length) if data.is_packed else separate_rows(examples)
     print(
-        f"{use}: {len(examples):,} examples in {len(columns['input_ids']):,} rows; {shortened:,} cut to "
-        f"{data.sequence_length} tokens, {dropped:,} dropped since no label was left",
+        f"{use}: {len(examples):,} examples in {len(columns['input_ids']):,} rows; {shortened:,} cut to {length} "
+        f"tokens, {dropped:,} dropped since no label was left",
         flush=True,
     )
     return columns
 
 
-def _scored_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> dict[str, list[Any]]:
-    if data.format == "classes":
-        return encode_classes(data, tokenizer, documents)
-    pairs, dropped = encode_pairs(data, tokenizer, documents)
-    if not pairs:
-        raise RecipeError(
-            f"none of the {dropped} {use} pairs of data.source={data.source!r} differ in their first "
-            f"data.sequence_length={data.sequence_length} tokens: use longer sequences"
-        )
-    print(f"{use}: {len(pairs):,} pairs; {dropped:,} dropped since both texts were the same", flush=True)
-    return {name: [getattr(pair, name) for pair in pairs] for name in Pair._fields}
-
-
 def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:
     """Tokens and labels of every document, as its format has them; text in pieces that fit into a row."""
-    if data.format == "chat":
-        return [
-            encode_chat(tokenizer, document.columns[data.messages_column], data.train_on, document.name)
-            for document in documents
-        ]
-    if data.format == "completion":
-        return [
-            encode_completion(
-                tokenizer,
-                document.columns[data.prompt_column],
-                document.columns[data.completion_column],
-                data.train_on,
-                document.name,
-            )
-            for document in documents
-        ]
-    texts = tokenize(tokenizer, [document.columns[data.text_column] for document in documents])
-    ended = [[*tokens, tokenizer.eos_token_id] for tokens in texts]
-    length = data.sequence_length
-    pieces = [tokens[start : start + length] for tokens in ended for start in range(0, len(tokens), length)]
-    return [Example(piece, piece) for piece in pieces]
+    if data.format == "text":
+        ended = [[*tokens, tokenizer.eos_token_id] for tokens in _tokenized(tokenizer, documents, data)]
+        length = data.sequence_length
+        pieces = [tokens[start : start + length] for tokens in ended for start in range(0, len(tokens), length)]
+        return [Example(piece, piece) for piece in pieces]
+    make: Callable[..., Example] = encode_chat if data.format == "chat" else encode_completion
+    names = needed_columns(data).values()
+    return [make(tokenizer, *(each.columns[name] for name in names), data.train_on, each.name) for each in documents]
+
+
+def _tokenized(tokenizer: Any, documents: list[Document], data: DataRecipe) -> list[list[int]]:
+    """Return the tokens of each text, without special tokens."""
+    found: list[list[int]] = []
+    texts = [document.columns[data.text_column] for document in documents]
+    for start in range(0, len(texts), _AT_ONCE):
+        found += tokenizer(texts[start : start + _AT_ONCE], add_special_tokens=False, verbose=False)["input_ids"]
+    return found

@@ -3,15 +3,15 @@
 import re
 import shlex
 from collections.abc import Sequence
-
-import yaml
+from functools import partial
 
 from .launch import launch_options
 from .schema import RecipeError
+from .templates import environment
 
-KINDS = ("slurm", "kubernetes")
+KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}
+"""Kind of cluster -> template of its job file."""
 _PORT = 29500
-_IMAGE = "hfscale:latest"  # of yours, with hfscale[recipes] installed
 
 
 def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]) -> str:
@@ -31,13 +31,13 @@ def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments
             "--gpus-per-node, or a layout of a multiple of it"
         )
     gpus, label = min(processes, gpus_per_node), re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "train"
-    make = _slurm if kind == "slurm" else _kubernetes
-    return make(label, processes, processes // gpus, gpus, arguments)
+    nodes = processes // gpus
+    line = partial(_line, launch_options(processes, arguments), nodes)
+    return environment().get_template(KINDS[kind]).render(name=label, nodes=nodes, gpus=gpus, line=line)
 
 
-def _line(processes: int, nodes: int, rank: str, address: str, arguments: Sequence[str]) -> str:
+def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:
     """Return the launch line; ``rank`` and ``address`` are left for the shell."""
-    options = launch_options(processes, arguments)
     if nodes == 1:
         return f"accelerate launch {shlex.join(options)}"
     own = options.index("-m")
@@ -46,52 +46,3 @@ def _line(processes: int, nodes: int, rank: str, address: str, arguments: Sequen
     given[given.index("--num_machines") + 1] = str(nodes)
     place = f"--machine_rank {rank} --main_process_ip {address} --main_process_port {_PORT}"
     return f"accelerate launch {shlex.join(given)} {place} {shlex.join(options[own:])}"
-
-
-def _slurm(name: str, processes: int, nodes: int, gpus: int, arguments: Sequence[str]) -> str:
-    line = _line(processes, nodes, "$SLURM_NODEID", "$MAIN", arguments)
-    return f"""#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={gpus}
-#SBATCH --cpus-per-task={8 * gpus}
-#SBATCH --output=%x-%j.log
-# sbatch FILE. The network between nodes, where they have several: export NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...
-export OMP_NUM_THREADS=8
-export MAIN=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun bash -c {shlex.quote(line)}
-"""
-
-
-def _kubernetes(name: str, processes: int, nodes: int, gpus: int, arguments: Sequence[str]) -> str:
-    line = _line(processes, nodes, "$JOB_COMPLETION_INDEX", f"{name}-0.{name}", arguments)
-    container = {
-        "name": "train",
-        "image": _IMAGE,
-        "command": ["bash", "-c", line],
-        "env": [{"name": "OMP_NUM_THREADS", "value": "8"}],
-        "resources": {"limits": {"nvidia.com/gpu": gpus}},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    shared = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    pod = {"subdomain": name, "restartPolicy": "Never", "containers": [container], "volumes": [shared]}
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name},
-        "spec": {
-            "completions": nodes,
-            "parallelism": nodes,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,
-            "template": {"metadata": {"labels": {"run": name}}, "spec": pod},
-        },
-    }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {"clusterIP": "None", "selector": {"run": name}, "publishNotReadyAddresses": True},
-    }
-    return str(yaml.safe_dump_all([service, job], sort_keys=False, width=1000))

@@ -1,4 +1,4 @@
-"""Start the processes that a layout needs, through ``accelerate launch``."""
+"""The layout of a run, and the processes that it needs, started through ``accelerate launch``."""
 
 import logging
 import os
@@ -6,12 +6,24 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .schema import RecipeError
+import hfscale
+
+from .schema import Recipe, RecipeError
 
 
 def is_launched() -> bool:
     """Return whether a launcher (``accelerate launch``, ``torchrun``) has started this process as one rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that imports torch
+    """Return the recipe's layout; under a launcher, the first of it and its fallbacks that the processes fit.
+
+    Raises:
+        MeshError: none of several does.
+    """
+    first, *others = (hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks))
+    return hfscale.fitting_layout([first, *others]) if others and is_launched() else first
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:

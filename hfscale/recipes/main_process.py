@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -14,6 +15,8 @@ from hfscale import HFScaleError
 
 from .._compat.torch_device import accelerators
 from .schema import RecipeError
+
+T = TypeVar("T")
 
 _HEAD_START_SECONDS = 5.0
 _SPREAD = 10  # ranks that speak one after the other
@@ -27,12 +30,6 @@ def rank() -> int:
 def is_main() -> bool:
     """Return whether this process reads the source, writes files and prints."""
     return rank() == 0
-
-
-def barrier() -> None:
-    """Wait for all processes."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def on_main(work: Callable[[], None]) -> None:
@@ -49,30 +46,20 @@ def on_main(work: Callable[[], None]) -> None:
         raise RecipeError(failure[0])
 
 
-def largest(value: float) -> float:
-    """Return the largest of the processes' values."""
-    every: list[float] = [value]
-    if dist.is_initialized():  # objects, which any backend takes to where it can
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, value)
-    return max(every)
-
-
-def total(value: float) -> float:
-    """Return the sum of the processes' values."""
-    every: list[float] = [value]
+def gathered(value: T) -> list[T]:
+    """Return the values of all processes: as objects, which any backend takes to where it can."""
+    every = [value]
     if dist.is_initialized():
         every *= dist.get_world_size()
         dist.all_gather_object(every, value)
-    return sum(every)
+    return every
 
 
 def peak_memory() -> int:
     """Bytes at the peak, of the process with most: GPU memory on GPUs, resident memory on CPU. Call on every rank."""
-    if accelerators().is_available() and accelerators().max_memory_allocated():
-        return int(largest(accelerators().max_memory_allocated()))
+    own = accelerators().max_memory_allocated() if accelerators().is_available() else 0
     unit = 1 if sys.platform == "darwin" else 1024
-    return int(largest(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+    return int(max(gathered(own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)))
 
 
 def run(main: Callable[[], None]) -> None:

@@ -3,14 +3,12 @@
 import math
 from typing import Any
 
-import torch.distributed as dist
-
 import hfscale
 
 from .._compat.torch_device import accelerators
 from .batch_sizes import per_rank
-from .layouts import layout_of
-from .main_process import is_main
+from .launch import layout_of
+from .main_process import gathered, is_main
 from .schema import Recipe, RecipeError
 from .tasks import task_of
 
@@ -33,11 +31,7 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
         return None
     layout = layout_of(recipe)
     own = hfscale.memory_estimate(model, recipe.training.optimizer, **of_one_microbatch(recipe, layout))
-    every = [own]
-    if dist.is_initialized():
-        every = [own] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-    most = max(every, key=lambda estimate: estimate.total)
+    most = max(gathered(own), key=lambda estimate: estimate.total)
     if is_main():
         print(f"memory predicted, of the rank with most:\n{most}", flush=True)
     if most.total > limit * GIB:
@@ -53,9 +47,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     """Return the arguments of :func:`hfscale.memory_estimate` for a recipe's steps."""
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
-    count = microbatches
-    if layout.pp > 1:  # which cuts a step anew
-        count = layout.num_microbatches or (microbatches if microbatches > 1 else layout.pp)
+    count = layout.microbatches_of(microbatches)
     length, again = recipe.data.sequence_length, training.gradient_checkpointing
     tokens = math.ceil(microbatches * size / count) * length * task_of(recipe.data).rows
     sizes = {"tokens": tokens, "sequence_length": length}

@@ -36,16 +36,13 @@ def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, i
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Share examples out to rows: each, in order, goes to the first row that has room for it.
-
-    Args:
-        lengths: of the examples, at most ``capacity`` each.
+    """Share examples, of at most ``capacity`` tokens, out to rows: each goes to the first row that has room for it.
 
     Returns:
         per row, the numbers of its examples.
     """
-    # A binary tree over as many rows as there are examples: the leaves hold the room that is left in each row, a node
-    # the most below it. The first row with enough is then found from the root.
+    # A binary tree over as many rows as there are examples: leaves hold the room left in each row, and a node the most
+    # of those below it, so that the first row with enough room is found from the root.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)
     rows: list[list[int]] = [[] for _ in range(leaves)]

@@ -84,36 +84,29 @@ def opened(image: bytes) -> Image.Image:
 
 def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_on: str) -> list[int]:
     """Return the tokens of the assistant's turns, or all; found by what a turn adds to the rendering before it."""
-    ids = _ids(processor, text, images)
-    if train_on == "all":
-        return [IGNORED, *ids[1:]]
-    return by_prefixes(
-        ids,
-        messages,
-        lambda number, answer: _ids(
-            processor, render(processor, messages[:number], answer=answer), _shown(messages[:number], images)
-        ),
-    )
 
+    def tokens(text: str, images: list[Any]) -> list[int]:
+        return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
 
-def _ids(processor: Any, text: str, images: list[Any]) -> list[int]:
-    return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
+    def first(number: int, answer: bool) -> list[int]:
+        shown = sum(part["type"] == "image" for part in _parts(messages[:number]))
+        return tokens(render(processor, messages[:number], answer=answer), images[:shown])
+
+    ids = tokens(text, images)
+    return [IGNORED, *ids[1:]] if train_on == "all" else by_prefixes(ids, messages, first)
 
 
 def _words(messages: Sequence[Any]) -> str:
     """Return the text of the turns, without pictures."""
-    parts = [part for each in messages for part in _parts(each)]
-    return " ".join(part["text"] for part in parts if part["type"] == "text").strip()
+    return " ".join(part["text"] for part in _parts(messages) if part["type"] == "text").strip()
 
 
-def _parts(message: Any) -> list[Any]:
-    content = message["content"]
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _shown(messages: Sequence[Any], images: list[Any]) -> list[Any]:
-    """Return the pictures of the first messages."""
-    return images[: sum(part["type"] == "image" for message in messages for part in _parts(message))]
+def _parts(messages: Sequence[Any]) -> list[Any]:
+    """Return the texts and pictures of the turns, one after the other."""
+    contents = (message["content"] for message in messages)
+    return [
+        part for each in contents for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
+    ]
 
 
 def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
@@ -135,7 +128,8 @@ class PictureRows(Rows):
     """Conversations with pictures; each microbatch is made by the processor, of its own texts and pictures."""
 
     def __init__(self, data: Dataset, processor: Any) -> None:
-        self._data, self._processor = data, processor
+        super().__init__(data)
+        self._processor = processor
 
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
         """See :meth:`Rows.step`."""

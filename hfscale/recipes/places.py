@@ -12,7 +12,6 @@ def check_places(recipe: Recipe) -> None:
     """Refuse a base that is not a checkpoint, and a base, an adapter or a run that this one would replace."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
-        _check_adapter(recipe)
     _check_earlier_run(recipe)
     if recipe.tracking:
         from .run_log import check_trackers  # imports transformers
@@ -31,21 +30,13 @@ def _check_base(recipe: FinetuneRecipe) -> None:
             f"base={recipe.base!r} is not there: pretrain first (hfscale train demo_pretrain makes the demo's), or "
             "give the directory of a checkpoint or the id of a model on the Hub"
         )
-    if base.resolve() == (recipe.directory / "checkpoint").resolve():
-        raise RecipeError(
-            f"base={recipe.base!r} is where name={recipe.name!r} will be written: choose another name, so that the "
-            "checkpoint to start from is kept"
-        )
-
-
-def _check_adapter(recipe: FinetuneRecipe) -> None:
-    """Refuse to go on with an adapter that the run would replace."""
-    path = recipe.adapter.get("path")
-    if path is not None and Path(path).resolve() == (recipe.directory / "adapter").resolve():
-        raise RecipeError(
-            f"adapter.path={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
-            "adapter to start from is kept"
-        )
+    starts = {"base": (recipe.base, "checkpoint"), "adapter.path": (recipe.adapter.get("path"), "adapter")}
+    for key, (path, written) in starts.items():
+        if path is not None and Path(path).resolve() == (recipe.directory / written).resolve():
+            raise RecipeError(
+                f"{key}={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
+                f"{written} to start from is kept"
+            )
 
 
 def _check_earlier_run(recipe: Recipe) -> None:

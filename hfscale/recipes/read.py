@@ -1,8 +1,11 @@
 """Read a recipe: a YAML file with command-line overrides (``training.steps=20``), checked against its schema."""
 
 import argparse
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import meant
+from . import LIBRARY
 from .checks import check_values
 from .flags import add_memory_limit
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
-from .shipped import locate
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
@@ -74,6 +77,40 @@ def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[s
         raise RecipeError(f"{path} with {' '.join(overrides)} cannot be read as a recipe: {error}") from error
     check_values(recipe)
     return recipe
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name -> what it is, as its file begins."""
+    return {path.stem: _summary(path) for path in sorted(LIBRARY.glob("*.yaml"))}
+
+
+def locate(recipe: str | Path) -> Path:
+    """Return the file of a recipe, given its path or the name of a shipped one.
+
+    Raises:
+        RecipeError: there is none; says which there are.
+    """
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    if path.suffix or len(path.parts) > 1:
+        found = ", ".join(sorted(p.name for p in path.parent.glob("*.yaml"))) or "no recipe"
+        raise RecipeError(f"{recipe}: there is no such file; {path.parent} has {found}")
+    names = [p.stem for p in LIBRARY.glob("*.yaml")]
+    if path.name not in names:
+        close = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise RecipeError(
+            f"{recipe} is neither a file nor a recipe that comes with hfscale: {hint}give the path of a YAML file, or "
+            f"one of {', '.join(sorted(names))}"
+        )
+    return LIBRARY / f"{path.name}.yaml"
+
+
+def _summary(path: Path) -> str:
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    text = " ".join(line.removeprefix("#").strip() for line in lines)
+    return re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]
 
 
 def _content(path: Path) -> DictConfig:

@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 import hfscale
 
-from .card import Made, describe_layout, make_card
-from .main_process import barrier, is_main
+from .card import Made, make_card
+from .main_process import on_main
 from .memory_limit import beside
-from .run_log import experts_of, metrics_of, plot_losses
+from .run_log import plot_losses
 from .samples import Sample, write_pictures
 from .schema import FinetuneRecipe, Recipe
 from .tasks import task_of
@@ -42,10 +42,12 @@ def finish(
     """
     directory, model = recipe.directory, trainer.trained
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
-    if is_main():  # what an earlier run of this name has left would be taken for this one's
+
+    def clear() -> None:  # what an earlier run of this name has left would be taken for this one's
         for name in ("adapter", "checkpoint"):
             shutil.rmtree(directory / name, ignore_errors=True)
-    barrier()
+
+    on_main(clear)
     made = [Made("full", outcome.validation_loss, outcome.accuracy)]
     if adapted:
         coverage = hfscale.coverage_report(model)
@@ -58,12 +60,13 @@ def finish(
         loss, accuracy = trainer.measured(model)
         trainer.log({"merged_validation_loss": loss})
         made.append(replace(made[0], kind="merged", validation_loss=loss, accuracy=accuracy))
-    if is_main():
+
+    def describe() -> None:
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
-        title = f"{recipe.name} ({describe_layout(layout)})"
-        plot_losses(metrics_of(recipe), directory / "loss.png", title, task_of(recipe.data))
-        if experts_of(recipe).is_file():
-            hfscale.ExpertLoadHistory.read(experts_of(recipe)).plot(directory / "experts.png")
+        title = f"{recipe.name} ({layout.describe_schedule()})"
+        plot_losses(recipe.metrics, directory / "loss.png", title, task_of(recipe.data))
+        if recipe.expert_loads.is_file():
+            hfscale.ExpertLoadHistory.read(recipe.expert_loads).plot(directory / "experts.png")
         for part in made:
             target = directory / part.directory
             tokenizer.save_pretrained(target)
@@ -72,7 +75,8 @@ def finish(
             card = make_card(model.config, recipe, layout, outcome, train_sequences, part, expected, shown)
             card.save(target / "README.md")
         print(_summary(recipe, layout, outcome, made, expected), flush=True)
-    barrier()
+
+    on_main(describe)
 
 
 def _summary(
@@ -84,7 +88,7 @@ def _summary(
 ) -> str:
     task = task_of(recipe.data)
     lines = [
-        f"\n{recipe.name}: {describe_layout(layout)}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
+        f"\n{recipe.name}: {layout.describe_schedule()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
         f"{outcome.memory / 2**30:.2f} GiB",
         f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, {task.baseline} "
         f"{outcome.baseline:.4f} (nats per {task.each})",
@@ -92,5 +96,5 @@ def _summary(
     lines += [f"  accuracy {outcome.accuracy:.1%}"] if outcome.accuracy is not None else []
     lines += [f"  merged: validation loss {part.validation_loss:.4f}" for part in made if part.kind == "merged"]
     lines += [f"  {beside(expected, outcome)}"] if expected is not None else []
-    written: list[Path] = [*(recipe.directory / part.directory for part in made), metrics_of(recipe)]
+    written: list[Path] = [*(recipe.directory / part.directory for part in made), recipe.metrics]
     return "\n".join([*lines, f"  {', '.join(map(str, written))}, {recipe.directory / 'loss.png'}"])

@@ -1,10 +1,12 @@
 """Rows of a data set, as the arguments of a forward pass."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow.compute
+import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
@@ -22,10 +24,16 @@ class Rows:
 
     ``labels`` are missing where they are the same as ``input_ids``. In packed rows, which have ``position_ids``, each
     padding token is an example of its own, without a label.
+
+    Args:
+        padding: token that fills up texts that are scored whole: the one that the model finds the end of a row by.
     """
 
-    def __init__(self, data: Dataset) -> None:
-        self._data = data
+    texts = 1
+    """Rows of a batch that one row of the data becomes."""
+
+    def __init__(self, data: Dataset, padding: int = 0) -> None:
+        self._data, self._padding = data, padding
         is_packed = "position_ids" in data.column_names
         # A router cannot tell the padding of packed rows, which have no mask: there must be as much in every layout.
         self._length = int(self.tokens.max()) if is_packed else 0
@@ -69,9 +77,44 @@ class Rows:
         Args:
             counted: so many of the rows count in the loss, the first ones; by default all.
         """
-        batch = self.batch(rows)
-        batch["labels"][len(rows) if counted is None else counted :] = IGNORED
-        return divided(batch, size)
+        batch, first = self.batch(rows), self.texts * (len(rows) if counted is None else counted)
+        if "counted" in batch:
+            batch["counted"][first:] = False
+        else:
+            batch["labels"][first:] = IGNORED
+        return divided(batch, self.texts * size)
+
+    def _filled(self, texts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return texts that are scored whole, filled up to one length, with the mask of their tokens."""
+        masks = [torch.ones_like(text) for text in texts]
+        return {
+            "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=self._padding),
+            "attention_mask": pad_sequence(masks, batch_first=True, padding_value=0),
+        }
+
+
+class PairRows(Rows):
+    """Pairs; a batch has the preferred text and the other of each in turn, filled up to one length.
+
+    ``counted`` says, for either text, whether its pair counts in the loss; the model does not take it.
+    """
+
+    texts = 2
+
+    def batch(self, rows: list[int]) -> dict[str, Tensor]:
+        """See :meth:`Rows.batch`."""
+        columns: dict[str, Any] = self._data[rows]
+        texts = [text for pair in zip(columns["chosen"], columns["rejected"], strict=True) for text in pair]
+        return {**self._filled(texts), "counted": torch.ones(len(texts), dtype=torch.bool)}
+
+
+class ClassRows(Rows):
+    """Texts with a class each, filled up to one length."""
+
+    def batch(self, rows: list[int]) -> dict[str, Tensor]:
+        """See :meth:`Rows.batch`."""
+        columns: dict[str, Any] = self._data[rows]
+        return {**self._filled(columns["input_ids"]), "labels": columns["label"].clone()}
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:

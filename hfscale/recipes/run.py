@@ -12,7 +12,7 @@ from .._compat.transformers.configs import made_or_explained
 from ..train.guards import check_packed_rows
 from .adapting import adapter_of, quantization_of
 from .dataset import END_OF_TEXT_ID, prepare
-from .layouts import layout_of
+from .launch import layout_of
 from .main_process import is_main
 from .main_process import run as run_or_explain
 from .memory_limit import expect_memory
@@ -52,7 +52,7 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
     """
     layout = layout_of(recipe)
     check_places(recipe)
-    model, tokenizer = load(recipe, layout) if isinstance(recipe, FinetuneRecipe) else (made(recipe, layout), None)
+    model, tokenizer = load(recipe, layout)
     if isinstance(recipe, FinetuneRecipe) and recipe.adapter and is_main():
         print(hfscale.coverage_report(model), flush=True)
     expected = expect_memory(model, recipe, limit)
@@ -69,28 +69,22 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
     finish(trainer, tokenizer, recipe, layout, outcome, len(data), expected, shown)
 
 
-def options_of(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
-    """Return what a recipe asks of a model in either way to get one."""
-    return {
-        "parallel": layout,
-        "seed": recipe.seed,
-        "mixed_precision": recipe.training.mixed_precision,
-        "routing": hfscale.RoutingConfig(**recipe.routing) if recipe.routing else None,
-        "memory": hfscale.MemoryConfig(**recipe.memory),
-        "float8": hfscale.Float8Config(**recipe.float8) if recipe.float8 else None,
-        "use_liger_kernel": recipe.training.use_liger_kernel,
-    }
+def options_of(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe asks of a model, or of its plan, beside the layout."""
+    precision = recipe.training.mixed_precision
+    return {"mixed_precision": precision, **recipe.sections(precision)}
 
 
-def made(recipe: PretrainRecipe, layout: hfscale.ParallelConfig) -> Any:
-    """Return the sharded model of random weights."""
-    return hfscale.from_config(config_of(recipe), **options_of(recipe, layout))
-
-
-def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model, in the recipe's type whatever the checkpoint has, and its tokenizer or processor."""
-    quantization = quantization_of(recipe)
-    quantized: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
+def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
+    """Return the sharded model, and its tokenizer or processor: of random weights, which have none yet, or of a
+    checkpoint, in the recipe's type whatever the checkpoint has.
+    """
+    built: dict[str, Any] = {"parallel": layout, "seed": recipe.seed, **options_of(recipe)}
+    built["use_liger_kernel"] = recipe.training.use_liger_kernel
+    if isinstance(recipe, PretrainRecipe):
+        return hfscale.from_config(config_of(recipe), **built), None
+    if (quantization := quantization_of(recipe)) is not None:
+        built["quantization_config"] = quantization
     try:
         task = task_of(recipe.data)
         tokenizer = task.reader.from_pretrained(recipe.base)
@@ -101,8 +95,7 @@ def load(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, A
             recipe.base,
             peft_config=adapter_of(recipe),
             dtype=recipe.training.dtype,
-            **options_of(recipe, layout),
-            **quantized,
+            **built,
             **model_options(recipe.data, inner.pad_token_id),
         )
         return model, tokenizer

@@ -30,21 +30,21 @@ class RunLog(TrainerCallback):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.path = metrics_of(recipe)
+        self.path, self.experts = recipe.metrics, recipe.expert_loads
         self._csv = "csv" in recipe.tracking
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.directory / "tracking"))
         if is_main() and recipe.saved_state is None:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
             shutil.rmtree(recipe.directory / "state", ignore_errors=True)
-            experts_of(recipe).unlink(missing_ok=True)
+            self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Forget what a run that goes on wrote behind its saved state."""
         if not is_main():
             return
-        for path in filter(Path.is_file, (self.path, self.path.with_name("experts.jsonl"))):
+        for path in filter(Path.is_file, (self.path, self.experts)):
             lines = path.read_text().splitlines(keepends=True)
             path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state.global_step))
 
@@ -95,16 +95,6 @@ class Profile(TrainerCallback):
     def _write(self, profiler: Any) -> None:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._target))
-
-
-def metrics_of(recipe: Recipe) -> Path:
-    """Return the file of a run's numbers."""
-    return recipe.directory / "metrics.jsonl"
-
-
-def experts_of(recipe: Recipe) -> Path:
-    """Return the file of the loads of a mixture's experts."""
-    return recipe.directory / "experts.jsonl"
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -24,6 +24,16 @@ class Sample(NamedTuple):
     before: str
     after: str
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer after training is the expected one."""
+        return self.after == self.wanted
+
+    @property
+    def was_right(self) -> bool:
+        """Whether the answer before training was."""
+        return self.before == self.wanted
+
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
@@ -86,31 +96,3 @@ def write_pictures(shown: Sequence[Sample], directory: Path) -> None:
     for index, sample in enumerate(shown):
         if sample.picture:
             opened(sample.picture).save(directory / f"sample-{index}.png")
-
-
-def describe_samples(shown: Sequence[Sample]) -> str:
-    """Return the card's section of samples; nothing without samples."""
-    if not shown:
-        return ""
-    if not any(sample.picture for sample in shown):
-        head = ["| given | in the text | before training | after training |", "|---|---|---|---|"]
-        rows = ["| " + " | ".join(_code(text) for text in sample[1:]) + " |" for sample in shown]
-        total = f"The most likely tokens, one after the other, behind the first {len(shown)} texts to validate on."
-        return "\n".join(["\n## Before and after\n", *head, *rows, "", total, ""])
-    rows = [
-        f"| {f'![picture](sample-{index}.png)' if sample.picture else ''} | "
-        + " | ".join(text.replace("|", "/").replace("\n", " ") for text in sample[1:])
-        + " |"
-        for index, sample in enumerate(shown)
-    ]
-    head = ["| picture | asked | wanted | before training | after training |", "|---|---|---|---|---|"]
-    right = sum(sample.after == sample.wanted for sample in shown)
-    earlier = sum(sample.before == sample.wanted for sample in shown)
-    total = f"Of these {len(shown)}, the first of those to validate on, {right} are right, and {earlier} were before."
-    return "\n".join(["\n## Answers\n", *head, *rows, "", total, ""])
-
-
-def _code(text: str) -> str:
-    """Return a text as a cell of a table, line by line."""
-    lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
-    return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())

@@ -6,16 +6,28 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from ..config.sections import OptionSections
 from ..errors import HFScaleError
 
 METHODS = ("lora", "dora", "ia3", "loha")
 """Kinds of adapters."""
 
-FORMATS = ("text", "chat", "completion", "pairs", "classes")
-"""Formats of data."""
+FORMATS = {
+    "text": ("text_column",),
+    "chat": ("messages_column",),
+    "completion": ("prompt_column", "completion_column"),
+    "pairs": ("chosen_column", "rejected_column"),
+    "classes": ("text_column", "label_column"),
+}
+"""Formats of data, with the keys that name their columns."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types of weights; those to train on or over come first."""
+
+
+COUNT: dict[str, Any] = {"least": 1}
+POSITIVE: dict[str, Any] = {"above": 0.0}
+"""What :func:`.checks.check_values` asks of a value, beside ``choices``."""
 
 
 class RecipeError(HFScaleError):
@@ -62,7 +74,7 @@ class DataRecipe:
     """
 
     source: str = "stdlib"
-    format: str = "text"
+    format: str = field(default="text", metadata={"choices": tuple(FORMATS)})
     text_column: str = "text"
     messages_column: str = "messages"
     prompt_column: str = "prompt"
@@ -74,15 +86,15 @@ class DataRecipe:
     images_column: Optional[str] = None  # noqa: UP045
     samples: int = 0
     chat_template: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
-    train_on: str = "completions"
+    train_on: str = field(default="completions", metadata={"choices": ("completions", "all")})
     packing: Optional[bool] = None  # noqa: UP045
     subset: Optional[str] = None  # noqa: UP045
     split: str = "train"
     include: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     validation_fraction: float = 0.05
-    sequence_length: int = 256
-    validation_sequences: int = 64
+    sequence_length: int = field(default=256, metadata=COUNT)
+    validation_sequences: int = field(default=64, metadata=COUNT)
 
     @property
     def is_stream(self) -> bool:
@@ -115,7 +127,7 @@ class TrainingRecipe:
         warmup_ratio: share of the steps over which the rate rises to its peak.
         weight_decay: of what HF Trainer lets decay: all but biases and norms.
         max_grad_norm: gradients are scaled down to at most this global norm.
-        mixed_precision: ``no``, or ``bf16`` or ``fp16`` to compute in 16 bits over 32-bit weights, or ``fp8``.
+        mixed_precision: of products over 32-bit weights: a key of :data:`hfscale.config.options.MIXED_PRECISIONS`.
         use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU.
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
@@ -134,25 +146,25 @@ class TrainingRecipe:
             with exit code 75; by default torch's time limits alone.
     """
 
-    steps: int = 100
-    batch_size: int = 16
-    microbatch_size: Optional[int] = None  # noqa: UP045
+    steps: int = field(default=100, metadata=COUNT)
+    batch_size: int = field(default=16, metadata=COUNT)
+    microbatch_size: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
     learning_rate: float = 1e-3
     warmup_ratio: float = 0.1
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     mixed_precision: str = "no"
     use_liger_kernel: bool = False
-    dtype: str = "float32"
+    dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
     optimizer: str = "adamw_torch_fused"
     stochastic_rounding: bool = False
     gradient_checkpointing: bool = False
-    log_every: int = 10
-    evaluate_every: int = 50
-    save_every: Optional[int] = None  # noqa: UP045
-    peak_tflops: Optional[float] = None  # noqa: UP045
+    log_every: int = field(default=10, metadata=COUNT)
+    evaluate_every: int = field(default=50, metadata=COUNT)
+    save_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
+    peak_tflops: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
     resume: bool = False
-    watchdog: Optional[float] = None  # noqa: UP045
+    watchdog: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
 
 
 @dataclass
@@ -177,8 +189,8 @@ class ModelRecipe:
 
 
 @dataclass
-class Recipe:
-    """What pretraining and fine-tuning have in common.
+class Recipe(OptionSections):
+    """What pretraining and fine-tuning have in common, besides the sections of :class:`OptionSections`.
 
     Attributes:
         name: results go to ``runs/<name>``.
@@ -187,14 +199,11 @@ class Recipe:
         profile: so many steps, as ``3 steps``, behind the first two: torch's profiler writes ``profile/rank-N.json``.
         replace: whether to replace those of an earlier run of this name, which is refused otherwise.
         seed: of the initial weights and of the order of the sequences.
-        parallel: the layout, the fields of ``hfscale.ParallelConfig``; with ``pp_size``, ``num_microbatches`` cuts what
-            a rank runs at once (``training.microbatch_size``, or all of its step).
+        parallel: the layout, the fields of ``hfscale.ParallelConfig``; over stages, ``num_microbatches`` cuts what a
+            rank runs at once (``training.microbatch_size``, or all of its step).
         fallbacks: layouts to take instead, the first that fits, where a launcher starts the run again with fewer
             processes (``torchrun --nnodes 1:2 --max_restarts 3 ...``).
         save_check: save and load a state behind the first step, so that a disk without room is found out then.
-        routing: what a mixture's router is to do besides, the fields of ``hfscale.RoutingConfig``.
-        memory: what is computed again instead of kept, or kept on the host, the fields of ``hfscale.MemoryConfig``.
-        float8: how ``training.mixed_precision=fp8`` computes, the fields of ``hfscale.Float8Config``.
     """
 
     name: str = MISSING
@@ -205,9 +214,6 @@ class Recipe:
     parallel: dict[str, Any] = field(default_factory=dict)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     save_check: bool = False
-    routing: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    float8: dict[str, Any] = field(default_factory=dict)
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
@@ -215,6 +221,16 @@ class Recipe:
     def directory(self) -> Path:
         """Where this run's results go."""
         return Path("runs") / self.name
+
+    @property
+    def metrics(self) -> Path:
+        """The file of the run's numbers."""
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def expert_loads(self) -> Path:
+        """The file of the loads of a mixture's experts."""
+        return self.directory / "experts.jsonl"
 
     @property
     def saved_state(self) -> Path | None:

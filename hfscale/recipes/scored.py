@@ -3,15 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-from datasets import Dataset
 from jinja2 import TemplateError
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from .chat import render
 from .corpus import Document
-from .rows import IGNORED, Rows, divided
 from .schema import DataRecipe, RecipeError
 
 
@@ -85,49 +80,3 @@ def _number(label: Any, classes: Sequence[str], where: str) -> int:
         f"the class of {where} is {label!r}, and data.classes has {', '.join(classes)} (numbers 0 to "
         f"{len(classes) - 1}): correct data.classes, data.label_column or the data"
     )
-
-
-class PairRows(Rows):
-    """Pairs; a batch has the preferred text and the other of each in turn, filled up to one length.
-
-    ``counted`` says, for either text, whether its pair counts in the loss; the model does not take it.
-
-    Args:
-        padding: the token that fills up, which is the one that the model finds the end of a row by.
-    """
-
-    def __init__(self, data: Dataset, padding: int) -> None:
-        self._data, self._padding = data, padding
-
-    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
-        """See :meth:`Rows.step`."""
-        columns: dict[str, Any] = self._data[rows]
-        texts = [text for pair in zip(columns["chosen"], columns["rejected"], strict=True) for text in pair]
-        number = 2 * (len(rows) if counted is None else counted)
-        return divided({**_filled(texts, self._padding), "counted": torch.arange(len(texts)) < number}, 2 * size)
-
-
-class ClassRows(Rows):
-    """Texts with a class each, filled up to one length.
-
-    Args:
-        padding: as for :class:`PairRows`.
-    """
-
-    def __init__(self, data: Dataset, padding: int) -> None:
-        self._data, self._padding = data, padding
-
-    def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
-        """See :meth:`Rows.step`."""
-        columns: dict[str, Any] = self._data[rows]
-        batch = {**_filled(columns["input_ids"], self._padding), "labels": columns["label"].clone()}
-        batch["labels"][len(rows) if counted is None else counted :] = IGNORED
-        return divided(batch, size)
-
-
-def _filled(texts: Sequence[Tensor], padding: int) -> dict[str, Tensor]:
-    masks = [torch.ones_like(text) for text in texts]
-    return {
-        "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=padding),
-        "attention_mask": pad_sequence(masks, batch_first=True, padding_value=0),
-    }

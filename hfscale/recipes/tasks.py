@@ -135,10 +135,12 @@ def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
         pad_token_id: that a decoder with such a head finds the last token of each row by.
     """
     task = task_of(data)
-    if task is PICTURES:
-        return {"auto_class": task.auto_class}
-    if task.loss is None:
-        return {}
-    names = {"id2label": dict(enumerate(data.classes)), "label2id": {name: i for i, name in enumerate(data.classes)}}
-    head: dict[str, Any] = names if data.format == "classes" else {"num_labels": 1}
-    return {"auto_class": task.auto_class, "pad_token_id": pad_token_id, **head}
+    given: dict[str, Any] = {} if task is TEXT else {"auto_class": task.auto_class}
+    if task.loss is not None:
+        given["pad_token_id"] = pad_token_id
+    if task is PAIRS:
+        given["num_labels"] = 1
+    if task is CLASSES:
+        given["id2label"] = dict(enumerate(data.classes))
+        given["label2id"] = {name: index for index, name in enumerate(data.classes)}
+    return given

@@ -18,13 +18,12 @@ from ..config.environment import started_processes
 from ..train.preemption import stop_listening
 from ..train.runtime import runtime_of
 from .batch_sizes import dealt, evaluation_steps, microbatches_of_step, order_of
-from .main_process import is_main, peak_memory, total
-from .rows import Rows
-from .run_log import Profile, RunLog, experts_of
-from .schema import Recipe, TrainingRecipe
-from .scored import ClassRows, PairRows
+from .main_process import gathered, is_main, peak_memory
+from .rows import ClassRows, PairRows, Rows
+from .run_log import Profile, RunLog
+from .schema import Recipe
 from .tasks import Task, task_of
-from .utilization import Utilization
+from .utilization import utilization
 
 
 @dataclass(frozen=True)
@@ -69,17 +68,23 @@ class RecipeTrainer(hfscale.Trainer):
         if training.gradient_checkpointing:
             # transformers 5.23 gives it a new name and warns at the old one.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        optimizer = hfscale.create_optimizer(
+            model,
+            training.optimizer,
+            lr=training.learning_rate,
+            weight_decay=training.weight_decay,
+            betas=(0.9, 0.95),
+            stochastic_rounding=training.stochastic_rounding,
+        )
         super().__init__(
             model,
             arguments_of(recipe, self._microbatches, self._size, runtime_of(model).options.around_products),
             train_dataset=dealt(self._order, batch_world, self._microbatches, self._size),
             eval_dataset=validation,
             data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
-            optimizers=(make_optimizer(model, training), None),
-            callbacks=[self._clock, Watch(recipe), RunLog(recipe)],
+            optimizers=(optimizer, None),
+            callbacks=[self._clock, Watch(recipe), RunLog(recipe), *([Profile(recipe)] if recipe.profile else [])],
         )
-        if recipe.profile:
-            self.add_callback(Profile(recipe))
 
     def fit(self) -> Outcome:
         """Train from the beginning, or from what was saved; call it on every rank.
@@ -151,7 +156,7 @@ class RecipeTrainer(hfscale.Trainer):
         if self._recipe.routing:
             load = hfscale.expert_load(self.trained)
             routed = load.metrics()
-            hfscale.ExpertLoadHistory(experts_of(self._recipe)).record(self.state.global_step, load)
+            hfscale.ExpertLoadHistory(self._recipe.expert_loads).record(self.state.global_step, load)
         return {
             "loss": logs["loss"],
             "lr": logs["learning_rate"],
@@ -160,7 +165,7 @@ class RecipeTrainer(hfscale.Trainer):
             "memory": peak_memory(),
             "tokens": tokens,
             "seconds": round(seconds, 3),
-            **Utilization.of(self.trained.config, self._recipe, started_processes()).at(speed),
+            **utilization(self.trained.config, self._recipe, started_processes(), speed),
             **hfscale.metrics(self.trained),
             **routed,
         }
@@ -270,10 +275,8 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
         from .pictures import PictureRows  # needs pillow
 
         return PictureRows(data, tokenizer)
-    if recipe.data.format in ("pairs", "classes"):
-        kind = PairRows if recipe.data.format == "pairs" else ClassRows
-        return kind(data, model.config.pad_token_id)
-    return Rows(data)
+    kind = {"pairs": PairRows, "classes": ClassRows}.get(recipe.data.format)
+    return Rows(data) if kind is None else kind(data, model.config.pad_token_id)
 
 
 def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> tuple[float, float | None]:
@@ -300,16 +303,4 @@ def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) ->
     if task.right is None:
         return float(loss) / labels, None
     copies = started_processes() // hfscale.batch_world(model)  # ranks with the same batch
-    return float(loss) / labels, total(right) / copies / labels
-
-
-def make_optimizer(model: Any, training: TrainingRecipe) -> torch.optim.Optimizer:
-    """Return the optimizer of the recipe, over what trains; neither biases nor norms decay."""
-    return hfscale.create_optimizer(
-        model,
-        training.optimizer,
-        lr=training.learning_rate,
-        weight_decay=training.weight_decay,
-        betas=(0.9, 0.95),
-        stochastic_rounding=training.stochastic_rounding,
-    )
+    return float(loss) / labels, sum(gathered(right)) / copies / labels

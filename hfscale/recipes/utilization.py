@@ -5,7 +5,6 @@ the attention of a sequence; once forward and twice backward, or once where weig
 recomputed does not count.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from .._compat.torch_device import accelerators
@@ -15,34 +14,16 @@ from ..errors import ConfigError
 from .schema import FinetuneRecipe, Recipe
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """What a run could do at most.
-
-    Attributes:
-        flops_per_token: that training needs.
-        peak: products and sums per second of all its devices; 0 where nobody knows.
-    """
-
-    flops_per_token: float
-    peak: float
-
-    @classmethod
-    def of(cls, config: Any, recipe: Recipe, devices: int) -> "Utilization":
-        """Return the utilization counter of a model that a recipe trains on so many devices."""
-        adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
-        try:
-            needed = flops_per_token(config, recipe.data.sequence_length, adapted)
-        except ConfigError:  # of no decoder with layers of one kind
-            return cls(0.0, 0.0)
-        told = recipe.training.peak_tflops
-        return cls(needed, devices * (peak_flops() if told is None else 1e12 * told))
-
-    def at(self, tokens_per_second: float) -> dict[str, float]:
-        """``mfu``, a share, where it is known."""
-        if not self.peak or not self.flops_per_token:
-            return {}
-        return {"mfu": round(tokens_per_second * self.flops_per_token / self.peak, 4)}
+def utilization(config: Any, recipe: Recipe, devices: int, tokens_per_second: float) -> dict[str, float]:
+    """Return ``mfu``, a share of what so many devices could do at most, where it is known."""
+    adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
+    told = recipe.training.peak_tflops
+    peak = devices * (peak_flops() if told is None else 1e12 * told)
+    try:
+        needed = flops_per_token(config, recipe.data.sequence_length, adapted)
+    except ConfigError:  # of no decoder with layers of one kind
+        return {}
+    return {"mfu": round(tokens_per_second * needed / peak, 4)} if peak else {}
 
 
 def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:

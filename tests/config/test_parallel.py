@@ -8,7 +8,8 @@ import pytest
 from accelerate import ParallelismConfig
 
 from hfscale import ConfigError, ParallelConfig
-from hfscale.config.parallel import AXES, SCHEDULES
+from hfscale.config.parallel import AXES
+from hfscale.config.schedules import SCHEDULES
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import torch
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale.recipes import main_process
 from hfscale.recipes.batch_sizes import dealt, evaluation_steps, order_of, per_rank
-from hfscale.recipes.card import describe_layout
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
 from hfscale.recipes.read import load_recipe
@@ -48,8 +47,8 @@ def test_a_layout_takes_every_field_of_a_pipeline():
     assert (layout.stage_layers, layout.weights_regather) == ((1, 2, 3, 2), True)
     recipe = load_recipe(PretrainRecipe, DEMO, ["parallel.pp_size=2", "parallel.pipeline_schedule=1f1b"])
     assert ParallelConfig(**recipe.parallel).pipeline_schedule == "1f1b"  # which is no number
-    assert describe_layout(layout) == "tp2 x pp2, zbv over 4 stages, 4 microbatches"
-    assert describe_layout(ParallelConfig(tp_size=2)) == "tp2"
+    assert layout.describe_schedule() == "tp2 x pp2, zbv over 4 stages, 4 microbatches"
+    assert ParallelConfig(tp_size=2).describe_schedule() == "tp2"
 
 
 def test_the_demo_runs_under_another_name_and_number_of_processes(tmp_path):

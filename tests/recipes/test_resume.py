@@ -13,12 +13,11 @@ import torch
 from omegaconf import OmegaConf
 
 import hfscale
-from hfscale.recipes.layouts import layout_of
+from hfscale.recipes.launch import layout_of
 from hfscale.recipes.places import check_places
-from hfscale.recipes.read import read_recipe
+from hfscale.recipes.read import read_recipe, shipped_recipes
 from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
-from hfscale.recipes.shipped import shipped_recipes
 from hfscale.recipes.trainer import Watch
 from hfscale.testing import RankPool
 

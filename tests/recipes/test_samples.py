@@ -3,7 +3,8 @@
 import pytest
 from datasets import Dataset
 
-from hfscale.recipes.samples import describe_samples, samples
+from hfscale.recipes.card import describe_samples
+from hfscale.recipes.samples import samples
 
 
 class Numbers:

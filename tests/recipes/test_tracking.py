@@ -15,7 +15,7 @@ from hfscale.recipes import run_log
 from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
 from hfscale.recipes.trainer import RecipeTrainer
-from hfscale.recipes.utilization import Utilization, flops_per_token, peak_flops
+from hfscale.recipes.utilization import flops_per_token, peak_flops, utilization
 from tests.tiny_models import tiny
 
 from .test_loop import _sequences
@@ -67,7 +67,7 @@ def test_operations_of_a_token() -> None:
     assert flops_per_token(config, 100, adapted=False) == 3 * forward
     assert flops_per_token(config, 100, adapted=True) == 2 * forward
     assert peak_flops() == 0.0  # of this processor, which nobody knows
-    assert Utilization(3.0, 0.0).at(10.0) == {}
+    assert utilization(config, PretrainRecipe(name="x"), 2, 10.0) == {}
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from accelerate.commands import launch as accelerate_launch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hfscale.cli import main
-from hfscale.recipes import run
+from hfscale.recipes import LIBRARY, run
 from hfscale.recipes.launch import launch
-from hfscale.recipes.read import read_recipe
+from hfscale.recipes.read import locate, read_recipe, shipped_recipes
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
-from hfscale.recipes.shipped import LIBRARY, locate, shipped_recipes
 
 from ..test_package import HEAVY
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.cli import main
-from hfscale.config.parallel import SCHEDULES
+from hfscale.config.schedules import SCHEDULES
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.csv_table import write_csv
 from hfscale.parallel.pipeline.orders import check, order

@@ -3,24 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...errors import ConfigError
 from .collectives import Measured
-
-
-def check_target(target: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is measured.
-
-    Raises:
-        ConfigError: matplotlib or the directory is missing, or the kind of file is unknown.
-    """
-    if target.suffix not in (".png", ".svg"):
-        raise ConfigError(f"{target} is no picture that can be drawn: use .png or .svg")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"{target} cannot be written: {target.parent} is not a folder")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError('a picture needs matplotlib: pip install "hfscale[plots]"') from error
 
 
 def draw(target: Path, measured: Sequence[Measured], title: str) -> None:

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -59,51 +60,23 @@ def _factor(collective: str, ranks: int) -> float:
     return 1.0 if collective in ("broadcast", "reduce") else (ranks - 1) / ranks
 
 
-def _broadcast(whole: Tensor, part: Tensor) -> Call:
-    return lambda: dist.broadcast(whole, src=0)
+def _pieces(whole: Tensor) -> list[Tensor]:
+    return list(whole.chunk(dist.get_world_size()))
 
 
-def _reduce(whole: Tensor, part: Tensor) -> Call:
-    return lambda: dist.reduce(whole, dst=0)
-
-
-def _all_reduce(whole: Tensor, part: Tensor) -> Call:
-    return lambda: dist.all_reduce(whole)
-
-
-def _all_gather(whole: Tensor, part: Tensor) -> Call:
-    pieces = list(whole.chunk(dist.get_world_size()))
-    return lambda: dist.all_gather(pieces, part)
-
-
-def _gather(whole: Tensor, part: Tensor) -> Call:
-    pieces = list(whole.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
-    return lambda: dist.gather(part, pieces, dst=0)
-
-
-def _scatter(whole: Tensor, part: Tensor) -> Call:
-    pieces = list(whole.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
-    return lambda: dist.scatter(part, pieces, src=0)
-
-
-def _reduce_scatter(whole: Tensor, part: Tensor) -> Call:
-    return lambda: _reduce_scatter_into(part, whole)
-
-
-def _all_to_all(whole: Tensor, part: Tensor) -> Call:
-    received = torch.empty_like(whole)
-    return lambda: dist.all_to_all_single(received, whole)
+def _at_root(whole: Tensor) -> list[Tensor] | None:
+    return _pieces(whole) if dist.get_rank() == 0 else None
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all-reduce": _all_reduce,
-    "gather": _gather,
-    "all-gather": _all_gather,
-    "scatter": _scatter,
-    "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
+    "broadcast": lambda whole, part: partial(dist.broadcast, whole, src=0),
+    "reduce": lambda whole, part: partial(dist.reduce, whole, dst=0),
+    "all-reduce": lambda whole, part: partial(dist.all_reduce, whole),
+    "gather": lambda whole, part: partial(dist.gather, part, _at_root(whole), dst=0),
+    "all-gather": lambda whole, part: partial(dist.all_gather, _pieces(whole), part),
+    "scatter": lambda whole, part: partial(dist.scatter, part, _at_root(whole), src=0),
+    "reduce-scatter": lambda whole, part: partial(_reduce_scatter_into, part, whole),
+    "all-to-all": lambda whole, part: partial(dist.all_to_all_single, torch.empty_like(whole), whole),
 }
 """Name -> function that makes a call of it from a full message and one rank's piece of it."""
 

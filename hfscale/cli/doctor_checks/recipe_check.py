@@ -17,10 +17,10 @@ from ...recipes.adapting import adapter_of, quantization_of
 from ...recipes.batch_sizes import per_rank
 from ...recipes.memory_limit import of_one_microbatch
 from ...recipes.places import check_places
-from ...recipes.run import config_of
+from ...recipes.run import config_of, options_of
 from ...recipes.schema import FinetuneRecipe, PretrainRecipe
 from ...recipes.tasks import model_options
-from .finding import Finding
+from . import Finding
 
 AnyRecipe = PretrainRecipe | FinetuneRecipe
 
@@ -78,9 +78,8 @@ def _places(recipe: AnyRecipe) -> Finding:
 
 
 def _planned(recipe: AnyRecipe, layout: ParallelConfig, plans: list[Plan]) -> list[Finding]:
-    memory, dtype = hfscale.MemoryConfig(**recipe.memory), recipe.training.dtype
-    options: dict[str, Any] = {"memory": memory, "dtype": dtype, "mixed_precision": recipe.training.mixed_precision}
-    options["float8"] = hfscale.Float8Config(**recipe.float8) if recipe.float8 else None
+    options: dict[str, Any] = {"dtype": recipe.training.dtype, **options_of(recipe)}
+    options.pop("routing", None)  # on which no plan depends
     source: Any
     if isinstance(recipe, FinetuneRecipe):
         source = recipe.base

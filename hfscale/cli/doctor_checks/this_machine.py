@@ -15,7 +15,7 @@ from ..._compat.torch_device import ACCELERATOR, accelerators
 from ...errors import ConfigError
 from ...optim.eight_bit import try_step
 from ..bench_collectives.ranks import MeasurementError, run_ranks
-from .finding import Finding
+from . import Finding
 
 _ALSO = ("bitsandbytes", "trl", "datasets")
 _TOLD = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")

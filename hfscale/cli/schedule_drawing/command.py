@@ -147,37 +147,24 @@ class _Asked:
     microbatches: int
 
 
-@dataclass
-class _Sizes:
-    """Hold the sizes of a schedule; ``None`` and 0 where still unknown."""
-
-    pp_size: int | None
-    microbatches: int | None
-    virtual_stages: int | None
-
-    def fill_from(self, run: Timeline) -> None:
-        """Take unknown sizes from ``run``."""
-        self.pp_size = self.pp_size or run.num_ranks
-        self.microbatches = self.microbatches or run.num_microbatches
-        self.virtual_stages = self.virtual_stages or run.virtual_stages
-
-
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
     """Return the schedule that the arguments ask for, completed from the recorded run or the CSV file."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
     schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
-    sizes = _Sizes(arguments.pp, arguments.microbatches, arguments.virtual_stages)
-    if measured:
-        sizes.fill_from(measured)
+    runs = [measured] if measured else []
     if schedule.endswith(".csv"):
-        sizes.fill_from(simulate(read_csv(Path(schedule))))
-    if sizes.pp_size is None:
+        runs.append(simulate(read_csv(Path(schedule))))
+
+    def size(given: int | None, name: str, default: int = 0) -> int:
+        return given or next((found for run in runs if (found := getattr(run, name))), default)
+
+    ranks = size(arguments.pp, "num_ranks")
+    if not ranks:
         raise ConfigError("--pp is missing: say how many pipeline ranks, as in --pp 4")
-    pp_size, microbatches = sizes.pp_size, sizes.microbatches or 2 * sizes.pp_size  # as in plans, and in runs
-    in_table = schedule in SCHEDULES and not schedule.endswith(".csv")
-    virtual = sizes.virtual_stages or (default_virtual_stages(schedule) if in_table else 1)
+    microbatches = size(arguments.microbatches, "num_microbatches", 2 * ranks)  # as in plans, and in runs
+    virtual = size(arguments.virtual_stages, "virtual_stages", default_virtual_stages(schedule))
     steps = arguments.steps or _steps(schedule, microbatches, measured)
-    return _Asked(order(schedule, pp_size, microbatches, virtual, steps), schedule, microbatches)
+    return _Asked(order(schedule, ranks, microbatches, virtual, steps), schedule, microbatches)
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:

@@ -73,7 +73,7 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     from matplotlib.figure import Figure
 
     horizon = max(timeline.end for _, timeline in timelines)
-    unit = _forward_length(timelines[0][1])
+    unit = forward_length(timelines[0][1]) or 1.0
     width = min(max(horizon / unit * _INCHES_PER_FORWARD, 8.0), 48.0) + 0.9
     heights = [_ROW_INCHES * timeline.num_ranks for _, timeline in timelines]
     head, gap, foot = 0.42, 0.42, 0.85
@@ -134,9 +134,8 @@ def _number(axes: Any, span: Span, rank: int, face: str, wide: float) -> None:
 def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float, height: float) -> None:
     from matplotlib.patches import Patch
 
-    kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
-    shown = [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds]
-    if any(len({span.action.stage for span in spans}) > 1 for _, timeline in timelines for spans in timeline.ranks):
+    shown = [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in shown_kinds(timelines)]
+    if has_later_stages(timelines):
         shown.append(Patch(facecolor=_shade(COLOURS["forward"], 1, 2), label="lighter: a rank's later stages"))
     shown.append(Patch(facecolor=IDLE, label="idle"))
     figure.legend(
@@ -151,9 +150,21 @@ def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float
     )
 
 
-def _forward_length(timeline: Timeline) -> float:
+def forward_length(timeline: Timeline) -> float:
+    """Return the median duration of a forward pass; 0 if there is none."""
     lengths = sorted(span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward")
-    return lengths[len(lengths) // 2] or 1.0
+    return lengths[len(lengths) // 2] if lengths else 0.0
+
+
+def shown_kinds(timelines: Sequence[tuple[str, Timeline]]) -> list[Kind]:
+    """Return the kinds of actions that occur, in the order of :data:`LABELS`."""
+    kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
+    return [kind for kind in LABELS if kind in kinds]
+
+
+def has_later_stages(timelines: Sequence[tuple[str, Timeline]]) -> bool:
+    """Return whether a rank has several stages."""
+    return any(len({span.action.stage for span in row}) > 1 for _, timeline in timelines for row in timeline.ranks)
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...parallel.pipeline.timeline import Kind, Span, Timeline
-from .schedule_plot import LABELS, title
+from .schedule_plot import LABELS, forward_length, has_later_stages, shown_kinds, title
 
 _LETTERS: dict[Kind, str] = {
     "forward": "F",
@@ -44,15 +44,12 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
         for rank, spans in enumerate(timeline.ranks):
             lines.append(f"rank {rank}".ljust(margin) + _row(spans, scale, round(horizon * scale), colour))
         lines.append("")
-    kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
-    later = any(len({span.action.stage for span in spans}) > 1 for _, timeline in timelines for spans in timeline.ranks)
-    return "\n".join([*lines, _legend(kinds, colour, later)])
+    return "\n".join([*lines, _legend(shown_kinds(timelines), colour, has_later_stages(timelines))])
 
 
 def _scale(timeline: Timeline, horizon: float, room: int) -> float:
     """Return columns per unit of time: an integer number per forward where there is room for that."""
-    lengths = sorted(span.end - span.start for _, span in timeline.spans() if span.action.kind == "forward")
-    forward = lengths[len(lengths) // 2] if lengths else horizon
+    forward = forward_length(timeline)
     columns = min(room / horizon * forward, float(_WIDEST_FORWARD)) if forward else 1.0
     return (int(columns) if columns >= 1 else columns) / forward if forward else room / horizon
 
@@ -83,8 +80,7 @@ def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
     return cells
 
 
-def _legend(kinds: set[Kind], colour: bool, later: bool) -> str:
-    shown = [kind for kind in LABELS if kind in kinds]
+def _legend(shown: Sequence[Kind], colour: bool, later: bool) -> str:
     if colour:
         parts = [f"\x1b[48;5;{_BACKGROUNDS[kind][0]}m  \x1b[0m {LABELS[kind]}" for kind in shown]
         return "   ".join([*parts, *(["lighter: a rank's later stages"] if later else []), "blank: idle"])

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config.schedules import ASYNCHRONOUS, SCHEDULES
 from ...errors import ConfigError
@@ -180,6 +181,9 @@ _ROWS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 }
 
 
+if TYPE_CHECKING:
+    from ...config.parallel import ParallelConfig
+
 _SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 _PAIRS = ("zbv", "dualpipev")
 
@@ -193,7 +197,7 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     ``pipedream_2bw`` (Narayanan et al. 2021a), or the path of a CSV in torch's format (see :func:`read_csv`).
 
     Args:
-        schedule: one of :data:`hfscale.config.parallel.SCHEDULES`, or the path of a ``.csv`` file.
+        schedule: one of :data:`hfscale.config.schedules.SCHEDULES`, or the path of a ``.csv`` file.
         virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which
             take exactly two, on ranks ``0 .. p-1, p-1 .. 0``.
         steps: steps in a row; more than one only without a flush between them (the asynchronous schedules).
@@ -244,6 +248,17 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         )
     if steps > 1 and schedule not in ASYNCHRONOUS:
         raise ConfigError(f"steps={steps}: {schedule} ends every step with a flush, so its steps look alike: use 1")
+
+
+def check_layout(layout: "ParallelConfig") -> None:
+    """Refuse a layout whose schedule cannot run its stages and microbatches; a file is checked where it is read.
+
+    Raises:
+        ConfigError: as :func:`check`.
+    """
+    schedule, ranks = str(layout.pipeline_schedule), layout.pp
+    if ranks > 1 and not schedule.endswith(".csv"):
+        check(schedule, ranks, layout.num_microbatches or 2 * ranks, int(layout.virtual_stages or 1))
 
 
 def allowed_virtual_stages(schedule: str) -> range:

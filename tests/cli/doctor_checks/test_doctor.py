@@ -11,9 +11,9 @@ import torch
 
 from hfscale.cli import main
 from hfscale.cli.bench_collectives.ranks import MeasurementError
+from hfscale.cli.doctor_checks import Finding
 from hfscale.cli.doctor_checks import recipe_check as recipe
 from hfscale.cli.doctor_checks import this_machine as machine
-from hfscale.cli.doctor_checks.finding import Finding
 from hfscale.recipes.read import read_recipe
 from hfscale.testing import RankPool
 

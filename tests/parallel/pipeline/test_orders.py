@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from hfscale.config.parallel import SCHEDULES
-from hfscale.config.schedules import default_virtual_stages
+from hfscale.config.schedules import SCHEDULES, default_virtual_stages
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline.orders import allowed_virtual_stages, order
 from hfscale.parallel.pipeline.simulation import simulate

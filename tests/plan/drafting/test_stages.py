@@ -27,8 +27,7 @@ from transformers import (
 
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.api.build_plan import build_plan
-from hfscale.config.parallel import SCHEDULES
-from hfscale.config.schedules import default_virtual_stages
+from hfscale.config.schedules import SCHEDULES, default_virtual_stages
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import proved_anew
 from hfscale.parallel.pipeline.orders import order

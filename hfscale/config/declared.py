@@ -1,0 +1,88 @@
+"""Options that are declared once: a field of a config class is a flag of the command line, and a key of a recipe."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from inspect import getdoc
+from typing import Any, get_args
+
+from ..errors import refuse_misspelt
+
+
+def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = "") -> Any:
+    """Declare a field that is ``None`` until the environment, or its default, fills it.
+
+    Args:
+        default: its value where nothing else is given.
+        choices: the names that it takes.
+        flag: its name on the command line; by default the field's own, without ``_size``.
+        needs: the axis without which it has no meaning.
+    """
+    return field(default=None, metadata={"default": default, "choices": choices, "flag": flag, "needs": needs})
+
+
+class Spelled:
+    """A config whose misspelt fields are refused by name, before the generated ``__init__`` would."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Check the names."""
+        refuse_misspelt(cls.__name__, kwargs, [each.name for each in fields(cls)])  # type: ignore[arg-type]
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One field of a config class, as a command line offers it.
+
+    Attributes:
+        name: of the field.
+        flag: ``--tp``.
+        text: the first clause of its description, without citations.
+        default: of the field, or of :func:`setting`.
+        choices: the names that it takes, if it takes names.
+        needs: the axis without which it has no meaning.
+        kind: ``bool``, ``int``, ``str``, or ``object`` for anything else.
+    """
+
+    name: str
+    flag: str
+    text: str
+    default: Any
+    choices: Sequence[str]
+    needs: str
+    kind: type
+
+    @property
+    def dest(self) -> str:
+        """The attribute of parsed arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def help(self) -> str:
+        """The help of its flag: what it is, its names and its default."""
+        needs = f"with --{self.needs}: " if self.needs else ""
+        choices = f": {', '.join(self.choices)}" if self.choices else ""
+        default = f" (default: {self.default})" if self.choices else ""
+        return f"{needs}{self.text}{choices}{default}".replace("%", "%%")
+
+
+@cache
+def declared(cls: type) -> tuple[Declared, ...]:
+    """Return the fields of a config dataclass; their descriptions are those of its docstring."""
+    texts, found = described(cls), []
+    for each in fields(cls):
+        more = {"default": each.default, "choices": (), "flag": "", "needs": "", **each.metadata}
+        flag = more.pop("flag") or each.name.removesuffix("_size")
+        kinds = [kind for kind in (bool, int, str) if kind in (each.type, *get_args(each.type))]
+        kind = kinds[0] if len(kinds) == 1 else object
+        clause = re.split(r"[.;:](?:\s|$)|\s\(", texts[each.name].replace("``", ""), maxsplit=1)[0]
+        found.append(Declared(each.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind))
+    return tuple(found)
+
+
+def described(cls: type) -> dict[str, str]:
+    """Return field -> its description, of the section ``Args`` or ``Attributes`` of a class's docstring."""
+    section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(cls) or "")
+    entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
+    return {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}

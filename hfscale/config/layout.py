@@ -1,0 +1,94 @@
+"""The fields of a layout, without torch, so that the command line can offer them at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import check_choice
+from .declared import Declared, setting
+from .schedules import CP_METHODS, GRADIENT_COMPRESSIONS, SCHEDULES, spelled
+
+
+@dataclass
+class LayoutFields:
+    """Sizes of the parallel axes of one run.
+
+    Extends :class:`accelerate.ParallelismConfig`: same field names, and the same environment variables
+    (``PARALLELISM_CONFIG_TP_SIZE`` ...) fill the fields left out.
+
+    Args:
+        dp_replicate_size: data-parallel replicas of the whole sharded model.
+        dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
+        tp_size: ranks over which each layer's matrices are cut (Shoeybi et al. 2019, Megatron-LM).
+        cp_size: ranks over which each sequence is cut, everywhere but in attention (Liu et al. 2023, ring attention).
+            They are data ranks that compute a piece of one sequence each: weights are sharded over them as over
+            ``dp_shard``.
+        pp_size: pipeline stages.
+        ep_size: ranks over which the experts of a mixture are spread, uncut (Lepikhin et al. 2020, GShard). They
+            are ranks of the tensor and data axes, so this multiplies nothing: with ``expert_tp_size=1`` the ranks of
+            ``tp`` come first and those of the data axes after them; ``ep_size`` is a multiple of ``tp_size``. Data
+            ranks that it needs are added if ``dp_shard_size`` is left out.
+        expert_tp_size: ranks over which each expert's matrices are cut: 1, or ``tp_size``; the expert ranks are
+            then ranks of the data axes.
+        cp_method: how attention reads the other context ranks' tokens. ``gather`` gathers all keys and values (Llama
+            Team 2024); ``ring`` passes them around, one rank's at a time (Liu et al. 2023); ``heads`` exchanges tokens
+            for heads, so that each rank has some heads of the full sequence (Jacobs et al. 2023, Ulysses);
+            ``heads_ring`` does that in groups of ranks, as large as the heads allow, and passes keys and values around
+            between the groups (Fang and Zhao 2024); ``auto`` chooses by the bytes sent.
+        sequence_parallel: cut norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et al.
+            2022).
+        sequence_regather: under ``sequence_parallel``, gather a block's input once more in the backward pass instead of
+            keeping it: all activations of a layer are then cut, for half as much communication again.
+        overlap: overlap the backward collectives of tensor parallelism with the gradients of weights.
+        pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
+            those of :data:`hfscale.config.schedules.SCHEDULES`.
+        num_microbatches: microbatches of one step; ``None`` lets the schedule choose.
+        virtual_stages: model chunks per pipeline rank; by default 2 for schedules that need several, else 1.
+        stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
+            stages by cost.
+        weights_regather: gather weights, sharded within stages, again for every microbatch instead of keeping
+            them gathered for a step: less memory, and the traffic multiplied by the number of microbatches.
+        reduce_each_microbatch: reduce gradients over data ranks after every microbatch instead of once per step.
+            Between microbatches a rank then holds its shards of them only, not full gradients (in float32 under
+            mixed precision), with the traffic multiplied by the number of microbatches. With stages, they are reduced
+            while later microbatches compute, not after the last one.
+        gradient_compression: compression of gradients between replicas: ``no``, ``bf16``, ``fp16``, or ``powersgd``:
+            factors of rank ``powersgd_rank``, with their error added to the next gradient (Vogels et al. 2019).
+        powersgd_rank: rank of PowerSGD's factors; 4 by default.
+
+    Raises:
+        ConfigError: an unknown field or an impossible value.
+    """
+
+    tp_size: int | None = setting(1)
+    dp_shard_size: int | None = setting(1)
+    dp_replicate_size: int | None = setting(1)
+    cp_size: int | None = setting(1)
+    pp_size: int | None = setting(1)
+    ep_size: int | None = setting(1)
+    expert_tp_size: int | None = setting(1)
+    cp_method: str | None = setting("auto", choices=CP_METHODS)
+    sequence_parallel: bool | None = setting(False)
+    sequence_regather: bool | None = setting(False)
+    overlap: bool | None = setting(True)
+    pipeline_schedule: str | None = setting("1f1b", choices=SCHEDULES, flag="schedule", needs="pp")
+    num_microbatches: int | None = setting(flag="microbatches", needs="pp")
+    virtual_stages: int | None = setting(needs="pp")
+    stage_layers: Sequence[int] | None = setting(needs="pp")
+    weights_regather: bool | None = setting(False)
+    reduce_each_microbatch: bool | None = setting(False)
+    gradient_compression: str | None = setting("no", choices=GRADIENT_COMPRESSIONS)
+    powersgd_rank: int | None = setting()
+
+
+def check_name(each: Declared, given: Any) -> Any:
+    """Return a name that a field takes, as hfscale spells it; of schedules, or the path of a CSV file.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    if each.choices is not SCHEDULES:
+        check_choice(each.name, given, each.choices)
+    elif not str(given).endswith(".csv"):
+        check_choice(each.name, spelled(given), SCHEDULES, ", or the path of a .csv file")
+    return spelled(given)

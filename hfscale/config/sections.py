@@ -1,0 +1,37 @@
+"""The choices beside the layout that have several fields each: sections of a recipe."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+from .float8 import Float8Config
+from .memory import MemoryConfig
+from .routing import RoutingConfig
+
+SECTIONS: dict[str, type] = {"routing": RoutingConfig, "memory": MemoryConfig, "float8": Float8Config}
+"""Argument of :func:`hfscale.from_pretrained` -> the class whose fields are the keys of its section."""
+
+
+@dataclass
+class OptionSections:
+    """The sections of a recipe that are arguments of the model; keys are the fields of their classes.
+
+    Attributes:
+        routing: what a mixture's router is to do besides, :class:`hfscale.RoutingConfig`.
+        memory: what is computed again instead of kept, or kept on the host, :class:`hfscale.MemoryConfig`.
+        float8: how ``training.mixed_precision=fp8`` computes, :class:`hfscale.Float8Config`.
+    """
+
+    routing: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    float8: dict[str, Any] = field(default_factory=dict)
+
+    def sections(self, mixed_precision: str) -> dict[str, Any]:
+        """Return the arguments that the sections make; none of an empty one.
+
+        Raises:
+            ConfigError: a key or a value is unknown, or has no meaning in that precision.
+        """
+        if self.float8 and mixed_precision != "fp8":
+            raise ConfigError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
+        return {name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))}
