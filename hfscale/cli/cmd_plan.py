@@ -93,6 +93,9 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             memory=MemoryConfig(recompute="full") if arguments.recompute else None,
             auto_class=auto_class_of(arguments.auto_class),
             progress=progress,
-            **{"mixed_precision": arguments.mixed_precision or "no", **plan_arguments(arguments)},
-            **remote_code(arguments),
+            **{
+                "mixed_precision": arguments.mixed_precision or "no",
+                **plan_arguments(arguments),
+                **remote_code(arguments),
+            },
         )

@@ -173,6 +173,7 @@ _running: list[_Watchdog] = []
 
 def _group_names(mesh: Mesh) -> dict[str, str]:
     """Map torch's name of each process group, a number, to its axis in words; the first of several counts."""
+    named: list[tuple[dist.ProcessGroup | None, str]]
     named = [(mesh.group(axis), axis) for axis in sorted({*AXES, *EXPERT_AXES})]
     named += [(mesh.whole_sequences, "dp_shard")]
     named += [(group, f"tp, {count} ranks with the same values") for count, group in mesh.replicas.items()]

@@ -161,7 +161,7 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
     """Return what was sent over each axis beside the estimate, without axes that neither knows."""
     sent, calls = Counter[str](), Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):
-        sent[_NAMES.get(axis, axis)] += counted.sent[axis]
+        sent[_NAMES.get(axis, axis)] += int(counted.sent[axis])
         calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
     rows = (Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items())
     return tuple(row for row in rows if row.calls or row.estimated)
