@@ -6,12 +6,13 @@ train: a save copies them, one by one and unchanged, from the checkpoint that th
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name
 from ..distributed.files.reader import TensorOnDisk, open_tensors
@@ -24,25 +25,25 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Carried:
-    """What a save takes along from the checkpoint in ``directory``.
-
-    Attributes:
-        tensors: stored name -> shape and dtype of each tensor that the model has no parameter or buffer for.
-    """
+    """The checkpoint in ``directory``, and the stored names of its tensors that the model does not load."""
 
     directory: Path
-    tensors: Mapping[str, tuple[Any, ...]]
+    names: frozenset[str]
 
 
-def note_carried(model: Any, files: Sequence[str | Path], stored: Mapping[str, TensorOnDisk], own: set[str]) -> None:
-    """Note on a freshly built model what its checkpoint has besides; ``own`` are the stored names that it loads.
+def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
+    """Note on a freshly built model what its checkpoint has besides its own parameters and buffers.
 
     A model of another class than the checkpoint's (a classifier of a causal LM's) takes nothing along: a head that it
     replaced is not part of it.
     """
     if class_name(model) in (model.config.architectures or ()):
-        others = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items() if name not in own}
-        model._hfscale_carried = Carried(Path(files[0]).parent, others)
+        model._hfscale_carried = Carried(directory, frozenset(names))
+
+
+def carried_by(model: nn.Module) -> Carried | None:
+    """Return what was noted on a model, if anything was."""
+    return getattr(model, "_hfscale_carried", None)
 
 
 def carried_tensors(model: nn.Module) -> dict[str, TensorOnDisk]:
@@ -50,18 +51,17 @@ def carried_tensors(model: nn.Module) -> dict[str, TensorOnDisk]:
 
     A tensor that is not in the source any more is left out with a warning: a run is not lost for it.
     """
-    carried = _carried(model)
-    if carried is None or not carried.tensors:
+    carried = carried_by(model)
+    if carried is None or not carried.names:
         return {}
-    files = sorted(carried.directory.glob("*.safetensors"))
-    stored = {name: tensor for name, tensor in open_tensors(files).items() if name in carried.tensors}
-    found = {name: t for name, t in stored.items() if (t.shape, t.dtype) == carried.tensors[name]}
+    stored = open_tensors(sorted(carried.directory.glob("*.safetensors")))
+    found = {name: tensor for name, tensor in stored.items() if name in carried.names}
     if found:
         _log.info(
             "%d tensors that %s does not load are copied from %s as they are: %s",
             len(found), class_name(model), carried.directory, _some(found),
         )  # fmt: skip
-    if lost := sorted(carried.tensors.keys() - found.keys()):
+    if lost := sorted(carried.names - found.keys()):
         _log.warning(
             "%d tensors that %s does not load are no longer in %s, so this checkpoint lacks them: %s",
             len(lost), class_name(model), carried.directory, _some(lost),
@@ -69,18 +69,19 @@ def carried_tensors(model: nn.Module) -> dict[str, TensorOnDisk]:
     return found
 
 
+def announced(tensors: Mapping[str, TensorOnDisk]) -> dict[str, Tensor]:
+    """Return the tensors on the meta device, as a writer of checkpoints takes them."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+
+
 def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
     """Copy a tokenizer's, a processor's and custom code's files to ``staging``, unless there or in ``target``."""
-    carried = _carried(model)
+    carried = carried_by(model)
     for path in sorted(carried.directory.iterdir()) if carried is not None and carried.directory.is_dir() else ():
         wanted = path.suffix in _SUFFIXES and path.name not in _WRITTEN and not path.name.endswith(".index.json")
         known = (staging / path.name).exists() or (target / path.name).exists()
         if wanted and path.is_file() and not known:
             shutil.copyfile(path, staging / path.name)
-
-
-def _carried(model: nn.Module) -> Carried | None:
-    return getattr(model, "_hfscale_carried", None)
 
 
 def _some(names: Any) -> str:

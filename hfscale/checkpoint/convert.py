@@ -15,6 +15,7 @@ from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import all_or_none, atomic_directory
+from .carried import announced, carried_tensors, copy_files, note_carried
 from .state_directory import find_whole
 from .state_format import INDEX, StateIndex, StateReader
 
@@ -74,11 +75,18 @@ def _write_model(directory: Path, reader: StateReader, target: Path, size: str |
         name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
     }
     as_stored = AsStored(model, contents)
-    writer = CheckpointWriter(target, as_stored.layout, size)
+    if reader.index.carried is not None:
+        source, names = reader.index.carried
+        note_carried(model, Path(source), names)
+    carried = carried_tensors(model)
+    writer = CheckpointWriter(target, {**as_stored.layout, **announced(carried)}, size)
     for name, key in stored.items():
         for stored_name, part in as_stored.made_of(name, reader.whole(key)).items():
             writer.add(stored_name, part)
+    for name, tensor in carried.items():
+        writer.add(name, tensor[...])
     writer.finish()
     for path in directory.iterdir():
         if path.suffix in _CONFIGS and path.name not in (INDEX, MARK):
             shutil.copyfile(path, target / path.name)
+    copy_files(model, target, target)

@@ -53,7 +53,7 @@ class _Loader:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-        note_carried(model, files, stored, {key for key, found in targets.items() if found.name in named})
+        note_carried(model, Path(files[0]).parent, (key for key in stored if targets[key].name not in named))
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)

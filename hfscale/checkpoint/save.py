@@ -31,7 +31,7 @@ from ..train.runtime.writing import (
     saving,
     warn_of_not_finite,
 )
-from .carried import carried_tensors, copy_files
+from .carried import announced, carried_tensors, copy_files
 
 _WAIT = timedelta(minutes=2)
 
@@ -82,8 +82,8 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
         writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
         if is_writer(runtime.mesh):
             carried = staging.attempt(carried_tensors, runtime.model) or carried
-            others = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in carried.items()}
-            writer = staging.attempt(CheckpointWriter, staging.path, {**stored.layout, **others}, max_shard_size)
+            layout = {**stored.layout, **announced(carried)}
+            writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)
         for entry, (name, tensor) in zip(entries, tensors, strict=True):

@@ -48,6 +48,7 @@ class StateIndex:
         others: name of another saved object -> whether its state was the same on every rank.
         stored: name of a tensor in a checkpoint, or in an adapter's file -> its key here.
         adapter: whether these are an adapter's, in PEFT's names.
+        carried: the checkpoint that the model was loaded from, and the names of what its class does not load there.
         versions: of the packages that wrote it.
     """
 
@@ -63,6 +64,7 @@ class StateIndex:
     others: dict[str, bool] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     adapter: bool = False
+    carried: list[Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod

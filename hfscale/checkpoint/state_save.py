@@ -29,6 +29,7 @@ from ..train.runtime import Runtime
 from ..train.runtime.full_tensors import in_order, tensors_of_stage
 from ..train.runtime.shards import local_tensor
 from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
+from .carried import carried_by
 from .random_states import random_states
 from .state_directory import NewState, prune
 from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name
@@ -163,6 +164,8 @@ def take_state(
     """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied."""
     taken = contents_of(runtime, optimizer)
     taken.index.step = step
+    if (carried := carried_by(runtime.model)) is not None:
+        taken.index.carried = [str(carried.directory.absolute()), sorted(carried.names)]
     states = {name: other.state_dict() for name, other in others.items()}
     parts = {part.state_key: state for part in runtime.parts if (state := part.state(runtime))}
     random = random_states(runtime.mesh)
@@ -263,7 +266,7 @@ def agreed_index(taken: TakenState) -> StateIndex:
         told["numbers"], told["groups"] = own_part.numbers, own_part.groups
     every: list[dict[str, Any]] = mesh.all_gather_object(told)
     index = StateIndex.of(mesh.layout, taken.runtime.plan)
-    index.step, index.optimizer = own_part.step, own_part.optimizer
+    index.step, index.optimizer, index.carried = own_part.step, own_part.optimizer, own_part.carried
     index.versions = {"hfscale": metadata.version("hfscale"), "torch": str(torch.__version__)}
     digests = taken.digests.items()
     index.others = {name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests}

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.cli import main
 from hfscale.testing import RankPool
 from hfscale.testing.parity import stored
 
@@ -71,6 +72,21 @@ def test_an_engine_gets_it_too(pools: Pools, tmp_path: Path) -> None:
     assert found.keys() == stored(tmp_path / "in").keys()
     assert list(found)[-len(drafter) :] == sorted(drafter)
     assert all(torch.equal(found[name], tensor) for name, tensor in drafter.items())
+
+
+def states(source: str, target: str, layout: ParallelConfig) -> None:
+    hfscale.save_state(hfscale.from_pretrained(source, parallel=layout, dtype=torch.float32), target)
+
+
+def test_a_state_remembers_where_it_is(pools: Pools, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    checkpoint(source)
+    pools(2).run(states, str(source), str(tmp_path / "state"), ParallelConfig(tp_size=2))
+    assert main(["convert", str(tmp_path / "state"), str(out)]) == 0
+    before, after = stored(source), stored(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {name: (out / name).read_text() for name in FILES} == FILES
 
 
 def test_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
