@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from ..config.sections import ESTIMATED_PRECISIONS
 from .amounts import gigabytes_of, tokens_of
 from .model_flags import OPTIMIZER, add_adapter_arguments
 
@@ -23,7 +24,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {OPTIMIZER})")
     group.add_argument(
         "--mixed-precision",
-        choices=("no", "bf16", "fp8"),
+        choices=ESTIMATED_PRECISIONS,
         help="compute in bfloat16 over the weights' own type, products of layers in 8 bits",
     )
     group.add_argument("--recompute", action="store_true", default=None, help="recompute layers in the backward pass")
