@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,18 +73,26 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
-own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""The module's own dict of parameters, by attribute; changes to it change the module.
+# These are functions and no attrgetters, which torch.compile does not trace.
 
-Unlike ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in the
-order. Unlike ``named_parameters`` it has second names of tied parameters.
-"""
 
-own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""The module's own dict of buffers, by attribute; changes to it change the module."""
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the module's own dict of parameters, by attribute; changes to it change the module.
 
-own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""The module's own dict of children, by attribute, with second names; changes to it change the module."""
+    Unlike ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in
+    the order. Unlike ``named_parameters`` it has second names of tied parameters.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the module's own dict of buffers, by attribute; changes to it change the module."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the module's own dict of children, by attribute, with second names; changes to it change the module."""
+    return module._modules
 
 
 def passes_otherwise(module: nn.Module) -> bool:
@@ -123,11 +131,14 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-"""Whether autograd treats a tensor as a view of another."""
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd treats a tensor as a view of another."""
+    return bool(tensor._is_view())
 
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor has been written to in place."""
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to in place."""
+    return tensor._version
 
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:
@@ -135,8 +146,10 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The tensor that a tensor is a view of; ``None`` if it is no view."""
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a tensor is a view of; ``None`` if it is no view."""
+    return tensor._base
+
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the current backward pass on this thread, or -1."""

@@ -179,6 +179,7 @@ class OneByOneStepper(Stepper):
                 inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
                 self._write(member, pair[0], groups[member.group].get(UPDATES, 0))
                 inner.release()
+                del pair  # or both would stay while the next ones are gathered
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor if self._aside is None else self._aside.copy(tensor)

@@ -21,7 +21,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import accelerate
 import torch
@@ -42,7 +42,7 @@ _INSTEAD = (
     "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
     "use one like AdamW, SGD or Lion"
 )
-_judged: "WeakSet[torch.optim.Optimizer]" = WeakSet()
+_judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()  # with so many groups
 _hooked: list[Any] = []
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
@@ -177,8 +177,8 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check an optimizer before its first step; torch calls it before every optimizer's step."""
-    if _trying or optimizer in _judged:
+    """Check an optimizer before the first step over its groups; torch calls it before every optimizer's step."""
+    if _trying or _judged.get(optimizer) == len(optimizer.param_groups):
         return
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = [getattr(parameter, _MARK) for parameter in held if hasattr(parameter, _MARK)]
@@ -187,7 +187,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
             "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
         )
-    _judged.add(optimizer)
+    _judged[optimizer] = len(optimizer.param_groups)
     if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
         return
     cut = next((part for part in parts if part.cut), None)
@@ -201,7 +201,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
     sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
-        _judged.discard(optimizer)
+        _judged.pop(optimizer, None)
         raise ConfigError(
             f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
             f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
@@ -210,7 +210,7 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     name = type(optimizer).__name__
-    _judged.discard(optimizer)
+    _judged.pop(optimizer, None)
     raise ConfigError(
         f"{name} does not treat entries one by one (tried on two small matrices, whole and in parts), and over "
         f"{part.layout} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
