@@ -7,6 +7,7 @@ train: a save copies them, one by one and unchanged, from the checkpoint that th
 import logging
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name
 from ..distributed.files.reader import TensorOnDisk, open_tensors
+from ..errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
@@ -54,8 +56,10 @@ def carried_tensors(model: nn.Module) -> dict[str, TensorOnDisk]:
     carried = carried_by(model)
     if carried is None or not carried.names:
         return {}
-    stored = open_tensors(sorted(carried.directory.glob("*.safetensors")))
-    found = {name: tensor for name, tensor in stored.items() if name in carried.names}
+    found: dict[str, TensorOnDisk] = {}
+    with suppress(CheckpointError):  # a damaged source is as good as none
+        stored = open_tensors(sorted(carried.directory.glob("*.safetensors")))
+        found = {name: tensor for name, tensor in stored.items() if name in carried.names}
     if found:
         _log.info(
             "%d tensors that %s does not load are copied from %s as they are: %s",

@@ -14,6 +14,7 @@ shards from them::
 import logging
 import operator
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
 def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | None:
     """Check the numbers and return the step as an int."""
     if hasattr(step, "__index__") and not isinstance(step, bool):
-        step = operator.index(step)  # of a tensor, say
+        with suppress(TypeError):
+            step = operator.index(step)  # of a tensor, say
     for name, count, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
         if count is not None:
             check_count(name, count, least)

@@ -76,7 +76,7 @@ def declared(cls: type) -> tuple[Declared, ...]:
         flag = more.pop("flag") or each.name.removesuffix("_size")
         kinds = [kind for kind in (bool, int, str) if kind in (each.type, *get_args(each.type))]
         kind = kinds[0] if len(kinds) == 1 else object
-        clause = re.split(r"[.;:](?:\s|$)|\s\(", texts[each.name].replace("``", ""), maxsplit=1)[0]
+        clause = re.split(r"[.;:](?:\s|$)|\s\(", texts.get(each.name, "").replace("``", ""), maxsplit=1)[0]
         found.append(Declared(each.name, f"--{flag.replace('_', '-')}", clause, **more, kind=kind))
     return tuple(found)
 

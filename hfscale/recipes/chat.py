@@ -13,7 +13,7 @@ from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
 from .templates import DIRECTORY
 
-TEMPLATES = {path.stem: path.read_text() for path in DIRECTORY.glob("*.jinja")}
+TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DIRECTORY.glob("*.jinja"))}
 """``chatml``, for tokenizers that have its two special tokens, and ``plain``, headings of ordinary text, for all
 others; both mark what the assistant writes, the end of its turn included."""
 

@@ -39,7 +39,7 @@ def load(kind: str, path: str, layout: dict[str, int], store: str) -> None:
     from transformers import AutoModelForCausalLM
 
     import hfscale
-    from hfscale.train.runtime.runtime import local_tensor
+    from hfscale.train.runtime import local_tensor
 
     torch.set_num_threads(1)
     parallel = hfscale.ParallelConfig(**layout)

@@ -6,7 +6,7 @@ what it keeps for its backward passes, is counted.
 """
 
 import gc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -159,9 +159,9 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
 
 def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
     """Return what was sent over each axis beside the estimate, without axes that neither knows."""
-    sent, calls = Counter[str](), Counter[str]()
+    sent, calls = defaultdict[str, float](float), Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):
-        sent[_NAMES.get(axis, axis)] += int(counted.sent[axis])
+        sent[_NAMES.get(axis, axis)] += counted.sent[axis]
         calls[_NAMES.get(axis, axis)] += counted.calls[axis].total()
     rows = (Compared(axis, calls[axis], sent[axis], size) for axis, size in asdict(estimated).items())
     return tuple(row for row in rows if row.calls or row.estimated)

@@ -184,7 +184,9 @@ def with_rows(batch: Batch, rows: int) -> Batch:
     def padded(value: Tensor) -> Tensor:
         return torch.cat((value, value[-1:].expand(rows - has, *value.shape[1:])))
 
-    return _unlabelled(_by_rows(batch, (has,), padded), has)
+    more = _by_rows(batch, (has,), padded)
+    of_other_rows = {name: batch[name] for name in _LABELS if name in batch and more[name] is batch[name]}
+    return {**_unlabelled(more, has), **of_other_rows}
 
 
 def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Batch:
