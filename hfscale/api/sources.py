@@ -19,6 +19,7 @@ from .._compat.transformers.configs import built_or_explained
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
+from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
 from ..distributed.mesh import Mesh
@@ -46,7 +47,10 @@ class Outline:
         auto_class: the Auto class, or model class, that builds it.
         kwargs: further arguments of that class.
         quantization: the quantization config, for loading or of the checkpoint.
-        stored: whether the checkpoint is quantized.
+        stored: whether the checkpoint is quantized, and stays so.
+
+    Attributes:
+        form: the form of quantized weights in the checkpoint that are loaded as plain values, if they are.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class Outline:
         quantization: Any = None,
         stored: bool = False,
     ) -> None:
-        self.config, self.auto_class, self.kwargs = config, auto_class, kwargs
+        self.config, self.form = split_stored_form(config)
+        self.auto_class, self.kwargs = auto_class, kwargs
         self.quantization, self.stored = quantization, stored
 
     @cached_property
@@ -76,7 +81,9 @@ class Outline:
         config, names = resize_vocabulary(
             lambda config: Outline(config, self.auto_class, self.kwargs).model, self.config, tokens
         )
-        return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
+        resized = Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored)
+        resized.form = self.form
+        return resized, names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``, with recomputation and 8-bit products as the ``options`` say.
@@ -126,7 +133,7 @@ class FromCheckpoint:
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
         with all_or_none(mesh, f"{self._path} could not be loaded"):
             model, weights, missing = load_pretrained(
-                self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized
+                self._outline.auto_class, self._path, plan, mesh, self._kwargs, self._resized, self._outline.form
             )
             warn_of_not_finite(mesh, not_finite(weights.tensors), self._path)
         if missing:

@@ -27,6 +27,8 @@ from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import local_tensor
+from .stored_forms.forms import as_plain, load_weights_as
+from .stored_forms.scheme import form_in
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20
@@ -137,7 +139,10 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     stored = open_tensors(sorted(directory.glob("*.safetensors")))
     if not stored:
         raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")
+    form = form_in(directory)
+    stored = stored if form is None else as_plain(stored, form)
     found = loaded_targets(runtime.model, list(stored), by_name)
+    load_weights_as(stored, found, types)
     keys: dict[str, list[str]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append(key)
