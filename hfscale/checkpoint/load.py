@@ -36,8 +36,9 @@ from .stored_forms.scheme import StoredForm
 
 
 class _Loader:
-    def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str], form: StoredForm | None = None) -> None:
-        self.plan, self.mesh, self.resized, self.form = plan, mesh, resized, form
+    def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str]) -> None:
+        self.plan, self.mesh, self.resized = plan, mesh, resized
+        self.form: StoredForm | None = None  # of quantized weights in the checkpoint
         self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
@@ -205,7 +206,8 @@ def load_pretrained(
     """
     for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
         named_files(index)
-    loader = _Loader(plan, mesh, resized, form)
+    loader = _Loader(plan, mesh, resized)
+    loader.form = form
     with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
     if plan.quantized is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched

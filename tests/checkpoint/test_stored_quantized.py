@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     CompressedTensorsConfig,
@@ -22,7 +23,9 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
 from hfscale.checkpoint.checksums import verify_experts
 from hfscale.distributed.files import dequantized
+from hfscale.distributed.files.writer import bytes_of
 from hfscale.testing import RankPool
+from hfscale.testing.verify import verify
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
 
@@ -123,7 +126,8 @@ def test_a_rank_s_shares_are_slices_of_the_host_s_values(
     pools: Pools, written: dict[tuple[str, str], Path], layout: str
 ) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
-    paths = {pair: path for pair, path in written.items() if "ep" not in layout or pair[0] != "llama"}
+    left_out = {"llama"} if "ep" in layout else {"minimax_m2"} if layout == "tp4" else set()  # they do not fit
+    paths = {pair: path for pair, path in written.items() if pair[0] not in left_out}
     ranks = pools(parallel.total_size).run(shares, paths, LAYOUTS[layout], layout == "tp2-pp2")
     for pair, path in paths.items():
         whole = AutoModelForCausalLM.from_pretrained(path / "plain", dtype=torch.float32).state_dict()
@@ -145,6 +149,68 @@ def test_what_is_saved_is_a_plain_checkpoint(written: dict[tuple[str, str], Path
         )
         equal(saved, plain, torch.float32)
         assert "quantization_config" not in json.loads((tmp_path / directory.name / "config.json").read_text())
+
+
+def identical(first: Path, second: Path) -> None:
+    found, expected = (load_file(path / "model.safetensors") for path in (first, second))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bytes_of(found[name]) == bytes_of(tensor), name
+    described = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (first, second)]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_untouched_checkpoint_is_saved_as_it_was(
+    written: dict[tuple[str, str], Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    for directory in written.values():
+        model = hfscale.from_pretrained(directory / "stored", dtype=dtype)
+        hfscale.save_pretrained(model, tmp_path / directory.name, quantization="as_stored")
+        identical(tmp_path / directory.name, directory / "stored")
+
+
+def save_as_stored(paths: dict[tuple[str, str], Path], layout: Layout) -> None:
+    for path in paths.values():
+        model = hfscale.from_pretrained(path / "stored", parallel=ParallelConfig(**layout))
+        hfscale.save_pretrained(model, path / "again", quantization="as_stored")
+
+
+@pytest.mark.parametrize("layout", cases(["tp2-pp2", "ep2-dp_shard4"], daily=["tp2-pp2"]))
+def test_ranks_save_it_as_it_was(pools: Pools, written: dict[tuple[str, str], Path], layout: str) -> None:
+    paths = {pair: written[pair] for pair in (("qwen3_moe", "int4"), ("gpt_oss", "mxfp4"))}
+    pools(4).run(save_as_stored, paths, LAYOUTS[layout])
+    for path in paths.values():
+        identical(path / "again", path / "stored")
+
+
+@pytest.mark.parametrize("pair", [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
+def test_trained_weights_are_quantized_again(
+    written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    """What stock code and hfscale read of it is the same, and near to what was trained."""
+    model = hfscale.from_pretrained(written[pair] / "stored", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    hfscale.save_pretrained(model, tmp_path / "out", quantization="as_stored")
+    asked = ASKED[WRITTEN[pair[1]].description["quant_method"]]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, quantization_config=asked())
+    ours = hfscale.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    equal(ours.state_dict(), stock.state_dict(), torch.float32)
+    for name, parameter in model.named_parameters():
+        apart = (ours.get_parameter(name) - parameter).norm()
+        assert apart <= (0.15 if pair[1] == "mxfp4" else 0.04) * parameter.norm(), name
+
+
+def test_what_was_not_stored_quantized(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    model = hfscale.from_pretrained(written["llama", "fp8"] / "plain")
+    with pytest.raises(ConfigError, match="needs the quantized checkpoint that the model was loaded from"):
+        hfscale.save_pretrained(model, tmp_path / "out", quantization="as_stored")
+    with pytest.raises(ConfigError, match="quantization must be 'as_stored' or None, got 'fp8'"):
+        hfscale.save_pretrained(model, tmp_path / "out", quantization="fp8")
 
 
 # What it takes
@@ -197,6 +263,13 @@ def test_a_plan_needs_the_config_only(written: dict[tuple[str, str], Path]) -> N
     for directory in written.values():
         plans = [hfscale.plan(directory / name, ParallelConfig(tp_size=2)) for name in ("stored", "plain")]
         assert plans[0] == plans[1]
+
+
+def test_a_clone_of_a_quantized_checkpoint_is_plain(written: dict[tuple[str, str], Path]) -> None:
+    config = AutoConfig.from_pretrained(written["llama", "fp8"] / "stored")
+    _, parity = verify(config, ParallelConfig())
+    assert parity.worst() < 1e-10
+    assert config.quantization_config == WRITTEN["fp8"].description  # the caller's config stays as it was
 
 
 def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> None:

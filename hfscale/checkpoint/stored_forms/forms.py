@@ -147,7 +147,11 @@ def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[
                     f"{base} has its columns in another order (weight_g_idx), which neither the host nor hfscale "
                     "undoes: use a checkpoint that was quantized without actorder"
                 )
-            weights[base + form.shown] = form.make(base, found, described.scheme(base))
+            weight = form.make(base, found, described.scheme(base))
+            weight.stored_as = {name: ("scales", stored[name]), base + form.values: ("values", values)}
+            others = {base + end: part for end, part in form.beside.items() if base + end in stored}
+            weight.stored_as |= {other: (part, stored[other]) for other, part in others.items()}
+            weights[base + form.shown] = weight
             used |= {name, base + form.values, *(base + end for end in form.beside)}
             break
     rest = {name: tensor for name, tensor in stored.items() if name not in used}

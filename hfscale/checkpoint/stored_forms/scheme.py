@@ -100,6 +100,13 @@ def form_in(directory: Path) -> StoredForm | None:
     return _form(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 
+def describe_again(directory: Path, form: StoredForm) -> None:
+    """Add the description of quantized weights to the config of a checkpoint in a directory."""
+    file = directory / "config.json"
+    config = {**json.loads(file.read_bytes()), "quantization_config": dict(form.values)}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
     return None if values is None or why_not_read(values) else StoredForm(values["quant_method"], values)
 

@@ -16,6 +16,8 @@ from .reader import NAMES, TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 """Values of a dtype, from the tensors that make up a weight, by their part in it; their shapes broadcast."""
+Box = tuple[tuple[int, int], ...]
+"""``(start, stop)`` per dim."""
 _ENTRIES = 1 << 19  # multiplied out at a time
 
 
@@ -63,12 +65,15 @@ class Part:
     rows: Along = Along()
     columns: Along = Along()
 
-    def read(self, index: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Return the entries for a box of matrix ``index`` of the weight; size 1 along a dim stands for all of it."""
+    def box(self, index: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Box:
+        """Return the box of the stored tensor that holds a box of matrix ``index`` of the weight."""
         shape = self.source.shape
         lead = [(place, place + 1) if size > 1 else (0, 1) for place, size in zip(index, shape[:-2], strict=True)]
-        box = (*lead, self.rows.words_of(rows, shape[-2]), self.columns.words_of(columns, shape[-1]))
-        words = self.source.read(box)
+        return (*lead, self.rows.words_of(rows, shape[-2]), self.columns.words_of(columns, shape[-1]))
+
+    def read(self, index: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Return the entries for a box of matrix ``index`` of the weight; size 1 along a dim stands for all of it."""
+        words = self.source.read(self.box(index, rows, columns))
         return self.columns.spread(self.rows.spread(words.view(words.shape[-2:]), rows, -2), columns, -1)
 
 
@@ -84,6 +89,7 @@ class DequantizedOnDisk(TensorOnDisk):
 
     Attributes:
         dtype: of the values; bfloat16 until :meth:`load_as`.
+        stored_as: the stored tensors by name, each with its part in the weight, if it has one.
     """
 
     def __init__(
@@ -95,31 +101,36 @@ class DequantizedOnDisk(TensorOnDisk):
         if_merged: Arithmetic | None = None,
     ) -> None:
         self.shape, self.dtype = shape, torch.bfloat16
-        self._parts, self._arithmetic, self._transposed, self._if_merged = parts, arithmetic, transposed, if_merged
+        self.parts, self.arithmetic, self.transposed, self.if_merged = parts, arithmetic, transposed, if_merged
+        self._merged = False
+        self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
         """Set the dtype of the values, and whether the host merges the weight with others."""
-        self.dtype = dtype
-        if merged and self._if_merged is not None:
-            self._arithmetic = self._if_merged
+        self.dtype, self._merged = dtype, merged
 
     def get_dtype(self) -> str:
         """Return safetensors' name of the dtype."""
         return NAMES[self.dtype]
 
-    def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
         if out.numel() == 0:
             return out
         *lead, rows, columns = spans
         matrices = out.view(-1, *out.shape[-2:])
-        if self._transposed:
+        if self.transposed:
             rows, columns, matrices = columns, rows, matrices.transpose(-1, -2)
         step = max(1, _ENTRIES // (columns[1] - columns[0]))
         for index, matrix in zip(product(*(range(*span) for span in lead)), matrices, strict=True):
             for first in range(*rows, step):
                 last = min(first + step, rows[1])
-                found = {name: part.read(index, (first, last), columns) for name, part in self._parts.items()}
-                matrix[first - rows[0] : last - rows[0]] = self._arithmetic(found, self.dtype)
+                found = {name: part.read(index, (first, last), columns) for name, part in self.parts.items()}
+                matrix[first - rows[0] : last - rows[0]] = self.values_of(found, self.dtype, self._merged)
         return out
+
+    def values_of(self, found: Mapping[str, Tensor], dtype: torch.dtype, merged: bool) -> Tensor:
+        """Return the values that boxes of the parts stand for, of a weight that is ``merged`` with others, or not."""
+        arithmetic = self.if_merged if merged and self.if_merged is not None else self.arithmetic
+        return arithmetic(found, dtype)
