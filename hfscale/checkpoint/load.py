@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._compat.transformers.classes import empty_copy
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
-from ..distributed.files.reader import TensorOnDisk, named_files, open_tensors
+from ..distributed.files.reader import TensorOnDisk, named_files
 from ..distributed.files.resized import ResizedOnDisk
 from ..distributed.files.slices import ShareOnDisk, is_elsewhere
 from ..distributed.mesh import Mesh
@@ -31,7 +31,7 @@ from ..train.runtime.local_weights import LocalWeights
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
-from .stored_forms.forms import as_plain, load_weights_as
+from .stored_forms.forms import load_weights_as, open_plain
 from .stored_forms.scheme import StoredForm
 
 
@@ -48,8 +48,7 @@ class _Loader:
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(open_tensors(files))
-        stored = stored if self.form is None else as_plain(stored, self.form)
+        stored, packed = split_packed(open_plain(files, self.form))
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()})
         for key in stored.keys() & targets.keys():

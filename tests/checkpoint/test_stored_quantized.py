@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -21,6 +22,7 @@ from transformers import (
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
+from hfscale.api.merge_files import merge_adapter
 from hfscale.checkpoint.checksums import verify_experts
 from hfscale.distributed.files import dequantized
 from hfscale.distributed.files.writer import bytes_of
@@ -281,6 +283,19 @@ def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> No
             for name in ("stored", "plain")
         ]
         assert torch.equal(found[0].logits, found[1].logits)
+
+
+def test_an_adapter_is_not_merged_file_to_file(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    directory = written["llama", "fp8"]
+    adapted = hfscale.from_pretrained(directory / "stored", peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    hfscale.save_pretrained(adapted, tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="quantization='as_stored' is of whole weights, and the model has adapters"):
+        hfscale.save_pretrained(adapted, tmp_path / "out", quantization="as_stored")
+    with pytest.raises(ConfigError, match=r"stores its weights quantized \(fp8\), and a merged weight is not"):
+        merge_adapter(directory / "stored", tmp_path / "adapter", tmp_path / "out")
+    merged = hfscale.merge_and_unload(adapted)
+    hfscale.save_pretrained(merged, tmp_path / "out", quantization="as_stored")
+    identical(tmp_path / "out", directory / "stored")  # a new adapter changes nothing
 
 
 def test_asked_for_another_form(written: dict[tuple[str, str], Path]) -> None:
