@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
+from ..checkpoint.stored_forms.scheme import check_asked_form
 from ..config.float8 import Float8Config
 from ..config.memory import MemoryConfig
 from ..config.options import Options
@@ -121,7 +122,7 @@ def from_pretrained(
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
     named = {"dtype": known_dtype(hf_kwargs), **code_arguments(hf_kwargs)}
     outline, resized = _resized(_outline(config, auto_class, named, quantization), resize_token_embeddings)
-    if outline.stored or resized:
+    if outline.stored or outline.form or resized:
         hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
     return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
 
@@ -257,6 +258,7 @@ def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[s
 
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:
     check_sizes(config)
+    quantization = check_asked_form(config, quantization)
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")

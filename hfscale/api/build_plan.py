@@ -4,6 +4,7 @@ from dataclasses import fields
 
 from torch import nn
 
+from ..checkpoint.stored_forms.scheme import description, why_not_read
 from ..config.options import NO_OPTIONS, Options
 from ..config.parallel import ParallelConfig
 from ..errors import PlanError
@@ -53,13 +54,12 @@ def _finished(draft: Draft) -> Plan:
 
 
 def _refuse_unavailable(draft: Draft) -> None:
-    quantization = getattr(draft.config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    quantized = description(draft.config)
+    if quantized is not None:
         draft.problem(
-            f"it is quantized ({getattr(method, 'value', method)}) already, which this version does not load: use a "
-            "checkpoint with weights of 16 or 32 bits, which hfscale.from_pretrained(..., quantization_config="
-            "BitsAndBytesConfig(load_in_4bit=True)) quantizes as it loads"
+            why_not_read(quantized)
+            or f"it is quantized ({quantized['quant_method']}) already, in memory: load the checkpoint with "
+            "hfscale.from_pretrained, which reads plain values from it"
         )
 
 

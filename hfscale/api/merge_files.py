@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._compat.transformers.classes import empty_model, stock_class
 from .._compat.transformers.conversions import Destination, loaded_targets
+from ..checkpoint.stored_forms.scheme import form_in
 from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import TensorOnDisk, open_tensors
 from ..distributed.files.replace import finish_move
@@ -37,6 +38,12 @@ class _Merged:
         config, _ = read_config(str(adapter))
         self.stored = _tensors(base, sorted(base.glob("*.safetensors")))
         self.trained = _tensors(adapter, [adapter / WEIGHTS])
+        form = form_in(base)
+        if form is not None:
+            raise ConfigError(
+                f"{base} stores its weights quantized ({form.method}), and a merged weight is not: load both with "
+                "hfscale.from_pretrained(base, peft_config=adapter), and call hfscale.merge_and_unload"
+            )
         plain, wrapped = empty_model(base, trusted), empty_model(base, trusted)
         plan = build_plan(plain, ParallelConfig())
         whole = quietly(wrapped, config, _NAME)

@@ -20,6 +20,7 @@ from .._compat.transformers.configs import built_or_explained
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
+from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
 from ..distributed.mesh import Mesh
@@ -48,7 +49,12 @@ class Outline:
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
     quantization: Any = None  # the quantization config, for loading or of the checkpoint
-    stored: bool = False  # whether the checkpoint is quantized
+    stored: bool = False  # whether the checkpoint is quantized, and stays so
+    form: StoredForm | None = None  # of quantized weights in the checkpoint that are loaded as plain values
+
+    def __post_init__(self) -> None:
+        self.config, found = split_stored_form(self.config)
+        self.form = self.form or found
 
     @cached_property
     def model(self) -> Any:
@@ -62,7 +68,7 @@ class Outline:
         config, names = resize_vocabulary(
             lambda config: Outline(config, self.auto_class, self.kwargs).model, self.config, tokens
         )
-        return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
+        return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored, self.form), names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``, with what the ``options`` ask for."""
@@ -97,7 +103,7 @@ class FromCheckpoint:
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
         with all_or_none(mesh, f"{self.path} could not be loaded"):
             model, weights, missing = load_pretrained(
-                self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized
+                self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized, self.outline.form
             )
             warn_of_not_finite(mesh, not_finite(weights.tensors), self.path)
         if missing:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name
-from ..distributed.files.reader import TensorOnDisk, open_tensors
+from ..distributed.files.dequantized import DequantizedOnDisk
+from ..distributed.files.reader import TensorOnDisk
 from ..errors import CheckpointError
+from .stored_forms.forms import open_plain
+from .stored_forms.scheme import form_in
 
 _log = logging.getLogger(__name__)
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
@@ -27,7 +30,7 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Carried:
-    """The checkpoint in ``directory``, and the stored names of its tensors that the model does not load."""
+    """The checkpoint in ``directory``, and the names of its tensors that the model does not load, if it were plain."""
 
     directory: Path
     names: frozenset[str]
@@ -36,11 +39,11 @@ class Carried:
 def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
     """Note on a freshly built model what its checkpoint has besides its own parameters and buffers.
 
-    A model of another class than the checkpoint's (a classifier of a causal LM's) takes nothing along: a head that it
-    replaced is not part of it.
+    A model of another class than the checkpoint's (a classifier of a causal LM's) takes no tensors along: a head that
+    it replaced is not part of it.
     """
-    if class_name(model) in (model.config.architectures or ()):
-        model._hfscale_carried = Carried(directory, frozenset(names))
+    own = class_name(model) in (model.config.architectures or ())
+    model._hfscale_carried = Carried(directory, frozenset(names if own else ()))
 
 
 def carried_by(model: nn.Module) -> Carried | None:
@@ -48,29 +51,34 @@ def carried_by(model: nn.Module) -> Carried | None:
     return getattr(model, "_hfscale_carried", None)
 
 
-def carried_tensors(model: nn.Module) -> dict[str, TensorOnDisk]:
+def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
     """Return the tensors to copy, by stored name, and log which these are.
 
     A tensor that is not in the source any more is left out with a warning: a run is not lost for it.
+
+    Args:
+        as_stored: copy quantized tensors with their scales, as they are; else the values that they stand for.
     """
     carried = carried_by(model)
     if carried is None or not carried.names:
         return {}
     found: dict[str, TensorOnDisk] = {}
     with suppress(CheckpointError):  # a damaged source is as good as none
-        stored = open_tensors(sorted(carried.directory.glob("*.safetensors")))
+        stored = open_plain(sorted(carried.directory.glob("*.safetensors")), form_in(carried.directory))
         found = {name: tensor for name, tensor in stored.items() if name in carried.names}
+    lost = sorted(carried.names - found.keys())
     if found:
         _log.info(
             "%d tensors that %s does not load are copied from %s as they are: %s",
             len(found), class_name(model), carried.directory, _some(found),
         )  # fmt: skip
-    if lost := sorted(carried.names - found.keys()):
+    if lost:
         _log.warning(
             "%d tensors that %s does not load are no longer in %s, so this checkpoint lacks them: %s",
             len(lost), class_name(model), carried.directory, _some(lost),
         )  # fmt: skip
-    return found
+    parts = (t.stored_as if as_stored and isinstance(t, DequantizedOnDisk) else {n: ("", t)} for n, t in found.items())
+    return {name: source for each in parts for name, (_, source) in each.items()}
 
 
 def announced(tensors: Mapping[str, TensorOnDisk]) -> dict[str, Tensor]:

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._compat.transformers.conversions import convert, loaded_targets
-from ..distributed.files.reader import open_tensors
 from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import local_tensor
+from .stored_forms.forms import load_weights_as, open_plain
+from .stored_forms.scheme import form_in
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20
@@ -124,10 +125,11 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     """Return the checksums of the checkpoint's experts, for this rank's part of the parameters to read."""
     by_name = runtime.plan.by_name
     finish_move(directory)
-    stored = open_tensors(sorted(directory.glob("*.safetensors")))
+    stored = open_plain(sorted(directory.glob("*.safetensors")), form_in(directory))
     if not stored:
         raise CheckpointError(f"{directory} has no safetensors files: give the directory of the checkpoint")
     found = loaded_targets(runtime.model, list(stored), by_name)
+    load_weights_as(stored, found, types)
     keys: dict[str, list[str]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append(key)

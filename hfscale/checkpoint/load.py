@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._compat.transformers.classes import empty_copy
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
-from ..distributed.files.reader import TensorOnDisk, named_files, open_tensors
+from ..distributed.files.reader import TensorOnDisk, named_files
 from ..distributed.files.resized import ResizedOnDisk
 from ..distributed.files.slices import ShareOnDisk, is_elsewhere
 from ..distributed.mesh import Mesh
@@ -32,11 +32,14 @@ from ..train.runtime.parameter_names import put_buffer, put_parameter
 from .carried import note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
+from .stored_forms.forms import load_weights_as, open_plain
+from .stored_forms.scheme import StoredForm
 
 
 class _Loader:
     def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str]) -> None:
         self.plan, self.mesh, self.resized = plan, mesh, resized
+        self.form: StoredForm | None = None  # of quantized weights in the checkpoint
         self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
@@ -46,8 +49,9 @@ class _Loader:
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, packed = split_packed(open_tensors(files))
+        stored, packed = split_packed(open_plain(files, self.form))
         targets = checkpoint_targets(model, list(stored), weight_mapping)
+        load_weights_as(stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()})
         for key in stored.keys() & targets.keys():
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
@@ -180,9 +184,19 @@ class _Loader:
 
 
 def load_pretrained(
-    auto_class: Any, path: str, plan: Plan, mesh: Mesh, kwargs: dict[str, Any], resized: Collection[str] = ()
+    auto_class: Any,
+    path: str,
+    plan: Plan,
+    mesh: Mesh,
+    kwargs: dict[str, Any],
+    resized: Collection[str] = (),
+    form: StoredForm | None = None,
 ) -> tuple[Any, LocalWeights, set[str]]:
-    """Run transformers' ``from_pretrained``; ``resized`` parameters may have another number of rows in the checkpoint.
+    """Run transformers' ``from_pretrained``.
+
+    Args:
+        resized: parameters that may have another number of rows in the checkpoint.
+        form: of quantized weights in the checkpoint, which are loaded as plain values.
 
     Returns:
         the model with tensor-local parameters on the meta device and real buffers, this rank's final shards by name,
@@ -195,6 +209,7 @@ def load_pretrained(
     for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
         named_files(index)
     loader = _Loader(plan, mesh, resized)
+    loader.form = form
     with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
     if plan.quantized is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched

@@ -16,6 +16,7 @@ from .._compat.transformers.saving import AsStored, write_configs
 from ..distributed.files.directories import target_of
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
+from ..errors import ConfigError
 from ..features.adapters import Adapters
 from ..features.adapters.storage import save_adapter
 from ..features.quantization.part import refuse_quantized
@@ -31,7 +32,9 @@ from ..train.runtime.writing import (
     saving,
     warn_of_not_finite,
 )
-from .carried import announced, carried_tensors, copy_files
+from .carried import announced, carried_by, carried_tensors, copy_files
+from .stored_forms.encoding import QuantizedAgain
+from .stored_forms.scheme import describe_again, form_in
 
 _WAIT = timedelta(minutes=2)
 
@@ -44,6 +47,7 @@ def save_pretrained(
     max_shard_size: str | int = "5GB",
     timeout: timedelta = _WAIT,
     check_replicas: bool = True,
+    quantization: str | None = None,
 ) -> None:
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
@@ -55,9 +59,12 @@ def save_pretrained(
         max_shard_size: the maximum size of one file, as for transformers' ``save_pretrained``.
         timeout: how long to wait for ranks that have not called it.
         check_replicas: compare replicas of parameters bit by bit first.
+        quantization: ``"as_stored"`` quantizes the weights again that the checkpoint the model was loaded from stores
+            quantized, in its form. That checkpoint is read again: blocks that have not changed are written as they are.
 
     Raises:
-        ConfigError: ``directory`` is empty, the root of the file system, or not a path.
+        ConfigError: ``directory`` is empty, the root of the file system, or not a path; or ``quantization`` is
+            something else, or the model was not loaded from a quantized checkpoint.
         CheckpointError: a rank did not call it, replicas have drifted apart, or writing failed; ``directory`` is then
             unchanged.
     """
@@ -67,40 +74,63 @@ def save_pretrained(
     with failing, guards.as_built(runtime):
         if check_replicas:
             guards.check_replicas(runtime, call)
+        again = None if quantization is None else _again(runtime, quantization)
         if (adapters := runtime.part(Adapters)) is not None:
             save_adapter(runtime, adapters.whole, adapters.name, target)
         else:
             refuse_quantized(runtime.plan.quantized, target)
-            _write(runtime, target, max_shard_size)
+            _write(runtime, target, max_shard_size, again)
 
 
-def _write(runtime: Runtime, target: Path, max_shard_size: str | int) -> None:
+def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
+    if quantization != "as_stored":
+        raise ConfigError(f"quantization must be 'as_stored' or None, got {quantization!r}: leave it out")
+    if runtime.part(Adapters) is not None:
+        raise ConfigError(
+            "quantization='as_stored' is of whole weights, and the model has adapters: merge them first "
+            "(hfscale.merge_and_unload), or leave it out"
+        )
+    source = carried_by(runtime.model)
+    form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
+    if source is None or form is None:
+        raise ConfigError(
+            f"quantization='as_stored' needs the quantized checkpoint that the model was loaded from, and "
+            f"{str(source.directory) if source else 'a model without one'!r} is none: leave it out"
+        )
+    return QuantizedAgain(source.directory, form)
+
+
+def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain | None) -> None:
     entries = tensors_to_save(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = AsStored(runtime.model, contents)
+    layout = stored.layout if again is None else again.layout(stored.layout)
     with atomic_directory(target, runtime.mesh, stale=STALE) as staging:
         writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
         if is_writer(runtime.mesh):
-            carried = staging.attempt(carried_tensors, runtime.model) or carried
-            layout = {**stored.layout, **announced(carried)}
+            carried = staging.attempt(carried_tensors, runtime.model, again is not None) or carried
+            layout = {**layout, **announced(carried)}
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
             if writer is not None:
-                staging.attempt(_add, writer, stored, name, tensor)
+                staging.attempt(_add, writer, stored, again, name, tensor)
                 wrong = wrong or (staging.attempt(not_finite, {name: tensor}) if entry.planned else "") or ""
         if writer is not None:
             staging.attempt(_copy, writer, carried)
             staging.attempt(write_configs, runtime.model, staging.path)
             staging.attempt(copy_files, runtime.model, staging.path, target)
+            if again is not None:
+                staging.attempt(describe_again, staging.path, again.form)
             staging.attempt(writer.finish)
     warn_of_not_finite(runtime.mesh, wrong, str(target))
 
 
-def _add(writer: CheckpointWriter, stored: AsStored, name: str, tensor: Tensor) -> None:
-    for stored_name, part in stored.made_of(name, tensor).items():
-        writer.add(stored_name, part)
+def _add(writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain | None, name: str, tensor: Tensor) -> None:
+    for key, plain in stored.made_of(name, tensor).items():
+        for stored_name, part in ({key: plain} if again is None else again.made_of(key, plain)).items():
+            writer.add(stored_name, part)
 
 
 def _copy(writer: CheckpointWriter, carried: dict[str, TensorOnDisk]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .. import from_config, plan
+from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import AXES, ParallelConfig
 from ..config.schedules import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError
@@ -78,6 +79,7 @@ def verify(
         _refuse_asynchronous(layout)
     # Plan the model itself first: its clone gets whatever heads, experts and layers the layout needs.
     plan(config, layout, auto_class=auto_class, **hf_kwargs)
+    config, _ = split_stored_form(config)
     small = scale_down(layout)
     changes = _heads_that_fit(config, layout.tp, small.tp) | _experts_that_fit(config, small.ep)
     changes |= sample_batches.changes_for(config, auto_class)

@@ -7,7 +7,8 @@ dim is one ``pread`` of just its bytes, and another slice is read in row blocks 
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -36,6 +37,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 << 20
@@ -153,13 +155,29 @@ class TensorOnDisk:
         whole = tuple((0, size) for size in self.shape)
         return self.read(whole) if index is Ellipsis else self.read(whole)[index]
 
+    def viewed(self, shape: Sequence[int]) -> "TensorOnDisk":
+        """Return the same bytes as a tensor of another ``shape``."""
+        view = copy(self)
+        view.shape = tuple(shape)
+        return view
+
     def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim.
+
+        Of matrices stacked in one tensor, only the rows needed of each are read.
+        """
         if not self.shape:
             out = torch.empty((), dtype=self.dtype)
             self._file.read(self._begin, out)
             return out
         (first, last), rest = spans[0], spans[1:]
+        if len(spans) > 2 and rest[0] != (0, self.shape[1]):
+            rows, (start, stop) = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])), rest[0]
+            out = torch.empty([high - low for low, high in spans], dtype=self.dtype)
+            for place, matrix in enumerate(range(first, last)):
+                offset = matrix * self.shape[1]
+                out[place] = rows.read(((offset + start, offset + stop), *rest[1:]))
+            return out
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
         if out.numel() == 0:

@@ -1,7 +1,6 @@
 """Lazy tensors of a checkpoint that, when indexed, read only this rank's shard."""
 
 from collections.abc import Sequence
-from copy import copy
 from itertools import product
 from typing import Any
 
@@ -38,12 +37,12 @@ class PartOnDisk:
     def __getitem__(self, index: Any) -> Tensor:
         pieces = list(product(*self.spans))
         if len(pieces) == 1:
-            part = _read(self.source, pieces[0])
+            part = self.source.read(pieces[0])
         else:
             part = torch.empty(self.shape, dtype=self.dtype)
             places = [_places(dim) for dim in self.spans]
             for box, place in zip(pieces, product(*places), strict=True):
-                part[tuple(slice(*span) for span in place)] = _read(self.source, box)
+                part[tuple(slice(*span) for span in place)] = self.source.read(box)
         return part if index is Ellipsis else part[index]
 
 
@@ -52,20 +51,6 @@ class ShareOnDisk(PartOnDisk):
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])
-
-
-def _read(source: TensorOnDisk, box: tuple[tuple[int, int], ...]) -> Tensor:
-    """Read one box. Of matrices stacked in one tensor, read only the rows needed of each."""
-    if len(box) < 3 or box[1] == (0, source.shape[1]):
-        return source.read(box)
-    rows = copy(source)  # the same bytes seen as one tall matrix
-    rows.shape = (source.shape[0] * source.shape[1], *source.shape[2:])
-    (first, last), (start, stop), *rest = box
-    part = torch.empty([high - low for low, high in box], dtype=source.dtype)
-    for place, matrix in enumerate(range(first, last)):
-        offset = matrix * source.shape[1]
-        part[place] = rows.read(((offset + start, offset + stop), *rest))
-    return part
 
 
 def _places(spans: Spans) -> Spans:

@@ -40,7 +40,7 @@ _ROWS = "ShardedLinear8bitLt"
 
 def check_quantization(config: Any) -> None:
     """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
-    if config is None:
+    if config is None or getattr(config, "dequantize", False):  # plain values of a checkpoint stored otherwise
         return
     if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
         raise ConfigError(

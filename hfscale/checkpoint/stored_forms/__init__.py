@@ -1,0 +1,1 @@
+"""Checkpoints whose weights are stored quantized, read as plain values."""

@@ -1,0 +1,109 @@
+"""From stored words to values: what the host's own dequantization computes, operation by operation.
+
+Every function takes the stored tensors of a box of the weight by their part in it (``values``, ``scales``, ``zeros``,
+``whole``: the scale of the whole tensor), whose shapes broadcast, and the dtype of the result. Order and type of each
+operation are the host's, so that results are equal bit by bit.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from ...distributed.files.dequantized import Along
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+Parts = Mapping[str, Tensor]
+
+
+def blocks_in_float32(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Multiply 8-bit floating point, or 4-bit in whole numbers, by scales in float32."""
+    scales = parts["scales"]
+    scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
+    return (_numbers(parts["values"], torch.float32) * scales).to(dtype)
+
+
+def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Multiply E2M1 numbers by powers of two in the type of the result (OCP microscaling formats, 2023)."""
+    return torch.ldexp(_numbers(parts["values"], dtype), parts["scales"].int() - 127).to(dtype)
+
+
+def in_type_of_scales(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Subtract zero points and multiply, both in the scales' own type."""
+    scales = parts["scales"]
+    if scales.dtype == torch.uint8:
+        scales = _powers(scales)
+    values = parts["values"].to(scales.dtype)
+    if "zeros" in parts:
+        values = values - parts["zeros"].to(scales.dtype)
+    return (values * scales).to(dtype)
+
+
+def scaled_twice(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Multiply E2M1 numbers by scales of blocks over that of the tensor, rounded to bfloat16 (NVFP4 and MXFP4)."""
+    scales = parts["scales"]
+    scales = _powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.bfloat16)
+    if "whole" in parts:
+        scales = scales / parts["whole"]
+    values = _numbers(parts["values"], torch.bfloat16).to(scales.dtype)
+    return (values * scales).to(torch.bfloat16).to(dtype)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    return 2.0 ** (exponents.int() - 127).to(torch.bfloat16)
+
+
+def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers in ``dtype``: of E2M1 codes, which come as whole numbers, or of floating point."""
+    if codes.dtype.is_floating_point:
+        return codes.to(dtype)
+    return torch.tensor(_E2M1, dtype=dtype)[codes.int()]
+
+
+def two_per_byte() -> Along:
+    """Return how bytes run along the weight that hold two 4-bit codes each, the lower half first."""
+    return Along(2, 1, _halves)
+
+
+def _halves(words: Tensor) -> Tensor:
+    codes = words.contiguous().view(torch.uint8)
+    return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+
+
+def packed_in_int32(bits: int) -> Along:
+    """Return how int32 words run along the weight that hold whole numbers of ``bits`` bits, without gaps.
+
+    Numbers are stored from 0, as their distance to the least.
+    """
+    words = bits // gcd(bits, 32)
+    return Along(32 * words // bits, words, partial(_unpacked, bits=bits, words=words))
+
+
+def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
+    """Return words of dtype ``kind`` that hold ``codes`` along their last dim: the inverse of unpacking them."""
+    if kind != torch.int32:
+        return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
+    bits = 32 * along.words // along.entries
+    length = -(-codes.shape[-1] * bits // 32)
+    stream = torch.nn.functional.pad(codes.long() + (1 << bits - 1), (0, -codes.shape[-1] % along.entries))
+    units = stream.unflatten(-1, (-1, along.entries))
+    words = units.new_zeros((*units.shape[:-1], along.words + 1))
+    for entry in range(along.entries):
+        word, shift = divmod(entry * bits, 32)
+        wide = units[..., entry] << shift
+        words[..., word] |= wide & 0xFFFFFFFF
+        words[..., word + 1] |= wide >> 32
+    whole = words[..., :-1].flatten(-2)[..., :length]
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).int()
+
+
+def _unpacked(packed: Tensor, bits: int, words: int) -> Tensor:
+    missing = -packed.shape[-1] % words  # the last unit of a row may be cut short
+    units = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
+    starts = torch.arange(32 * words // bits) * bits
+    first, shift = starts // 32, starts % 32
+    pairs = units[..., first] | units[..., (first + 1).clamp(max=words - 1)] << 32
+    return ((pairs >> shift & (1 << bits) - 1) - (1 << bits - 1)).flatten(-2)

@@ -1,0 +1,247 @@
+"""Quantize a weight again in the form that it came in.
+
+A block whose values are still those that the checkpoint stands for keeps its codes and its scale, so what nobody
+changed is written byte for byte, in every form. Any other block gets a scale from its values, and codes from both, as
+the form's own quantizers choose them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import lcm, prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...distributed.files.dequantized import Along, DequantizedOnDisk
+from ...distributed.files.reader import open_tensors
+from ...errors import CheckpointError
+from .arithmetic import packed, powers_of_two, scaled_twice
+from .forms import as_plain
+from .scheme import StoredForm
+
+_ENTRIES = 1 << 20  # quantized at a time, if blocks are no larger
+_FLOAT8 = 448.0
+_E2M1 = 6.0
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Blocks of codes ``[rows, height, columns, width]``, and the scale and zero point of each ``[rows, columns]``."""
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+class QuantizedAgain:
+    """The form of a stored checkpoint, for the tensors of a plain one that is to be written.
+
+    Args:
+        directory: the checkpoint that the model was loaded from.
+        form: in which it stores its weights.
+    """
+
+    def __init__(self, directory: Path, form: StoredForm) -> None:
+        self.form, self._stored = form, open_tensors(sorted(directory.glob("*.safetensors")))
+        plain = as_plain(self._stored, form)
+        self._weights = {key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)}
+
+    def layout(self, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return every tensor to be written, on the meta device, for those of a plain checkpoint.
+
+        Raises:
+            CheckpointError: the two have other names.
+        """
+        result: dict[str, Tensor] = {}
+        strange = [key for key in plain if key not in self._weights and key not in self._stored]
+        lost = [key for key in self._weights if key not in plain]
+        if strange and lost:
+            raise CheckpointError(
+                f"the checkpoint that the model was loaded from has {lost[0]} quantized, and the model saves none, but "
+                f"{strange[0]}: save it without quantization="
+            )
+        for key, tensor in plain.items():
+            if key in self._weights:
+                stored = {name: source for name, (_, source) in self._weights[key].stored_as.items()}
+                result |= {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in stored.items()}
+            else:
+                result[key] = tensor.to(self._stored[key].dtype) if key in self._stored else tensor
+        return result
+
+    def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors to be written for one of a plain checkpoint."""
+        if key not in self._weights:
+            return {key: tensor.to(self._stored[key].dtype) if key in self._stored else tensor}
+        weight = self._weights[key]
+        made = encode(weight, tensor.detach().cpu())
+        return {
+            name: source[...] if part not in made else made[part].view(source.shape)
+            for name, (part, source) in weight.stored_as.items()
+        }
+
+
+def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
+    """Return the stored tensors of a weight that now has the values ``value``, by their part in it.
+
+    Raises:
+        CheckpointError: it has another shape, or one scale for several matrices, which have changed.
+    """
+    if tuple(value.shape) != weight.shape:
+        raise CheckpointError(
+            f"a weight of shape {weight.shape} is now {tuple(value.shape)}: save it without quantization="
+        )
+    parts = weight.parts
+    made = {name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype) for name in _OWN & parts.keys()}
+    matrices = (value.transpose(-1, -2) if weight.transposed else value).reshape(-1, *_stored_shape(weight))
+    rows, columns = matrices.shape[1:]
+    unit = lcm(*(min(parts[name].rows.entries, rows) for name in made))
+    step = max(1, _ENTRIES // (columns * unit)) * unit
+    whole = _outgrown(weight, value)
+    if whole is not None:
+        made["whole"] = whole.view(parts["whole"].source.shape)
+    for index, matrix in zip(product(*map(range, value.shape[:-2])), matrices, strict=True):
+        for first in range(0, rows, step):
+            span = (first, min(first + step, rows))
+            for name, words in _encode_rows(weight, index, span, matrix[slice(*span)], whole).items():
+                part = parts[name]
+                box = part.box(index, span, (0, columns))
+                made[name][tuple(slice(*edges) for edges in box)] = words.view([stop - start for start, stop in box])
+    return made
+
+
+_OWN = {"values", "scales", "zeros"}
+
+
+def _outgrown(weight: DequantizedOnDisk, value: Tensor) -> Tensor | None:
+    """Return a new scale of the whole tensor, if scales of blocks would no longer fit into 8 bits under the old one."""
+    if "whole" not in weight.parts:
+        return None
+    most, old = value.abs().max().float(), weight.parts["whole"].source[...].float()
+    fits = bool((most / _E2M1 * old <= _FLOAT8 * 1.03).all())  # what is rounded to the largest scale
+    return None if fits else (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
+
+
+def _stored_shape(weight: DequantizedOnDisk) -> tuple[int, int]:
+    rows, columns = weight.shape[-2:]
+    return (columns, rows) if weight.transposed else (rows, columns)
+
+
+def _encode_rows(
+    weight: DequantizedOnDisk, index: tuple[int, ...], rows: tuple[int, int], now: Tensor, whole: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the words of some rows of a matrix, of every part that changes with the values.
+
+    Args:
+        whole: the new scale of the whole tensor, if it has one, with which no block stays as it is.
+    """
+    parts, columns = weight.parts, now.shape[1]
+    scales, across = parts["scales"], (0, columns)
+    words = {name: parts[name].source.read(parts[name].box(index, rows, across)) for name in _OWN & parts.keys()}
+    read = {name: part.read(index, rows, across) for name, part in parts.items()}
+    same = weight.values_of(read, now.dtype, merged=False) == now
+    if weight.if_merged is not None:
+        same |= weight.values_of(read, now.dtype, merged=True) == now
+    height, width = min(scales.rows.entries, len(now)), min(scales.columns.entries, columns)
+    kept = _blocks(same, height, width, True).all(3).all(1)
+    kept &= whole is None
+    if kept.all():
+        return words
+    if prod(scales.source.shape[:-2]) < prod(weight.shape[:-2]):
+        raise CheckpointError(
+            "one scale is stored for several matrices, which have changed: save it without quantization="
+        )
+    old = Codes(
+        _blocks(read["values"], height, width),
+        words["scales"].view(words["scales"].shape[-2:]),
+        _blocks(read["zeros"].expand(now.shape), height, width)[:, 0, :, 0] if "zeros" in read else None,
+    )
+    new = _quantized(weight, _blocks(now.float(), height, width), old, read.get("whole") if whole is None else whole)
+    codes = torch.where(kept[:, None, :, None], _bytes(old.values), _bytes(new.values))
+    codes = codes.flatten(2).flatten(0, 1)[: len(now), :columns]
+    result = {
+        "values": _words(codes.view(old.values.dtype), parts["values"].columns, words["values"].dtype),
+        "scales": torch.where(kept, _bytes(old.scales), _bytes(new.scales)).view(old.scales.dtype),
+    }
+    if old.zeros is not None and new.zeros is not None:
+        zeros = torch.where(kept, old.zeros, new.zeros.to(old.zeros.dtype))
+        zeros = zeros if parts["zeros"].rows.unpack is None else zeros.repeat_interleave(height, 0)[: len(now)]
+        result["zeros"] = _words(zeros.T, parts["zeros"].rows, words["zeros"].dtype).T.contiguous()
+    return result
+
+
+def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tensor:
+    """Return a matrix as blocks ``[rows, height, columns, width]``, filled up at its lower and right edge."""
+    down, across = -tensor.shape[0] % height, -tensor.shape[1] % width
+    whole = tensor
+    if down or across:
+        whole = tensor.new_full((tensor.shape[0] + down, tensor.shape[1] + across), fill)
+        whole[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+
+
+def _quantized(weight: DequantizedOnDisk, blocks: Tensor, like: Codes, whole: Tensor | None) -> Codes:
+    """Quantize blocks ``[rows, height, columns, width]`` of float32 values, to the types of ``like``."""
+    most = blocks.abs().amax((1, 3))
+    if like.values.dtype.is_floating_point:
+        return _float8(blocks, most, like)
+    if weight.arithmetic is scaled_twice and whole is not None:
+        scales = (most / _E2M1 * whole).clamp(max=_FLOAT8).to(like.scales.dtype)
+        return Codes(_e2m1(blocks, scales.to(torch.bfloat16) / whole), scales)
+    if weight.arithmetic in (scaled_twice, powers_of_two) or like.values.dtype == torch.uint8:
+        exponents = (torch.where(most > 0, most, 1.0).log2().floor() - 2).clamp(-127, 127)
+        return Codes(_e2m1(blocks, exponents.exp2()), _power(exponents, like.scales.dtype))
+    columns = weight.parts["values"].columns
+    top = 2 ** (32 * columns.words // columns.entries - 1) if columns.unpack is not None else 128
+    return _integers(blocks, most, top, like)
+
+
+def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
+    """Quantize to 8-bit floating point, as the host's quantizer does on a GPU."""
+    top, kind = torch.finfo(like.values.dtype).max, like.scales.dtype
+    factor = torch.where(most > 0, top / torch.where(most > 0, most, 1.0), 1.0)
+    scales = (1.0 / factor).to(torch.float32)
+    if kind in (torch.uint8, torch.float8_e8m0fnu):
+        exponents = scales.clamp(min=torch.finfo(torch.float32).tiny).log2().ceil()
+        factor, scales = (-exponents).exp2(), _power(exponents, kind)
+    elif kind != torch.float32:
+        scales = scales.to(kind)
+        factor = 1.0 / scales.float()
+    codes = (blocks * factor[:, None, :, None]).clamp(-top, top)
+    return Codes(codes.to(like.values.dtype), scales)
+
+
+def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
+    """Quantize to whole numbers from ``-top`` to ``top - 1``, as compressed-tensors does."""
+    if like.zeros is None:
+        scales, zeros = most / (top - 0.5), torch.zeros_like(most)
+    else:
+        least, greatest = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+        scales = (greatest - least) / (2 * top - 1)
+        zeros = (-top - least / torch.where(scales > 0, scales, 1.0)).round().clamp(-top, top - 1)
+    scales = torch.where(scales > 0, scales, 1.0).to(like.scales.dtype)
+    codes = (blocks / scales.float()[:, None, :, None] + zeros[:, None, :, None]).round().clamp(-top, top - 1)
+    return Codes(codes.to(like.values.dtype), scales, None if like.zeros is None else zeros)
+
+
+def _e2m1(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the nearest E2M1 codes, of two equally near the even one."""
+    scales = torch.where(scales > 0, scales.float(), 1.0)[:, None, :, None]
+    size = (blocks / scales).abs()
+    codes = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    codes = codes + (size > 2.5) + (size >= 3.5) + (size > 5.0)
+    return codes + 8 * blocks.signbit().to(torch.uint8)
+
+
+def _power(exponents: Tensor, kind: torch.dtype) -> Tensor:
+    return (exponents + 127).to(torch.uint8) if kind == torch.uint8 else exponents.exp2().to(kind)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return 8-bit floating point as bytes, which ``torch.where`` takes; others as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _words(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
+    return codes if along.unpack is None else packed(codes, along, kind)

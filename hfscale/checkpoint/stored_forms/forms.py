@@ -1,0 +1,212 @@
+"""The forms in which checkpoints store quantized weights: a table, with one entry per form.
+
+======================  ===========================================================  ==================================
+form                    tensors of ``NAME.weight``                                   who writes it
+======================  ===========================================================  ==================================
+FP8                     ``weight``, ``weight_scale_inv`` (blocks or one)             DeepSeek, Qwen, GLM, MiniMax
+MXFP4                   ``..._blocks``, ``..._scales``, transposed                   gpt-oss (experts)
+compressed-tensors      ``weight``, ``weight_scale``, ``weight_zero_point``          FP8 and INT8 of llm-compressor
+  packed integers       ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
+  NVFP4, MXFP4          ``weight_packed``, ``weight_scale``, ``weight_global_scale`` llm-compressor
+======================  ===========================================================  ==================================
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..._compat.transformers.conversions import Destination
+from ...distributed.files.dequantized import Along, DequantizedOnDisk, Part
+from ...distributed.files.reader import TensorOnDisk, open_tensors
+from ...errors import CheckpointError
+from . import arithmetic
+from .scheme import Scheme, StoredForm
+
+Found = Mapping[str, TensorOnDisk]
+"""The stored tensors of one weight, by their part in it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form.
+
+    Attributes:
+        scales: ending of the names of its scales, by which weights are found.
+        values: ending of the name of the packed values, in place of that of the scales.
+        shown: ending of the name that the weight has in a plain checkpoint.
+        make: makes the lazy weight of its tensors.
+        beside: endings of further tensors that belong to the weight -> their part in it; ``None``: not needed.
+    """
+
+    scales: str
+    values: str
+    shown: str
+    make: Callable[[str, Found, Scheme], DequantizedOnDisk]
+    beside: Mapping[str, str | None]
+
+
+def _fp8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values, scales = found["values"], _matrices(found["scales"], found["values"])
+    packed = values.dtype in (torch.int8, torch.uint8)
+    columns = arithmetic.two_per_byte() if packed else Along()
+    shape = (*values.shape[:-1], values.shape[-1] * columns.entries)
+    parts = {"values": Part(values, columns=columns), "scales": _grid(key, scales, shape, scheme.block)}
+    return DequantizedOnDisk(shape, parts, arithmetic.blocks_in_float32)
+
+
+def _mxfp4(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values, scales = found["values"], found["scales"]
+    experts, rows, groups, size = values.shape
+    flat = values.viewed((experts, rows, groups * size))
+    parts = {"values": Part(flat, columns=arithmetic.two_per_byte()), "scales": Part(scales, columns=Along(2 * size))}
+    shape = (experts, 2 * groups * size, rows)
+    return DequantizedOnDisk(shape, parts, arithmetic.powers_of_two, transposed=True)
+
+
+def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values = found["values"]
+    parts = {"values": Part(values)}
+    parts |= {
+        name: _grid(key, _matrices(found[name], values), values.shape, scheme.block)
+        for name in ("scales", "zeros")
+        if name in found
+    }
+    # The host multiplies experts that it merges in another type than the weight of a module.
+    merged = arithmetic.blocks_in_float32 if values.dtype.is_floating_point else None
+    return DequantizedOnDisk(values.shape, parts, arithmetic.in_type_of_scales, if_merged=merged)
+
+
+def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values, scales = found["values"], found["scales"]
+    if values.dtype == torch.uint8:
+        shape = (values.shape[0], 2 * values.shape[1])
+        parts = {"values": Part(values, columns=arithmetic.two_per_byte())}
+        parts |= {n: _grid(key, _matrices(found[n], values), shape) for n in ("scales", "whole") if n in found}
+        return DequantizedOnDisk(shape, parts, arithmetic.scaled_twice)
+    bits, length = scheme.bits, scheme.group and scales.shape[-1] * scheme.group
+    shape = (values.shape[0], length or int(found["shape"][...][-1]))
+    packed = arithmetic.packed_in_int32(bits)
+    if values.shape[1] != -(-shape[1] * bits // 32):
+        raise CheckpointError(
+            f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its config describes "
+            "another weight: download the checkpoint again, or mend quantization_config in its config.json"
+        )
+    parts = {"values": Part(values, columns=packed), "scales": _grid(key, _matrices(scales, values), shape)}
+    if "zeros" in found:
+        zeros = _matrices(found["zeros"], values)
+        parts["zeros"] = Part(zeros, rows=packed, columns=parts["scales"].columns)
+    return DequantizedOnDisk(shape, parts, arithmetic.in_type_of_scales)
+
+
+_STATIC = {".input_scale": None, ".input_global_scale": None, ".input_zero_point": None, ".output_scale": None}
+_COMPRESSED = {".weight_zero_point": "zeros", ".weight_global_scale": "whole", ".weight_shape": "shape", **_STATIC}
+_ACTIVATIONS = {".activation_scale": None, ".input_scale": None}
+FORMS: dict[str, tuple[Form, ...]] = {
+    "fp8": (
+        Form(".weight_scale_inv", ".weight", ".weight", _fp8, _ACTIVATIONS),
+        Form("_scale_inv", "", "", _fp8, {"_activation_scale": None}),
+        Form(".scale", ".weight", ".weight", _fp8, _ACTIVATIONS),
+        Form(".qscale_weight", ".weight", ".weight", _fp8, {".qscale_act": None}),
+    ),
+    "mxfp4": (Form("_scales", "_blocks", "", _mxfp4, {}),),
+    "compressed-tensors": (
+        Form(".weight_scale", ".weight_packed", ".weight", _packed, _COMPRESSED),
+        Form(".weight_scale", ".weight", ".weight", _plain_codes, _COMPRESSED),
+    ),
+}
+FORMS["mxfp8"] = FORMS["fp8"]
+"""The host's name of the method -> its forms, of which the first that fits a weight counts."""
+
+_PACKED = (".weight", "_proj", "_packed", "_blocks")
+_CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
+
+
+def open_plain(files: Iterable[str | Path], form: StoredForm | None) -> dict[str, TensorOnDisk]:
+    """Return a lazy tensor for every tensor of several files; for quantized ones, those of a plain checkpoint."""
+    stored = open_tensors(files)
+    return stored if form is None else as_plain(stored, form)
+
+
+def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[str, TensorOnDisk]:
+    """Return the tensors of a plain checkpoint in place of those of a quantized one.
+
+    Args:
+        described: what the checkpoint's config says.
+
+    Raises:
+        CheckpointError: tensors do not fit together.
+    """
+    weights: dict[str, TensorOnDisk] = {}
+    used: set[str] = set()
+    for name in stored:
+        for form in FORMS[described.method]:
+            base = name.removesuffix(form.scales)
+            values = stored.get(base + form.values)
+            if base == name or values is None or values.dtype not in _CODES:
+                continue
+            beside = {part: stored[base + end] for end, part in form.beside.items() if part and base + end in stored}
+            found = {"values": values, "scales": stored[name], **beside}
+            if f"{base}.weight_g_idx" in stored:
+                raise CheckpointError(
+                    f"{base} has its columns in another order (weight_g_idx), which neither the host nor hfscale "
+                    "undoes: use a checkpoint that was quantized without actorder"
+                )
+            weight = form.make(base, found, described.scheme(base))
+            weight.stored_as = {name: ("scales", stored[name]), base + form.values: ("values", values)}
+            others = {base + end: part for end, part in form.beside.items() if base + end in stored}
+            weight.stored_as |= {other: (part, stored[other]) for other, part in others.items()}
+            weights[base + form.shown] = weight
+            used |= {name, base + form.values, *(base + end for end in form.beside)}
+            break
+    rest = {name: tensor for name, tensor in stored.items() if name not in used}
+    lost = next((name for name, t in rest.items() if t.dtype in _CODES and name.endswith(_PACKED)), None)
+    if lost is not None:
+        raise CheckpointError(
+            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it as "
+            f"{described.method} stores them: download the checkpoint again, or use one with weights of 16 or 32 bits"
+        )
+    return {**rest, **weights}
+
+
+def load_weights_as(
+    stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Let quantized weights be read in the dtypes of the parameters that they load into, with the host's arithmetic."""
+    for key, tensor in stored.items():
+        if isinstance(tensor, DequantizedOnDisk):
+            found = targets[key]
+            tensor.load_as(dtypes.get(found.name, tensor.dtype), found.converter is not None)
+
+
+def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
+    """Return scales seen with as many dims as the values: one number, one per matrix, or a grid."""
+    missing = len(values.shape) - len(tensor.shape)
+    if not missing:
+        return tensor
+    # One per row, or one in all, or one per matrix
+    shape = (*tensor.shape, *(1,) * missing) if tensor.shape[:1] == values.shape[:1] else (1,) * missing + tensor.shape
+    return tensor.viewed(shape)
+
+
+def _grid(key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> Part:
+    """Return scales of blocks: of ``block`` if their number fits, else of the size that divides the weight."""
+    along = []
+    for dim, size, wanted in zip((-2, -1), shape[-2:], block or (0, 0), strict=True):
+        count = scales.shape[dim]
+        if wanted and count == -(-size // wanted):
+            along.append(Along(wanted))
+        elif count and size % count == 0:
+            along.append(Along(size // count))
+        else:
+            raise CheckpointError(
+                f"{key} of shape {shape} has scales of shape {scales.shape}, which are no blocks of it: download the "
+                "checkpoint again, or set weight_block_size in its config.json"
+            )
+    if prod(scales.shape[:-2]) not in (1, prod(shape[:-2])):
+        raise CheckpointError(
+            f"{key} of shape {shape} has scales of shape {scales.shape}: download the checkpoint again"
+        )
+    return Part(scales, *along)

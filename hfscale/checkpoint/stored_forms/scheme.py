@@ -1,0 +1,161 @@
+"""What a config says of weights that its checkpoint stores quantized: ``quantization_config`` in ``config.json``."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+"""The host's names of the methods whose weights are read as plain values."""
+_FORMATS = {
+    *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+}
+
+
+_INSTEAD = (
+    "use a checkpoint with weights of 16 or 32 bits, which hfscale.from_pretrained(..., quantization_config="
+    "BitsAndBytesConfig(load_in_4bit=True)) quantizes as it loads"
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one weight is quantized, as far as its stored tensors do not tell.
+
+    Attributes:
+        bits: bits of a packed number.
+        group: consecutive numbers of a row that have one scale; 0: all of it.
+        block: rows and columns of the blocks that have one scale, if it says so.
+    """
+
+    bits: int = 4
+    group: int = 0
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """The form in which a checkpoint stores its quantized weights.
+
+    Attributes:
+        method: the host's name.
+        values: the config's description.
+    """
+
+    method: str
+    values: Mapping[str, Any] = field(repr=False)
+
+    def scheme(self, name: str) -> Scheme:
+        """Return how the weight whose stored names begin with ``name`` is quantized."""
+        if self.method != "compressed-tensors":
+            block = self.values.get("weight_block_size")
+            return Scheme(block=None if block is None else (block[0], block[1]))
+        group = _group(list(self.values["config_groups"].values()), ".experts." in name)
+        weights = group["weights"]
+        block = weights.get("block_structure")
+        return Scheme(
+            bits=weights.get("num_bits") or 8,
+            group=weights.get("group_size") or 0 if weights.get("strategy") in ("group", "tensor_group") else 0,
+            block=(block[0], block[1]) if block and weights.get("strategy") == "block" else None,
+        )
+
+
+def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
+    """Return the group of a config of compressed-tensors that the host takes for experts, or for other layers."""
+
+    def of_experts(group: dict[str, Any]) -> bool:
+        return any(target.startswith("re:") and "experts" in target for target in group["targets"])
+
+    def of_classes(group: dict[str, Any]) -> bool:
+        return any(not target.startswith("re:") for target in group["targets"])
+
+    wanted = (of_experts, of_classes) if experts else (lambda group: not of_experts(group),)
+    return next((group for test in wanted for group in groups if test(group)), groups[0])
+
+
+def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
+    """Split the description of weights that are read as plain values from a model's config.
+
+    Returns:
+        a copy without the description, and the form; any other ``config`` itself, and ``None``.
+    """
+    form = _form(description(config))
+    if form is None:
+        return config, None
+    plain = deepcopy(config)
+    for holder in (plain, plain.get_text_config(decoder=True)):
+        vars(holder).pop("quantization_config", None)
+    return plain, form
+
+
+def form_in(directory: Path) -> StoredForm | None:
+    """Return the form of the quantized weights of a checkpoint in a directory; ``None``: there are none."""
+    file = directory / "config.json"
+    config = json.loads(file.read_bytes()) if file.exists() else {}
+    return _form(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
+
+
+def describe_again(directory: Path, form: StoredForm) -> None:
+    """Add the description of quantized weights to the config of a checkpoint in a directory."""
+    file = directory / "config.json"
+    config = {**json.loads(file.read_bytes()), "quantization_config": dict(form.values)}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
+    return None if values is None or why_not_read(values) else StoredForm(values["quant_method"], values)
+
+
+def check_asked_form(config: Any, given: Any) -> Any:
+    """Return the user's quantization config, or ``None`` if it asks for plain values, which are loaded anyway.
+
+    Raises:
+        ConfigError: it asks for plain values of another form than the checkpoint's.
+    """
+    if not getattr(given, "dequantize", False):
+        return given
+    values = description(config)
+    asked = getattr(given.quant_method, "value", given.quant_method)
+    if values is None or values["quant_method"] != asked:
+        found = "not quantized" if values is None else f"in {values['quant_method']}"
+        raise ConfigError(
+            f"quantization_config={type(given).__name__}(dequantize=True) is for a checkpoint stored in {asked}, and "
+            f"this one is {found}: leave it out"
+        )
+    return None
+
+
+def description(config: Any) -> dict[str, Any] | None:
+    """Return what a model's config says of quantized weights, with a ``quant_method``; ``None``: nothing."""
+    holders = (config, config.get_text_config(decoder=True))
+    found = next((h.quantization_config for h in holders if getattr(h, "quantization_config", None) is not None), None)
+    if found is None:
+        return None
+    values = dict(found if isinstance(found, dict) else found.to_dict())
+    method = values.get("quant_method")
+    return {**values, "quant_method": getattr(method, "value", method)}
+
+
+def why_not_read(values: Mapping[str, Any]) -> str | None:
+    """Return why weights of this description are not read as plain values, and what to do; ``None``: they are."""
+    method = values.get("quant_method")
+    groups = (values.get("config_groups") or {}).values()
+    formats = {values.get("format"), *(group.get("format") for group in groups)} - {None}
+    reason = ""
+    if method not in READ:
+        reason = f"it is quantized ({method}) already, and hfscale reads {', '.join(READ)}"
+    elif method == "compressed-tensors":
+        unknown = ", ".join(sorted(formats - _FORMATS)) or ("" if groups else "nothing")
+        sparse, rotated = values.get("sparsity_config") or {}, values.get("transform_config") or {}
+        if unknown:
+            reason = f"it is quantized (compressed-tensors, {unknown}) already, which hfscale does not read"
+        elif sparse.get("format", "dense") != "dense":
+            reason = "its quantized weights are sparse (sparsity_config), which hfscale does not read"
+        elif rotated:
+            reason = "its quantized weights are rotated (transform_config), which hfscale does not undo"
+    return f"{reason}: {_INSTEAD}" if reason else None

@@ -1,0 +1,229 @@
+"""Weights that are stored quantized: each box of them is what the host makes of the whole (pure part)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hfscale import CheckpointError
+from hfscale.checkpoint.stored_forms import encoding, forms
+from hfscale.checkpoint.stored_forms.forms import as_plain
+from hfscale.checkpoint.stored_forms.scheme import StoredForm
+from hfscale.distributed.files import dequantized
+from hfscale.distributed.files.reader import SafetensorsFile, TensorOnDisk
+from hfscale.distributed.files.writer import bytes_of
+
+from ..stored_weights import (
+    WRITTEN,
+    StoredWeight,
+    described_groups,
+    e2m1_in_fp8,
+    float8,
+    fp8,
+    integers,
+    mxfp4,
+    mxfp4_packed,
+    mxfp8,
+    nvfp4,
+)
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    return described_groups(form, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", **weights})
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+PACKED: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
+    f"{bits} bits": (compressed("pack-quantized", num_bits=bits, group_size=16), integers(bits)) for bits in range(2, 9)
+}
+CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
+    "fp8": (FP8, fp8((16, 32))),
+    "fp8, other blocks than its config's": (FP8, fp8((8, 16))),
+    "fp8, one scale": (FP8, fp8(None)),
+    "fp8, scales in bfloat16": (FP8, fp8((16, 32), torch.bfloat16)),
+    "fp8, scales as powers of two": (FP8, fp8((16, 32), torch.float8_e8m0fnu)),
+    "fp8, experts in E2M1": (FP8, e2m1_in_fp8),
+    "mxfp8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8),
+    **PACKED,
+    "4 bits, a scale per row": (compressed("pack-quantized", strategy="channel"), integers(4, None)),
+    "4 bits, zero points": (compressed("pack-quantized", group_size=16), integers(4, symmetric=False)),
+    "3 bits, zero points": (compressed("pack-quantized", num_bits=3, group_size=16), integers(3, symmetric=False)),
+    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), integers(8, None, pack=False)),
+    "int8, zero points": (compressed("int-quantized", num_bits=8), integers(8, 32, False, pack=False)),
+    "float8 by rows": (compressed("float-quantized", strategy="channel"), float8(rows=True)),
+    "float8, bfloat16 scale": (compressed("naive-quantized", strategy="tensor"), float8(False, torch.bfloat16)),
+    "nvfp4": (compressed("nvfp4-pack-quantized", strategy="tensor_group"), nvfp4),
+    "mxfp4 in rows": (compressed("mxfp4-pack-quantized", group_size=32), mxfp4_packed),
+}
+
+
+def opened(directory: Path, weight: StoredWeight, described: dict[str, Any], name: str = "m") -> TensorOnDisk:
+    """The lazy weight of stored tensors."""
+    save_file({name + end: t.contiguous() for end, t in weight.tensors.items()}, directory / "f.safetensors")
+    stored = SafetensorsFile(directory / "f.safetensors").slices()
+    ((_, found),) = as_plain(stored, StoredForm(described["quant_method"], described)).items()
+    return found
+
+
+def spans(draw: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    edges = [sorted(draw(st.integers(0, size)) for _ in range(2)) for size in shape]
+    return tuple((start, stop) for start, stop in edges)
+
+
+@pytest.mark.parametrize("case", [*CASES, "mxfp4"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_box_is_that_of_the_whole(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
+    monkeypatch.setattr(dequantized, "_ENTRIES", data.draw(st.sampled_from([1, 100, 1 << 19])))
+    if case == "mxfp4":
+        described, weight = {"quant_method": "mxfp4"}, mxfp4(torch.ones(3, 64, 40))
+    else:
+        described, store = CASES[case]
+        weight = store(torch.randn(48, 96, generator=torch.Generator().manual_seed(3)))
+    found = opened(tmp_path, weight, described)
+    box, dtype = spans(data.draw, found.shape), data.draw(st.sampled_from(DTYPES))
+    found.load_as(dtype, merged=False)  # type: ignore[attr-defined]
+    whole = weight.values(dtype)
+    assert found.shape == whole.shape
+    part = found.read(box)
+    assert part.dtype == dtype
+    assert torch.equal(part, whole[tuple(slice(*span) for span in box)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_scale_of_mxfp4(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Powers of two are the host's at either end too, one by one and many at a time."""
+    weight = mxfp4(torch.ones(2, 64, 128))
+    weight.tensors["_scales"].copy_(torch.arange(255).repeat(3)[:512].view(2, 128, 2))
+    found = opened(tmp_path, weight, {"quant_method": "mxfp4"})
+    found.load_as(dtype, merged=True)  # type: ignore[attr-defined]
+    whole = weight.values(dtype)
+    assert torch.equal(found[...], whole)
+    assert torch.equal(found.read(((1, 2), (3, 4), (5, 6))), whole[1:2, 3:4, 5:6])
+
+
+def test_blocks_that_do_not_fill_the_weight(tmp_path: Path) -> None:
+    """DeepSeek-V3 has 576 rows in blocks of 128; the host refuses 5 scales for them, or guesses other blocks."""
+    codes = torch.randn(40, 48).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2)
+    weight = StoredWeight({".weight": codes, ".weight_scale_inv": scales}, lambda dtype: codes.to(dtype))
+    found = opened(tmp_path, weight, FP8)
+    found.load_as(torch.float32, merged=False)  # type: ignore[attr-defined]
+    spread = scales.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :48]
+    assert torch.equal(found[...], codes.float() * spread)
+
+
+def test_a_box_reads_its_blocks_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = SafetensorsFile.read
+    monkeypatch.setattr(
+        SafetensorsFile, "read", lambda self, at, out: (read.append(out.nbytes), original(self, at, out))[1]
+    )
+    described, store = CASES["fp8"]
+    found = opened(tmp_path, store(torch.randn(48, 96)), described)
+    found.read(((15, 33), (0, 96)))  # rows of three blocks of 16
+    assert sum(read) == 18 * 96 + 3 * 3 * 4
+    read.clear()
+    found = opened(tmp_path, mxfp4(torch.ones(3, 64, 40)), {"quant_method": "mxfp4"})
+    found.read(((1, 2), (0, 64), (10, 20)))  # ten stored rows of one expert
+    assert sum(read) == 10 * (32 + 2)
+
+
+# Quantized again
+
+
+@pytest.mark.parametrize("case", [*CASES, "mxfp4"])
+def test_blocks_that_did_not_change_keep_their_bytes(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """One entry changes, and with it its block alone, to the nearest values that the block can hold."""
+    monkeypatch.setattr(encoding, "_ENTRIES", 1)
+    described, store = ({"quant_method": "mxfp4"}, mxfp4) if case == "mxfp4" else CASES[case]
+    noise = torch.randn(3 if case == "mxfp4" else 1, 64, 96, generator=torch.Generator().manual_seed(3))
+    weight = store(noise if case == "mxfp4" else noise[0, :48])
+    found = opened(tmp_path, weight, described)
+    assert isinstance(found, dequantized.DequantizedOnDisk)
+    for dtype in DTYPES:
+        again = encoding.encode(found, weight.values(dtype))
+        for name, (part, source) in found.stored_as.items():
+            if part in again:
+                assert bytes_of(again[part]) == bytes_of(source[...]), (name, dtype)
+    value = weight.values(torch.float32)
+    place = (1, 7, 5) if case == "mxfp4" else (5, 7)
+    value[place] = (0.9 if case == "nvfp4" else 1.7) * value.abs().max()
+    again = encoding.encode(found, value)
+    tensors = {
+        name.removeprefix("m"): again[part].view(source.shape) if part in again else source[...]
+        for name, (part, source) in found.stored_as.items()
+    }
+    read = opened(tmp_path, StoredWeight(tensors, weight.values), described)
+    read.load_as(torch.float32, merged=False)  # type: ignore[attr-defined]
+    now, before = read[...], weight.values(torch.float32)
+    changed = now != before
+    rows, columns = (edges.max() - edges.min() + 1 for edges in changed.nonzero().unbind(1)[-2:])
+    scales = found.parts["scales"]
+    assert changed[place]
+    assert rows <= (scales.columns if case == "mxfp4" else scales.rows).entries
+    assert columns <= (scales.rows if case == "mxfp4" else scales.columns).entries
+    assert (now - value)[changed].abs().max() <= 0.34 * value.max()
+    assert abs(now[place] / value[place] - 1) <= 0.34
+
+
+def test_a_weight_that_outgrows_the_scale_of_all(tmp_path: Path) -> None:
+    weight = nvfp4(torch.randn(48, 96))
+    found = opened(tmp_path, weight, CASES["nvfp4"][0])
+    value = 3 * weight.values(torch.float32)
+    again = encoding.encode(found, value)  # type: ignore[arg-type]
+    tensors = {".weight_packed": again["values"], ".weight_scale": again["scales"]}
+    tensors[".weight_global_scale"] = again["whole"]
+    read = opened(tmp_path, StoredWeight(tensors, weight.values), CASES["nvfp4"][0])[...]
+    assert (read - value).abs().max() <= 0.05 * value.abs().max()
+
+
+def test_what_changed_is_quantized_as_the_host_does(tmp_path: Path) -> None:
+    store = fp8((16, 32))
+    found = opened(tmp_path, store(torch.randn(48, 96)), FP8)
+    other = torch.randn(48, 96)
+    expected = store(other).tensors
+    again = encoding.encode(found, other)  # type: ignore[arg-type]
+    assert bytes_of(again["values"]) == bytes_of(expected[".weight"])
+    assert bytes_of(again["scales"]) == bytes_of(expected[".weight_scale_inv"])
+
+
+# Tensors that do not fit
+
+
+def test_scales_that_are_no_blocks(tmp_path: Path) -> None:
+    codes = torch.zeros(48, 96).to(torch.float8_e4m3fn)
+    weight = StoredWeight({".weight": codes, ".weight_scale_inv": torch.ones(5, 3)}, lambda dtype: codes.to(dtype))
+    with pytest.raises(CheckpointError, match=r"m of shape \(48, 96\) has scales of shape \(5, 3\)"):
+        opened(tmp_path, weight, FP8)
+
+
+def test_codes_without_scales(tmp_path: Path) -> None:
+    codes = torch.zeros(48, 96).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match=r"m\.weight is stored in float8_e4m3fn and has no scales beside it"):
+        opened(tmp_path, StoredWeight({".weight": codes}, lambda dtype: codes.to(dtype)), FP8)
+
+
+def test_words_of_another_width(tmp_path: Path) -> None:
+    weight = integers(3)(torch.randn(48, 96))
+    with pytest.raises(CheckpointError, match="m has 9 words per row for 96 numbers of 4 bits"):
+        opened(tmp_path, weight, CASES["4 bits"][0])
+
+
+def test_columns_in_another_order(tmp_path: Path) -> None:
+    weight = integers(4)(torch.randn(48, 96))
+    weight.tensors[".weight_g_idx"] = torch.arange(96)
+    with pytest.raises(CheckpointError, match="without actorder"):
+        opened(tmp_path, weight, CASES["4 bits"][0])
+
+
+def test_every_form_is_tried() -> None:
+    assert {way.description["quant_method"] for way in WRITTEN.values()} == forms.FORMS.keys() - {"mxfp8"}
