@@ -1,4 +1,4 @@
-"""The exceptions of hfscale, and checks that raise them: each message says what was given, found, and to be done."""
+"""Define hfscale's exceptions and the checks that raise them; a message says what was given, found, and to be done."""
 
 import difflib
 import math
@@ -194,7 +194,7 @@ _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 
 def written_like_a_path(text: str) -> bool:
-    """Return whether a text cannot be an id on the Hub, which is ``name`` or ``owner/name``."""
+    """Return whether a text cannot be a Hub id, which is ``name`` or ``owner/name``."""
     odd = text.startswith((".", "~", "/")) or "\\" in text or text.endswith("/") or text.count("/") > 1
     return odd or os.path.isabs(text) or text.endswith(_SUFFIXES)
 

@@ -36,7 +36,7 @@ class BatchScheduler(AcceleratedScheduler):
         return {**super().state_dict(), _BATCHES: self._batches()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after as many optimizer steps, even if the number of distinct batches has changed."""
+        """Continue after the same number of optimizer steps, even if the number of distinct batches has changed."""
         state, now = dict(state_dict), self._batches()
         then = state.pop(_BATCHES, 1)
         if then != now:

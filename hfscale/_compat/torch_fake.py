@@ -82,7 +82,7 @@ def meta_as_accelerator() -> Iterator[None]:
 
 
 def group_of(arguments: Any) -> Any:
-    """Return the process group among the arguments of a collective's operator; ``None`` if there is none."""
+    """Return the process group in the arguments of a collective's operator; ``None`` if there is none."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)

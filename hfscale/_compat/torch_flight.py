@@ -23,7 +23,7 @@ _groups: Any = distributed_c10d
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A collective that was called and has not ended.
+    """Describe an unfinished collective.
 
     Attributes:
         call: its name, as ``all_reduce``.

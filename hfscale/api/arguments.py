@@ -1,4 +1,4 @@
-"""Check the arguments of :func:`hfscale.from_pretrained` and its like, and load the config."""
+"""Check the arguments of :func:`hfscale.from_pretrained` and similar functions, and load the config."""
 
 import copy
 import inspect
@@ -101,7 +101,7 @@ def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_place(path: Any) -> None:
-    """Refuse a ``path`` at which there can be no checkpoint."""
+    """Refuse a ``path`` that cannot contain a checkpoint."""
     check_path("path", path)
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
@@ -135,7 +135,7 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 
 def check_tokens(tokens: object) -> None:
-    """Refuse an impossible size of a vocabulary."""
+    """Refuse an invalid vocabulary size."""
     check_count("resize_token_embeddings", tokens)
     if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
         raise ConfigError(

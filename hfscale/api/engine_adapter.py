@@ -91,7 +91,7 @@ def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tupl
 
 
 def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Return the factors of each stored module, by key in an adapter's file."""
+    """Return the factors of each stored module, keyed as in an adapter's file."""
     by_expert, found = b.view(len(b), -1, experts), dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
         found[f"{_PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
@@ -100,7 +100,7 @@ def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int,
 
 
 def _note(settings: dict[str, Any], rank: int, projections: set[str]) -> None:
-    """Note in an adapter's config that it has factors for the experts' ``projections``, of this rank."""
+    """Record in an adapter's config that it has factors of this rank for the experts' ``projections``."""
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
             "alpha_pattern must not name experts, which engines scale as the rest: train with one lora_alpha"

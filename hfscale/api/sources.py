@@ -180,7 +180,7 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
-    """Free the tensors of modules that are no longer in ``kept``; placeholders still read their attributes."""
+    """Free the tensors of modules missing from ``kept``; placeholders still read their attributes."""
     staying = set(kept.modules())
     for module in modules:
         if module in staying:

@@ -1,4 +1,4 @@
-"""Carry what a checkpoint has and its stock class does not load: ``mtp.*``, drafters, a tokenizer's files.
+"""Copy checkpoint contents that the stock class does not load: ``mtp.*``, drafters, a tokenizer's files.
 
 transformers ignores such tensors, so a plain save would lose them, and with them speculative decoding. They do not
 train: a save copies them, one by one and unchanged, from the checkpoint that the model was loaded from.
@@ -24,7 +24,7 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Carried:
-    """What a save takes along from the checkpoint in ``directory``.
+    """Hold what a save copies from the checkpoint in ``directory``.
 
     Attributes:
         tensors: stored name -> shape and dtype of each tensor that the model has no parameter or buffer for.
@@ -35,7 +35,7 @@ class Carried:
 
 
 def note_carried(model: Any, files: Sequence[str | Path], stored: Mapping[str, TensorOnDisk], own: set[str]) -> None:
-    """Note on a freshly built model what its checkpoint has besides; ``own`` are the stored names that it loads.
+    """Record on a new model what else its checkpoint holds; ``own`` are the stored names that the model loads.
 
     A model of another class than the checkpoint's (a classifier of a causal LM's) takes nothing along: a head that it
     replaced is not part of it.

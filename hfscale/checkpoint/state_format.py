@@ -112,7 +112,7 @@ class StateIndex:
         return (self.sizes, self.layers) == (other.sizes, other.layers)
 
     def write(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the state index as the bytes of its file."""
         told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
         return json.dumps(told).encode()
 

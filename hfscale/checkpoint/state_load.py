@@ -80,7 +80,7 @@ def _in_words_of(directory: Path) -> Iterator[None]:
 
 
 class _Found:
-    """A state that fits the run: the constructor checks everything, and changes nothing."""
+    """Check that a state fits the run, without changing the run."""
 
     def __init__(
         self, runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
@@ -161,7 +161,7 @@ class _Found:
             self.reader.check(key, lies)
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
-        """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, how it is cut."""
+        """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, cuts."""
         for key, there in self.index.tensors.items():
             kind, _, rest = key.partition("/")
             state, _, name = rest.partition("/")
@@ -198,7 +198,7 @@ class _Found:
 
 
 class _ReadAside:
-    """This rank's shards of a state; the run is unchanged until :meth:`put_back`.
+    """Read this rank's shards of a state; the run is unchanged until :meth:`put_back`.
 
     They are in CPU memory. Those of an optimizer without state go to their device at once, where they take no room
     twice.

@@ -1,4 +1,4 @@
-"""``hfscale doctor``: check this machine, and a recipe, for problems of a run."""
+"""Check this machine and a recipe for problems (``hfscale doctor``)."""
 
 import argparse
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What the launcher says of this process, in environment variables."""
+"""Read what the launcher tells this process in environment variables."""
 
 import os
 from collections.abc import Iterator

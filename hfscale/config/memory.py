@@ -130,7 +130,7 @@ def _least(given: bool | str, default: int) -> int | None:
 
 
 def byte_count(text: str) -> int | None:
-    """Return the bytes that ``text`` means, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if it is no size."""
+    """Parse a size in bytes, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if ``text`` is no size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if found is None or found[2] not in _UNITS:
         return None

@@ -1,4 +1,4 @@
-"""The user's choices beside the layout."""
+"""Define the user's choices other than the layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Options:
-    """The checked choices of one run beside the layout.
+    """Hold the checked choices of one run other than the layout.
 
     Attributes:
         mixed_precision: a key of :data:`MIXED_PRECISIONS`.
@@ -57,7 +57,7 @@ class Options:
 
     @property
     def memory_levers(self) -> MemoryConfig:
-        """The levers of memory; none of them pulled if none was given."""
+        """The memory options; defaults if none were given."""
         return self.memory or MemoryConfig()
 
     @property
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def around_products(self) -> str:
-        """The precision outside of 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
+        """The precision outside 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
         return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
 
     @property
@@ -107,7 +107,7 @@ class Options:
                 )
 
     def check_quantized(self) -> None:
-        """Raise :class:`ConfigError` if these options do not go with quantized weights."""
+        """Raise :class:`ConfigError` if these options cannot be used with quantized weights."""
         if self.products is not None:
             raise ConfigError(
                 "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "

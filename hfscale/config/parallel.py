@@ -1,4 +1,4 @@
-"""The sizes of the parallel axes that the user asks for (a *layout*)."""
+"""Define a layout: the sizes of the parallel axes that the user requests."""
 
 import os
 from dataclasses import dataclass, fields
@@ -58,12 +58,12 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         self._fixed = True
 
     def _given(self, name: str) -> Any:
-        """Return a field's value, or the environment's where it is left out."""
+        """Return a field's value, or the environment's if it was left out."""
         value = getattr(self, name)
         return os.environ.get(_ENVIRONMENT + name.upper()) if value is None else value
 
     def _checked(self, each: Declared) -> Any:
-        """Return the value of a field, or its default, as its type."""
+        """Return a field's value or default, converted to its type."""
         value = self._given(each.name)
         if value is None:
             return each.default
@@ -163,7 +163,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     @property
     def cp_in_words(self) -> str:
-        """The cut of sequences as it was asked for, for messages: ``cp_size=2``."""
+        """The user's setting that cuts sequences, for messages: ``cp_size=2``."""
         return f"cp_size={self.cp}"
 
     @property
@@ -219,7 +219,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         return self.batch_world * self.asked("cp")
 
     def microbatches_of(self, accumulated: int) -> int:
-        """Return into how many microbatches a step is cut that accumulates over ``accumulated`` ones."""
+        """Return the number of microbatches in a step that accumulates ``accumulated`` ones."""
         if not self.is_pipelined:
             return accumulated
         return self.num_microbatches or (accumulated if accumulated > 1 else self.pp)
@@ -262,7 +262,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """Return a tuple, so that the layout stays hashable; its sum can be checked only once the model is known."""
+    """Return ``stage_layers`` as a tuple, so that the layout stays hashable; the plan checks its sum."""
     if value is None:
         return None
     listed = value.split(",") if isinstance(value, str) else value

@@ -84,7 +84,7 @@ class RoutingConfig(Spelled):
 
     @property
     def has_loss(self) -> bool:
-        """Whether anything is added to the loss."""
+        """Whether an auxiliary loss is added to the loss."""
         return bool(self.balance_loss or self.z_loss)
 
     @property

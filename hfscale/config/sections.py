@@ -1,4 +1,4 @@
-"""The choices beside the layout that have several fields each: sections of a recipe."""
+"""Define the options that are recipe sections of several fields each."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ SECTIONS: dict[str, type] = {"routing": RoutingConfig, "memory": MemoryConfig, "
 
 @dataclass
 class OptionSections:
-    """The sections of a recipe that are arguments of the model; keys are the fields of their classes.
+    """Hold the recipe sections that are arguments of the model; keys are the fields of their classes.
 
     Attributes:
         routing: what a mixture's router is to do besides, :class:`hfscale.RoutingConfig`.
@@ -27,7 +27,7 @@ class OptionSections:
     float8: dict[str, Any] = field(default_factory=dict)
 
     def sections(self, mixed_precision: str) -> dict[str, Any]:
-        """Return the arguments that the sections make; none of an empty one.
+        """Return the model arguments that the sections set; none for an empty section.
 
         Raises:
             ConfigError: a key or a value is unknown, or has no meaning in that precision.

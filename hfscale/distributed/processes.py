@@ -135,7 +135,7 @@ class _LostRanks:
             self.before(kind, error, trace)
 
     def _ended(self) -> dict[int, str]:
-        """Return how ranks of this machine ended; without those of other machines, and those that live."""
+        """Return how ranks of this machine ended, without running ranks and those of other machines."""
         machine, found = _machine(), dict[int, str]()
         end = time.monotonic() + _ENDING
         while machine and not found and time.monotonic() < end:
@@ -164,7 +164,7 @@ def restarted() -> bool:
 
 @cache
 def _end_quietly() -> None:
-    """Wait for gloo's threads before Python ends, after :func:`_stop`, whoever started torch's process group."""
+    """Wait for gloo's threads before Python ends, after :func:`_stop`, even if the user started the process group."""
     atexit.register(wait_for_gloo_threads)
 
 
@@ -187,7 +187,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give a group made by others the timeout of torch's process group."""
+    """Give a group that hfscale did not create the timeout of torch's process group."""
     if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
         set_patience(group, _patience(device))
 
@@ -279,7 +279,7 @@ def _patience(device: torch.device) -> timedelta:
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether groups can be split off the default group's communicator, which is connected already then."""
+    """Return whether groups can be split off the default group's communicator, which is then already connected."""
     if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
         return False
     return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")

@@ -220,7 +220,7 @@ def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
 def _checked(
     groups: Sequence[Mapping[str, Any]] | None, plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
 ) -> list[dict[str, Any]]:
-    """Return the user's parameter groups as checked dictionaries; those by weight decay if there are none."""
+    """Return the user's parameter groups as checked dictionaries; without any, two groups by weight decay."""
     if groups is None:
         return weight_decay_groups(runtime, weight_decay)
     result = []

@@ -8,7 +8,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OffloadPlan(Feature):
-    """Tensors that are offloaded to the CPU."""
+    """Plan of tensors that are offloaded to the CPU."""
 
     optimizer: bool = False  # the optimizer's state; updates of it run on the CPU
     parameters: bool = False  # this rank's shards of parameters and of their gradients; updates of them run on the CPU

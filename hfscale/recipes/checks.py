@@ -1,4 +1,4 @@
-"""What of a recipe is impossible in itself, refused as it is read."""
+"""Refuse invalid recipe values when the recipe is read."""
 
 import re
 from dataclasses import fields
@@ -13,7 +13,7 @@ STEPS_BEFORE_PROFILE = 2
 
 
 def check_values(recipe: Recipe) -> None:
-    """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
+    """Raise a :class:`RecipeError` for the first invalid value."""
     data, training = recipe.data, recipe.training
     for section in ("data", "training"):
         _check_declared(section, getattr(recipe, section))
@@ -36,7 +36,7 @@ def check_values(recipe: Recipe) -> None:
 
 
 def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
-    """Check the values of a section by what its fields declare."""
+    """Check a section's values against the limits that its fields declare."""
     for each in fields(values):
         name, value, asked = f"{section}.{each.name}", getattr(values, each.name), each.metadata
         if value is None:
@@ -50,7 +50,7 @@ def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """``"3 steps"`` -> 3.
+    """Parse the number of steps to profile: ``"3 steps"`` -> 3.
 
     Args:
         steps: of the run.

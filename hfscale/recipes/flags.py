@@ -1,4 +1,4 @@
-"""What command lines of recipes have in common."""
+"""Share command-line flags between the commands that run recipes."""
 
 import argparse
 import math
@@ -7,7 +7,7 @@ from ..config.memory import byte_count
 
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:
-    """``--max-memory[=SIZE]``, infinite without a number."""
+    """Add ``--max-memory[=SIZE]``, infinite without a number."""
     parser.add_argument(
         "--max-memory",
         nargs="?",
@@ -19,7 +19,7 @@ def add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_limit_flags(limit: float | None) -> list[str]:
-    """Return the flags that pass ``limit`` on to another command line."""
+    """Return the flags that pass ``limit`` to another command line."""
     if limit is None:
         return []
     return (

@@ -1,4 +1,4 @@
-"""What a run starts from and writes to, checked before anything is loaded."""
+"""Check the paths that a run reads and writes, before anything is loaded."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +9,7 @@ from .schema import FinetuneRecipe, Recipe, RecipeError
 
 
 def check_places(recipe: Recipe) -> None:
-    """Refuse a base that is not a checkpoint, and a base, an adapter or a run that this one would replace."""
+    """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
     _check_earlier_run(recipe)
@@ -40,7 +40,7 @@ def _check_base(recipe: FinetuneRecipe) -> None:
 
 
 def _check_earlier_run(recipe: Recipe) -> None:
-    """Refuse to lose an earlier run of this name, and to go on with one that was another."""
+    """Refuse to overwrite an earlier run of this name, or to resume one with another recipe."""
     directory = recipe.directory
     if recipe.saved_state is not None:
         _check_same(recipe)
@@ -68,7 +68,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
 
 def _check_same(recipe: Recipe) -> None:
-    """Refuse to continue a saved state by another recipe; intervals of logs, evaluations and saves may change.
+    """Refuse to resume a saved state with another recipe; intervals of logs, evaluations and saves may change.
 
     What its layout was, the state itself says.
     """
@@ -83,7 +83,7 @@ def _check_same(recipe: Recipe) -> None:
 
 
 def _decisive(recipe: Recipe) -> dict[str, object]:
-    """Key -> value, of those that decide what is computed."""
+    """Return the recipe's keys and values that decide what is computed."""
     free = {"name", "replace", "parallel", "fallbacks", "save_check"}
     free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "resume", "watchdog")}
     flat: dict[str, object] = {}

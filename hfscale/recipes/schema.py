@@ -1,4 +1,4 @@
-"""The schema of a recipe: everything a run can be asked to do, and its defaults."""
+"""Define the schema of a recipe: everything that a run can be asked to do, and its defaults."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ POSITIVE: dict[str, Any] = {"above": 0.0}
 
 
 class RecipeError(HFScaleError):
-    """A recipe asks for something that cannot be done: says what was asked, what was found and what to do."""
+    """Raised if a recipe asks for something that cannot be done; says what was asked, what was found and what to do."""
 
 
 @dataclass
@@ -103,14 +103,14 @@ class DataRecipe:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows hold several examples with borders between them."""
+        """Whether rows hold several examples, separated by their positions."""
         if self.packing is not None or self.images_column is not None:
             return bool(self.packing)
         return self.format in ("chat", "completion")
 
     @property
     def is_whole(self) -> bool:
-        """Whether a microbatch is not to be cut between any two of its rows: pairs, and texts with their pictures."""
+        """Whether rows of a microbatch must stay together: pairs, and texts with their pictures."""
         return self.format == "pairs" or self.images_column is not None
 
 
@@ -229,12 +229,12 @@ class Recipe(OptionSections):
 
     @property
     def expert_loads(self) -> Path:
-        """The file of the loads of a mixture's experts."""
+        """The file of a mixture's expert loads."""
         return self.directory / "experts.jsonl"
 
     @property
     def saved_state(self) -> Path | None:
-        """What the run goes on from; ``None`` where it begins."""
+        """The state that the run resumes from; ``None`` for a new run."""
         return self.directory / "state" if self.training.resume and self.has_state else None
 
     @property

@@ -10,12 +10,12 @@ from ..errors import HFScaleError, check_count
 
 
 class BadStepError(HFScaleError, RuntimeError):
-    """Too many steps in a row had a loss or gradients that were not finite."""
+    """Raised if too many steps in a row had a loss or gradients that were not finite."""
 
 
 @dataclass
 class BadSteps:
-    """A counter of steps that are not finite, which decides whether the optimizer may step::
+    """Count steps that are not finite, and decide whether the optimizer may step::
 
         bad = hfscale.BadSteps(limit=10)
         loss = hfscale.train_step(model, batch)

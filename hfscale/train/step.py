@@ -1,4 +1,4 @@
-"""Training and evaluation steps: the same few lines for every layout."""
+"""Run training and evaluation steps: the same few lines for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of every token, for users' and TRL's losses."""
+"""Compute log-probabilities and entropies of every token, for users' and TRL's losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -64,7 +64,7 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
 
 @dataclass(frozen=True)
 class RankState:
-    """The state that one rank writes to the store.
+    """Hold the state that one rank writes to the store.
 
     Attributes:
         beat: number of entries it has written.
@@ -82,7 +82,7 @@ class RankState:
 
 
 class _Watchdog(threading.Thread):
-    """A daemon thread, stopped before the interpreter exits."""
+    """Watch this rank in a daemon thread, which is stopped before the interpreter exits."""
 
     def __init__(self, mesh: Mesh, patience: float, end: bool) -> None:
         super().__init__(name="hfscale-watchdog", daemon=True)

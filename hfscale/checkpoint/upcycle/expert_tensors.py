@@ -269,7 +269,7 @@ class Upcycling:
         return types.pop()
 
     def _projections(self) -> set[str]:
-        """Return the names of the dense tensors that experts are made of."""
+        """Return the names of the dense tensors that become experts."""
         return {_prefix(layer) + DENSE.format(projection=p) for layer in self.layers for p in INTERMEDIATE_DIM}
 
 

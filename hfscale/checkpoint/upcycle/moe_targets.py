@@ -232,7 +232,7 @@ def _arguments(config: PreTrainedConfig, family: Family, num_experts: int, top_k
 
 
 def _one_window(config: Any, family: Family, problems: list[str]) -> dict[str, Any]:
-    """Return the sliding window of all layers; the dense family may mix layers with and without one."""
+    """Return the one sliding window of all layers; the dense family may mix layers with and without one."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

@@ -38,7 +38,7 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
 
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
-    """Return a copy of the config that targets just the given modules, by their full names."""
+    """Return a copy of the config that targets only the given modules, by their full names."""
     result = copy.deepcopy(config)
     # PEFT needs a target, but this stage may have none.
     result.target_modules = list(targets) if targets or parameters else no_targets()

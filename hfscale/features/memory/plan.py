@@ -48,7 +48,7 @@ def plan_memory(draft: Draft) -> None:
 
 
 def _plan_scores(draft: Draft) -> None:
-    """Note attention that keeps its scores: asked for as eager, or the only one that a family has."""
+    """Record attention that keeps its scores: eager attention was requested, or is the family's only kind."""
     config = text_config(draft.config)
     heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
     if heads and implementation_of(config) == "eager":

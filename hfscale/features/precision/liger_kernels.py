@@ -59,7 +59,7 @@ class LigerKernels(Part):
     """A part that gives the model Liger's kernels if they were asked for."""
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the user asked for them."""
+        """Return whether the user requested the kernels."""
         return runtime.options.use_liger_kernel is not False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

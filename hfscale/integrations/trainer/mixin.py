@@ -155,7 +155,7 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def knows_loss(self) -> bool:
-        """Whether the loss is the model's own, and a mean that hfscale can compute."""
+        """Whether hfscale can compute the loss: the model's own, and a known mean."""
         return has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

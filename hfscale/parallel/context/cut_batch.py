@@ -57,7 +57,7 @@ class CutBatch:
 
     @property
     def places(self) -> Tensor:
-        """Where this rank's tokens are in the sequence."""
+        """The positions of this rank's tokens in the sequence."""
         return self.split.places(self.rank)
 
     def to(self, device: torch.device) -> "CutBatch":

@@ -103,7 +103,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Have those embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
+    """Make the rotary embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
 
     Returns:
         the handles of the hooks that do it.

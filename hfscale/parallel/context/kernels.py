@@ -1,4 +1,4 @@
-"""Attention over one block of keys: the output and the logarithm of the sum of exponentials that normalizes it.
+"""Compute attention over one block of keys: the output, and the log-sum-exp that normalizes it.
 
 Torch's flash kernels (Dao et al. 2022) never hold scores; they take no softcap and no dropout, and on CUDA no mask of
 ours, so each pair of intervals there takes the kernel that it can. :class:`ScoreKernel` takes everything, and holds the
@@ -29,7 +29,7 @@ _SCORES = 1 << 25  # entries in memory at once, of which a backward pass has abo
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """How the queries of one block read its keys.
+    """Describe how the queries of one block read its keys.
 
     Attributes:
         causal: each row reads the columns up to its own number.
@@ -44,7 +44,7 @@ class ScoreBlock:
     first: int = 0
 
     def of(self, rows: slice) -> "ScoreBlock":
-        """Return what some of the rows read."""
+        """Return the block for some of the rows."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]
@@ -53,7 +53,7 @@ class ScoreBlock:
 
 
 class Kernel(Protocol):
-    """Attention over a block, forward and backward."""
+    """Compute attention over a block, forward and backward."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
@@ -104,7 +104,7 @@ class ByPair:
 
 @dataclass(frozen=True)
 class FlashOnCpu:
-    """Torch's flash kernel for CPUs: any type of numbers, groups of heads, masks."""
+    """Run torch's flash kernel for CPUs: any dtype, grouped heads, masks."""
 
     scale: float
 
@@ -125,7 +125,7 @@ class FlashOnCpu:
 
 @dataclass(frozen=True)
 class FlashOnCuda:
-    """Torch's flash kernel for GPUs: 16 bits, no mask but the causal one."""
+    """Run torch's flash kernel for GPUs: 16 bits, only the causal mask."""
 
     scale: float
 

@@ -22,7 +22,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 
 def plan_context(draft: Draft) -> None:
-    """Prove it on a clone, where the layout cuts sequences."""
+    """Prove on a clone that sequences can be sharded, if the layout cuts them."""
     size = draft.layout.cp
     if size == 1:
         return
@@ -68,7 +68,7 @@ def _read_inside(draft: Draft, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """How the modules of one model class and config read other tokens.
+    """Describe how the modules of one model class and config read other tokens.
 
     Attributes:
         mixing: why sequences cannot be sharded; empty if they can.

@@ -228,9 +228,8 @@ class TiedGradients:
 
 
 def list_under_first_names(runtime: Runtime) -> None:
-    """Let ``model.named_parameters()`` list a tied tensor under the name that the stock model lists it under, also on a
-    stage that has it under another one: code that chooses parameters by their names (to freeze some, to decay others)
-    then chooses the same ones on every stage, as in one process.
+    """Make ``model.named_parameters()`` use the stock model's name of a tied tensor on every stage, so that code that
+    chooses parameters by name (to freeze or to decay them) chooses the same ones on all stages as in one process.
     """
     held = runtime.plan.local_names(runtime.mesh.pp_rank)
     first = {here: owned for owned, here in held.items() if here != owned}

@@ -42,7 +42,7 @@ from .timeline import Order
 
 
 def _of_call(objective: Objective, first: int) -> Objective:
-    """Return the objective with its microbatches numbered from ``first``, as they are over all calls."""
+    """Return the objective with its microbatches numbered from ``first``, counting over all calls."""
     return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
 
 
@@ -256,7 +256,7 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Start sending this call's loss to all stages, and return the loss of an earlier call, which has arrived."""
+        """Send this call's loss to all stages, and return the loss of an earlier call, which has arrived."""
         carried = loss.to("cpu", torch.float64)
         self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
         delay = 1 if self._every else self._last

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, and random streams."""
+"""Install tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, random streams."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -152,7 +152,7 @@ def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class VocabularyLoss(Part):
-    """Install the loss that training steps normalize, also where nothing is cut."""
+    """Install the loss that training steps normalize, also for an uncut vocabulary."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the loss, after the edges of blocks."""

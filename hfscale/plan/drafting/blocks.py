@@ -232,7 +232,7 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
-    """Refuse the same of blocks whose own count is not the config's (an encoder beside a decoder, a second tower)."""
+    """Refuse such sizes also for blocks with a head count of their own (an encoder beside a decoder, a tower)."""
     if draft.problems:
         return
     for block in blocks:

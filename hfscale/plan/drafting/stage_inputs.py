@@ -39,7 +39,7 @@ class StageInputs:
 
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
-    """Note why a model cannot be cut into stages."""
+    """Record why a model cannot be cut into stages."""
     draft.problem(f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}")
 
 
@@ -65,7 +65,9 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
 
 
 def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()) -> tuple[Loan, ...]:
-    """Report what keeps layers apart, and what they ``read``; return what the first layer can lend instead."""
+    """Report obstacles between layers, and inputs that layers ``read``; return what the first layer can lend
+    instead.
+    """
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
         if obstacle != GIVEN or loan is None:
@@ -76,7 +78,7 @@ def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collec
 
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
-    """Sort what lies around one list of layers."""
+    """Classify the modules and parameters around one list of layers."""
     tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
     seen = see_passage(draft, layer_list, tensors)
     if seen is None:

@@ -112,10 +112,10 @@ def _beyond_lengths(
 
 
 class PackedRows(Part):
-    """Documents of packed rows kept apart in plain loops too, or refused there."""
+    """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Look at the positions of each pass that no step has looked at."""
+        """Check the positions of each pass that no step has checked."""
         model = runtime.model
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []

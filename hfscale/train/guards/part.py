@@ -40,7 +40,7 @@ def count_whole(runtime: Runtime) -> None:
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:
-        """Return sizes by stock names, and the names of embeddings."""
+        """Return parameter sizes by stock names, and the names of embeddings."""
         empty = empty_copy(model)
         embeddings = {f"{name}.weight" for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
         return {**{name: each.numel() for name, each in empty.named_parameters()}, **adapters}, embeddings
@@ -101,8 +101,7 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Guards against stock loops, clipping, optimizers and changes that would take this rank's shards for the full
-    model.
+    """Guard against stock loops, clipping, optimizers and changes that take this rank's shards for the full model.
 
     ``model.save_pretrained`` saves the full model.
 

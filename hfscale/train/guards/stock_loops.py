@@ -151,7 +151,7 @@ def _refuse_spread(model: nn.Module) -> None:
 
 
 class _Held(NamedTuple):
-    """What is known of one parameter that an optimizer may step."""
+    """Hold the facts about one parameter that an optimizer may step."""
 
     layout: str
     name: str

@@ -28,7 +28,7 @@ _Held = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class Structure:
-    """A record of a model's modules, parameters and loss as they were built."""
+    """Record a model's modules, parameters and loss as they were built."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

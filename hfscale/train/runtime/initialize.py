@@ -1,4 +1,4 @@
-"""Random initialization of weights that does not depend on the layout.
+"""Initialize weights at random, independently of the layout.
 
 The model's own code initializes one unit at a time (a decoder layer, the embedding, ...), full and on the CPU, from a
 seed made of the run's seed and the unit's name; every rank keeps its shard and drops the rest. No rank ever holds more
@@ -84,7 +84,7 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 class _Constructors:
-    """First values from modules' constructors, for entries that ``_init_weights`` does not write."""
+    """Fill entries that ``_init_weights`` does not write with first values from modules' constructors."""
 
     def __init__(self, template: Any, seed: int) -> None:
         self._template, self._seed = template, seed

@@ -1,4 +1,4 @@
-"""Conversion between plain local tensors and DTensors of the data axes."""
+"""Convert between plain local tensors and DTensors of the data axes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

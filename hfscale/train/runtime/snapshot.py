@@ -16,7 +16,7 @@ from ..._compat.torch_fsdp import MARKS
 
 
 class _Missing:
-    """A marker of an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
+    """Mark an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
 
 
 _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
@@ -24,7 +24,7 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 @dataclass
 class Undo:
-    """A callable that reverts changes to modules. A deep copy of a model takes its copy with it.
+    """Revert changes to modules when called. A deep copy of a model takes its copy with it.
 
     Attributes:
         changes: per module: the module, its class, attributes as they were, and hooks that were added.

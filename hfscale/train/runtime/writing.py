@@ -1,4 +1,4 @@
-"""Coordination of all ranks: arrive together, fail together, and write files or none at all."""
+"""Coordinate all ranks: arrive together, fail together, and write files or none at all."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,7 +162,7 @@ _Result = TypeVar("_Result")
 
 
 class Staging:
-    """A directory that is being written.
+    """Hold a directory that is being written.
 
     Attributes:
         path: where to write; it exists, for every rank.

@@ -53,7 +53,7 @@ class Trace:
 
 
 def trace(subject: Subject) -> Trace:
-    """Run the clone once and look."""
+    """Run the clone once and record the calls of its projections."""
     model, result, endings, repeated = subject.model, Trace(), dict[str, Tensor](), set[str]()
 
     def projected(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
