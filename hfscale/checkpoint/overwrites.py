@@ -30,7 +30,7 @@ _SEED = 0  # of random values that are written into loaded parameters
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Where initialization overwrites a full parameter, and with which values; both have its shape."""
+    """Hold the entries of a full parameter that initialization overwrites, and the new values, in its shape."""
 
     where: Tensor
     values: Tensor

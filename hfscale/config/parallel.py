@@ -128,7 +128,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether there are several stages."""
+        """Return whether there are several stages."""
         return self.pp > 1
 
     def size(self, axis: str) -> int:
@@ -197,7 +197,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     @property
     def slices_tokens(self) -> bool:
-        """Whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
+        """Return whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
         return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
     @property

@@ -24,7 +24,7 @@ class RecomputePlan(Feature):
 
     @property
     def recomputes_weights(self) -> bool:
-        """Whether products with weights are recomputed."""
+        """Return whether products with weights are recomputed."""
         return bool(self.layers or self.modules)
 
     def describe(self, plan: PlanContents) -> list[str]:

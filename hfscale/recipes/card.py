@@ -41,7 +41,7 @@ class Made:
 
     @property
     def directory(self) -> str:
-        """Its name inside the run's directory."""
+        """The directory's name inside that of the run."""
         return "adapter" if self.kind == "adapter" else "checkpoint"
 
 

@@ -26,12 +26,12 @@ class Sample(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer after training is the expected one."""
+        """Return whether the answer after training is the expected one."""
         return self.after == self.wanted
 
     @property
     def was_right(self) -> bool:
-        """Whether the answer before training was."""
+        """Return whether the answer before training was."""
         return self.before == self.wanted
 
 

@@ -36,7 +36,7 @@ class RecipeError(HFScaleError):
 
 @dataclass
 class DataRecipe:
-    """What to train on.
+    """Describe the data to train on.
 
     Attributes:
         source: ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its
@@ -98,25 +98,25 @@ class DataRecipe:
 
     @property
     def is_stream(self) -> bool:
-        """Whether rows are cut from one stream of text."""
+        """Return whether rows are cut from one stream of text."""
         return self.format == "text" and self.packing is None
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows hold several examples, separated by their positions."""
+        """Return whether rows hold several examples, separated by their positions."""
         if self.packing is not None or self.images_column is not None:
             return bool(self.packing)
         return self.format in ("chat", "completion")
 
     @property
     def is_whole(self) -> bool:
-        """Whether rows of a microbatch must stay together: pairs, and texts with their pictures."""
+        """Return whether rows of a microbatch must stay together: pairs, and texts with their pictures."""
         return self.format == "pairs" or self.images_column is not None
 
 
 @dataclass
 class TrainingRecipe:
-    """How to train.
+    """Describe how to train.
 
     Attributes:
         steps: optimizer steps.
@@ -169,7 +169,7 @@ class TrainingRecipe:
 
 @dataclass
 class ModelRecipe:
-    """The model that pretraining starts; names are those of its config.
+    """Describe the model that pretraining starts; names are those of its config.
 
     Attributes:
         family: ``model_type`` of a decoder of transformers.
@@ -190,7 +190,7 @@ class ModelRecipe:
 
 @dataclass
 class Recipe(OptionSections):
-    """What pretraining and fine-tuning have in common, besides the sections of :class:`OptionSections`.
+    """Hold the settings shared by pretraining and fine-tuning, besides the sections of :class:`OptionSections`.
 
     Attributes:
         name: results go to ``runs/<name>``.
@@ -219,7 +219,7 @@ class Recipe(OptionSections):
 
     @property
     def directory(self) -> Path:
-        """Where this run's results go."""
+        """The directory of this run's results."""
         return Path("runs") / self.name
 
     @property
@@ -239,20 +239,20 @@ class Recipe(OptionSections):
 
     @property
     def has_state(self) -> bool:
-        """Whether there are checkpoints of a run of this name."""
+        """Return whether there are checkpoints of a run of this name."""
         return any((self.directory / "state").glob("checkpoint-*"))
 
 
 @dataclass
 class PretrainRecipe(Recipe):
-    """Pretraining: from random weights, with a tokenizer of its own."""
+    """Describe pretraining: from random weights, with a tokenizer of its own."""
 
     model: ModelRecipe = field(default_factory=ModelRecipe)
 
 
 @dataclass
 class FinetuneRecipe(Recipe):
-    """Fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
+    """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
 
     Attributes:
         base: the checkpoint to start from: a directory, or the id of a model on the Hub.

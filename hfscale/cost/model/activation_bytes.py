@@ -100,9 +100,7 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
 
 
 def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collection[str]) -> float:
-    """Return the bytes of hidden states sent and received by stages, unless a stage or layer here keeps them
-    already.
-    """
+    """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
     total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
     for index, (in_flight, names) in stages.items():
         if names and plan.stages is not None:
@@ -144,7 +142,7 @@ def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Choose the fewest layers of a pipeline rank to recompute so that its activations fit the plan's budget: those
+    """Choose the fewest layers of a pipeline rank to recompute so that its activations fit the plan's budget, those
     with the least compute per byte saved first. All ranks of a stage choose the same.
 
     Raises:

@@ -181,7 +181,7 @@ class _Llama:
 
     @property
     def attention_again(self) -> bool:
-        """Whether the core attention, without its projections, is recomputed."""
+        """Return whether the core attention, without its projections, is recomputed."""
         return recomputed(self.plan).attention
 
     def _is_alone(self, output: str) -> bool:

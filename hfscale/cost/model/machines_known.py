@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """Its title, or its name if it has none."""
+        """The title, or the name if there is no title."""
         return self.title or self.name
 
     @property

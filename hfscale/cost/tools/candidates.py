@@ -36,7 +36,7 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are recomputed."""
+        """Return whether layers are recomputed."""
         return self.job.recompute > 0
 
     @property

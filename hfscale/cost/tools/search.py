@@ -41,7 +41,7 @@ class Search:
 
     @property
     def uses_host(self) -> bool:
-        """Whether models fit only with offload to the host's memory."""
+        """Return whether models fit only with offload to the host's memory."""
         return bool(self.winner.candidate.offload)
 
     def to_dict(self) -> dict[str, Any]:

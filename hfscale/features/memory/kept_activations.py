@@ -166,7 +166,7 @@ class KeptActivations(Part):
 
     @property
     def rounds(self) -> bool:
-        """Whether any activation is kept in 8 bits."""
+        """Return whether any activation is kept in 8 bits."""
         return self._to_bytes is not None
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:

@@ -134,13 +134,13 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def _scores_tokens(self) -> bool:
-        """Whether the loss is computed from token scores: TRL's, by its fused head."""
+        """Return whether the loss is computed from token scores: TRL's, by its fused head."""
         smoothed = bool(self.args.label_smoothing_factor) and not hasattr(self, "label_pad_token_id")
         return bool(self._seams.heads) and self.compute_loss_func is None and not smoothed
 
     @property
     def uses_train_step(self) -> bool:
-        """Whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
+        """Return whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
 
         If the model does not divide by a step's number of labels, Trainer's loss is a mean of means, or their sum. Its
         own step computes that, except through stages, over data ranks, or with smoothed labels; there
@@ -155,7 +155,7 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def knows_loss(self) -> bool:
-        """Whether hfscale can compute the loss: the model's own, and a known mean."""
+        """Return whether hfscale can compute the loss: the model's own, and a known mean."""
         return has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

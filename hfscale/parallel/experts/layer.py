@@ -188,7 +188,7 @@ class LayerRouting:
 
     @property
     def _first(self) -> bool:
-        """Whether this rank counts the tokens, if all tensor ranks have the same ones."""
+        """Return whether this rank counts the tokens, if all tensor ranks have the same ones."""
         return self.mesh.tp_rank == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
@@ -318,7 +318,7 @@ class _OwnTokens:
 
     @property
     def are_a_part(self) -> bool:
-        """Whether other tensor ranks have other tokens of these sequences."""
+        """Return whether other tensor ranks have other tokens of these sequences."""
         return bool(self.lengths)
 
     def of(self, whole: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class ExpertRouting(Part):
 
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
-        """Whether routing reads the padding mask, since padding does not count in balancing."""
+        """Return whether routing reads the padding mask, since padding does not count in balancing."""
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

@@ -127,7 +127,7 @@ class AsynchronousPipeline(Pipeline):
 
     @property
     def under_way(self) -> bool:  # type: ignore[override]
-        """Whether gradients are still to come."""
+        """Return whether gradients are still to come."""
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -151,19 +151,19 @@ class SequenceRegion:
 
     @property
     def cut(self) -> bool:
-        """Whether hidden states between blocks are this rank's tokens only."""
+        """Return whether hidden states between blocks are this rank's tokens only."""
         if torch.compiler.is_compiling() and self._told is not None:
             return self._told_cut
         return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
 
     @property
     def active(self) -> bool:
-        """Whether layers run in a pass that saves activations, or are being recomputed."""
+        """Return whether layers run in a pass that saves activations, or are being recomputed."""
         return self._open or self._again
 
     @property
     def _again(self) -> bool:
-        """Whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
+        """Return whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:

@@ -65,9 +65,7 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
 
 
 def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()) -> tuple[Loan, ...]:
-    """Report obstacles between layers, and inputs that layers ``read``; return what the first layer can lend
-    instead.
-    """
+    """Report obstacles between layers, and inputs that they ``read``; return what the first layer can lend instead."""
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
         if obstacle != GIVEN or loan is None:

@@ -68,7 +68,7 @@ class Microbatch(dict[str, Any]):
 
     @property
     def packed(self) -> bool | None:
-        """Whether positions restart within rows; ``None``: unknown without reading the tensors."""
+        """Return whether positions restart within rows; ``None``: unknown without reading the tensors."""
         # Models may derive other positions from inputs that are not text.
         return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
 

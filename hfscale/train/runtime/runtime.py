@@ -291,7 +291,7 @@ class Runtime:
 
     @property
     def shares_casts(self) -> bool:
-        """Whether the microbatches in flight in stages share one low-precision copy of each weight. Over data ranks
+        """Return whether microbatches in flight in stages share one low-precision copy of each weight. Over data ranks
         FSDP2 casts the weights it gathers instead.
         """
         staged = self.plan.stages is not None and self.mesh.data_world == 1
