@@ -77,7 +77,7 @@ def check_count(name: str, given: object, least: int = 1) -> None:
         ConfigError: with the value.
     """
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
-        raise ConfigError(f"{name}={given!r} is impossible: use a whole number of at least {least}")
+        raise ConfigError(f"{name}={given!r} is invalid: use a whole number of at least {least}")
 
 
 def check_number(
@@ -105,7 +105,7 @@ def check_number(
         bounds = {"above": above, "of at least": least, "of at most": most}
         asked = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
         raise ConfigError(
-            f"{name}={given!r} is impossible: use a {'' if infinite else 'finite '}number {asked}".rstrip()
+            f"{name}={given!r} is invalid: use a {'' if infinite else 'finite '}number {asked}".rstrip()
         )
 
 
@@ -135,7 +135,7 @@ def check_names(name: str, given: Any, like: str) -> None:
     """
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not all(isinstance(each, str) and each for each in given):
-        raise ConfigError(f"{name}={given!r} is impossible: pass a list of names, as {like}")
+        raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, as {like}")
 
 
 def check_switch(name: str, given: object) -> None:
@@ -155,7 +155,7 @@ def check_path(name: str, given: object) -> None:
         ConfigError: with the value.
     """
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
-        raise ConfigError(f"{name}={given!r} is impossible: use the path of a file or directory")
+        raise ConfigError(f"{name}={given!r} is invalid: use the path of a file or directory")
 
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}

@@ -75,8 +75,8 @@ def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Mod
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if len(models) != 1 or len(optimizers) > 1:
         raise ConfigError(
-            f"a state holds one model and one optimizer, and {len(models)} and {len(optimizers)} were "
-            "prepared: write them with hfscale.save_state(model, directory, optimizer=...)"
+            f"a state must have one model and at most one optimizer, got {len(models)} and {len(optimizers)} "
+            "prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
         )
     optimizer = optimizers[0].optimizer if optimizers else None
     others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(accelerator))}
@@ -92,5 +92,5 @@ def stock_optimizer(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):
-        raise ConfigError(f"optimizer={optimizer!r} is impossible: pass a torch.optim.Optimizer, or leave it out")
+        raise ConfigError(f"optimizer={optimizer!r} is invalid: pass a torch.optim.Optimizer, or leave it out")
     return optimizer

@@ -131,7 +131,7 @@ def check_sizes(config: PreTrainedConfig) -> None:
         least = 0 if name in _MAY_BE_NONE else 1
         if isinstance(size, int) and not least <= size <= most:
             use = f"use at least {max(least, 1)}" if size < least else f"use at most {most:,}"
-            raise ConfigError(f"{name}={size} of this {config.model_type} config is impossible: {use}")
+            raise ConfigError(f"{name}={size} of this {config.model_type} config is invalid: {use}")
 
 
 def check_tokens(tokens: object) -> None:
@@ -139,7 +139,7 @@ def check_tokens(tokens: object) -> None:
     check_count("resize_token_embeddings", tokens)
     if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
         raise ConfigError(
-            f"resize_token_embeddings={tokens} is impossible: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
+            f"resize_token_embeddings={tokens} is invalid: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
         )
 
 

@@ -85,8 +85,8 @@ def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tupl
         if found:
             return found
     raise ConfigError(
-        f"the adapter of {parameter} must be of experts that the checkpoint stores one by one, [out, in], or "
-        "stacked as they are: merge it into the weights (hfscale merge) for this family"
+        f"the adapter of {parameter} cannot be rewritten: its experts are stored neither alone nor stacked: merge "
+        "into the weights (hfscale merge) for this family"
     )
 
 
@@ -103,7 +103,7 @@ def _note(settings: dict[str, Any], rank: int, projections: set[str]) -> None:
     """Record in an adapter's config that it has factors of this rank for the experts' ``projections``."""
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
-            "alpha_pattern must not name experts, which engines scale as the rest: train with one lora_alpha"
+            "alpha_pattern must not name experts, since engines use one scale for all: train with one lora_alpha"
         )
     known = settings.get("target_modules") or []
     settings["target_modules"] = sorted({*([known] if isinstance(known, str) else known), *projections})

@@ -230,7 +230,7 @@ def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: st
     """Refuse tied tensors that differ in the checkpoint: transformers would untie them, but the plan is fixed."""
     if not torch.equal(share[...], first[...]):
         raise CheckpointError(
-            f"{first_key} and {key} are one tensor by the config, and differ in the checkpoint: set "
+            f"{first_key} and {key} are tied by the config, but differ in the checkpoint: set "
             "tie_word_embeddings=false in its config.json, or save it again with one of them"
         )
 

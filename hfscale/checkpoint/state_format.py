@@ -136,7 +136,7 @@ class StateIndex:
             earlier = (directory / "layout.json").exists()
             what = "was written by an earlier hfscale, in a format of its own" if earlier else "is not a state"
             raise CheckpointError(
-                f"{directory} {what}: give what hfscale.save_state wrote, or the directory that its states are in"
+                f"{directory} {what}: give a directory written by hfscale.save_state, or its parent"
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
@@ -230,12 +230,12 @@ class StateReader:
         """Raise the errors of :meth:`read`, without reading."""
         written = self.index.tensors.get(key)
         if written is None:
-            raise CheckpointError(f"{self.directory} has no {key}: it is of another model or another optimizer")
+            raise CheckpointError(f"{self.directory} has no {key}: it was saved from another model or optimizer")
         if written.own and written.cuts != wanted.cuts:
             raise CheckpointError(
-                f"{self.directory} has {key} as each rank kept it, which means something in the layout "
-                f"{self.index.sizes} only: resume in that one, or make the optimizer with hfscale.create_optimizer, "
-                "whose states resume in every layout"
+                f"{self.directory} has {key} as rank-local data, usable only in its layout {self.index.sizes}: "
+                "resume in that layout, or make the optimizer with hfscale.create_optimizer, whose states resume "
+                "in every layout"
             )
         if not written.own and written.shape != wanted.shape:
             raise CheckpointError(
@@ -248,8 +248,8 @@ class StateReader:
         found: TensorOnDisk | None = self._file(rank).get(key)
         if found is None:
             raise CheckpointError(
-                f"{self.directory}/{weights_name(rank)} has no {key}, of which that rank held a share: it is damaged, "
-                "use another state"
+                f"{self.directory}/{weights_name(rank)} has no {key}, a shard of that rank: it is damaged, use "
+                "another state"
             )
         shape = found.shape if written.own else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
         if found.shape != shape:

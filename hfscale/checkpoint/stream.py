@@ -123,7 +123,7 @@ class _Stored:
             if self._encoder is not None and self._encoder.wants(name) and len(self._encoded(name, key, tensor)) == 1:
                 raise ConfigError(
                     f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: choose "
-                    "another, or name its module in modules_to_not_convert"
+                    "another size, or name its module in modules_to_not_convert"
                 )
 
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
-        raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
+        raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
     from .bench_collectives.bandwidth_plot import draw
     from .schedule_drawing.schedule_plot import check_drawing
 

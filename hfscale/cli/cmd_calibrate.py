@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .bench_collectives.ranks import run_ranks
 
     if not 0 < arguments.seconds <= 5:
-        raise ConfigError(f"--seconds {arguments.seconds:g} is impossible: use more than 0 and at most 5")
+        raise ConfigError(f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5")
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     reference = None if arguments.like is None else find_machine(arguments.like)
     world = arguments.processes or max(2, accelerators().device_count())

@@ -50,7 +50,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         given["mixed_precision"] = precision
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
-        raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")
+        raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
     if kind == "int8":
         given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     elif kind is not None:

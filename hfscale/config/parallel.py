@@ -93,7 +93,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         ep, tp, cut = self.ep, self.tp, self.expert_tp
         if cut not in (1, tp):
             raise ConfigError(
-                f"expert_tp_size={cut} is impossible with tp_size={tp}: use 1 (whole experts)"
+                f"expert_tp_size={cut} is invalid with tp_size={tp}: use 1 (whole experts)"
                 + (f" or {tp} (each expert cut like the dense layers)" if tp > 1 else "")
             )
         if ep == 1:
@@ -257,7 +257,7 @@ def _positive(name: str, value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         number, whole = 0, False
     if isinstance(value, bool) or number < 1 or not whole:
-        raise ConfigError(f"{name}={value!r} is impossible: use a whole number of at least 1")
+        raise ConfigError(f"{name}={value!r} is invalid: use a whole number of at least 1")
     return number
 
 
@@ -267,7 +267,7 @@ def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, .
         return None
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
-        raise ConfigError(f"stage_layers={value!r} is impossible: use one whole number per stage, as in [5, 6, 6, 5]")
+        raise ConfigError(f"stage_layers={value!r} is invalid: use one whole number per stage, as in [5, 6, 6, 5]")
     counts = tuple(_positive(f"stage_layers[{index}]", count) for index, count in enumerate(listed))
     if len(counts) != pp_size * virtual_stages:
         raise ConfigError(
@@ -282,4 +282,4 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if str(value).lower() in ("1", "true", "0", "false"):
         return str(value).lower() in ("1", "true")
-    raise ConfigError(f"{name}={value!r} is impossible: use True or False")
+    raise ConfigError(f"{name}={value!r} is invalid: use True or False")

@@ -33,5 +33,5 @@ class OptionSections:
             ConfigError: a key or a value is unknown, or has no meaning in that precision.
         """
         if self.float8 and mixed_precision != "fp8":
-            raise ConfigError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
+            raise ConfigError("float8 needs training.mixed_precision=fp8: set that, or leave it out")
         return {name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))}

@@ -71,7 +71,7 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
     """
     if not isinstance(layouts, Sequence) or not all(isinstance(each, ParallelConfig) for each in layouts):
         raise ConfigError(
-            f"layouts={layouts!r} is impossible: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
+            f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
         )
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     for layout in layouts:
@@ -126,8 +126,8 @@ class _LostRanks:
             which = ", ".join(f"rank {rank} ended ({how})" for rank, how in ended.items())
             frame = traceback.extract_tb(trace, 1)[0]
             print(
-                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot go on without it: it was "
-                f"at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows where in all)",
+                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot go on without it: it "
+                f"was at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows the full traceback)",
                 file=sys.stderr,
                 flush=True,
             )

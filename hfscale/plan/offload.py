@@ -33,6 +33,6 @@ def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
     """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires."""
     if name in ("adafactor", "muon"):
         raise ConfigError(
-            f"{asked} steps copies of weights by the optimizers of torch and bitsandbytes, and {name!r} is another: "
+            f"{asked} needs an optimizer of torch or bitsandbytes, which can step copies of weights, got {name!r}: "
             "use 'adamw_torch' or 'adamw_8bit'"
         )

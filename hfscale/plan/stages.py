@@ -84,9 +84,7 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
         ConfigError: a V without two stages per rank, or a file, whose own placement only its reader knows.
     """
     if schedule.endswith(".csv"):
-        raise ConfigError(
-            f"pipeline_schedule={schedule!r}: the file says which rank holds which stage: pass that as ranks="
-        )
+        raise ConfigError(f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file")
     if schedule not in V_SCHEDULES:
         return tuple(stage % pp_size for stage in range(pp_size * virtual_stages))
     if virtual_stages != 2:

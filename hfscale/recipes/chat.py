@@ -138,9 +138,9 @@ def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], l
         before, until = rendered(index, True), rendered(index + 1, False)
         if until[: len(before)] != before or ids[: len(until)] != until:
             raise ValueError(
-                f"where the assistant's turn (message {index}) begins or ends cannot be found, since the chat template "
-                "renders the messages up to there to other tokens than those that the whole conversation begins with: "
-                "give data.chat_template a template with {% generation %} markers, or use data.train_on=all"
+                f"the assistant's turn (message {index}) cannot be located, since the chat template renders the "
+                "messages up to there to other tokens than the whole conversation begins with: give "
+                "data.chat_template a template with {% generation %} markers, or use data.train_on=all"
             )
         labels[len(before) : len(until)] = ids[len(before) : len(until)]
     return labels

@@ -144,8 +144,8 @@ class PictureRows(Rows):
         labels = pad_sequence(list(columns["labels"]), batch_first=True, padding_value=IGNORED)
         if labels.shape != batch["input_ids"].shape:
             raise RecipeError(
-                f"the processor made {tuple(batch['input_ids'].shape)} tokens of pictures and texts, and "
-                f"{tuple(labels.shape)} of each by itself: use training.microbatch_size=1"
+                f"the processor makes {tuple(batch['input_ids'].shape)} tokens of a microbatch, and "
+                f"{tuple(labels.shape)} of its conversations one by one: use training.microbatch_size=1"
             )
         labels[max(counted, 0) :] = IGNORED
         return {**batch, "labels": labels.to(torch.long)}

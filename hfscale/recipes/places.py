@@ -34,7 +34,7 @@ def _check_base(recipe: FinetuneRecipe) -> None:
     for key, (path, written) in starts.items():
         if path is not None and Path(path).resolve() == (recipe.directory / written).resolve():
             raise RecipeError(
-                f"{key}={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
+                f"{key}={path!r} would be overwritten by name={recipe.name!r}: choose another name, so that the "
                 f"{written} to start from is kept"
             )
 
@@ -77,8 +77,8 @@ def _check_same(recipe: Recipe) -> None:
     for key in sorted({*now, *then}):
         if now.get(key) != then.get(key):
             raise RecipeError(
-                f"{recipe.saved_state} is of a run with {key}={then.get(key)}, and the recipe says {now.get(key)}: "
-                f"give it as it was ({path}) to go on, or choose another name"
+                f"{recipe.saved_state} was saved with {key}={then.get(key)}, and the recipe has {now.get(key)}: use "
+                f"the saved value ({path}) to resume, or choose another name"
             )
 
 

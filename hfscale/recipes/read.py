@@ -51,7 +51,7 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRe
     if "model" in given:
         return load_recipe(PretrainRecipe, path, overrides)
     raise RecipeError(
-        f"{path} does not say what to train: add base (a checkpoint to fine-tune) or model (of which sizes to pretrain)"
+        f"{path} does not say what to train: add base (a checkpoint to fine-tune) or model (the sizes to pretrain)"
     )
 
 

@@ -45,9 +45,8 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
         return list(tokenizer(whole, verbose=False)["input_ids"])
     if not isinstance(whole, list):
         raise RecipeError(
-            f"{where} holds neither texts nor conversations: a pair is two of one kind, behind a prompt of that kind "
-            "where there is one; correct the data, or change data.chosen_column, data.rejected_column and "
-            "data.prompt_column"
+            f"{where} must have two texts or two conversations, after a prompt of the same kind if there is one: "
+            "correct the data, or change data.chosen_column, data.rejected_column and data.prompt_column"
         )
     try:
         return list(render(tokenizer, whole)["input_ids"])

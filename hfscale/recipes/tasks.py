@@ -64,7 +64,7 @@ def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Ten
     if len(scores) % 2:
         raise RecipeError(
             f"a microbatch of {len(scores)} texts has half a pair: the pipeline cut between a pair's texts; use a "
-            "parallel.num_microbatches that divides the pairs of training.batch_size that a data rank has"
+            "parallel.num_microbatches that divides the pairs that a data rank has in a step"
         )
     return scores[::2], scores[1::2], batch["counted"][::2].to(scores.device)
 

@@ -117,7 +117,7 @@ _listener: list[_Listener] = []
 def _listening(patience: float) -> _Listener:
     if not _listener:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("preempted listens to signals, which the main thread alone can: call it there first")
+            raise ConfigError("preempted must first be called in the main thread, which alone can handle signals")
         _listener.append(_Listener(patience))
     _listener[0].patience = patience
     return _listener[0]

@@ -44,7 +44,7 @@ class UserFunction:
 
     def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
         if not callable(function) or not _takes(function, len(arguments)):
-            raise ConfigError(f"{name}={function!r} is impossible: pass a function of {' and '.join(arguments)}")
+            raise ConfigError(f"{name}={function!r} is invalid: pass a function of {' and '.join(arguments)}")
         self.name, self._runtime, self._function = name, runtime, function
         self._error: Exception | None = None
 

@@ -116,7 +116,7 @@ class _Watchdog(threading.Thread):
                     continue
             except RuntimeError as error:  # of the store, which may rightly end before this process
                 if late:
-                    _say(f"{_HEAD.format(self.patience)}. The place where the ranks met is out of reach: {error}")
+                    _say(f"{_HEAD.format(self.patience)}. The rendezvous store cannot be reached: {error}")
                     _say("\n".join(_lines({self.rank: _in_words(seen)})))
             if late:
                 self._reported = seen.seconds

@@ -49,8 +49,8 @@ class AsStored:
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
-                f"the host stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which this "
-                "version cannot write: save the model with one process"
+                f"transformers stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), "
+                "which several ranks cannot write: save the model with one process"
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
             "training is launched"
         )
     if source is not None and target.resolve() == source.resolve():
-        raise ConfigError(f"{target} is where the dense model lies: name another directory, so that it is kept")
+        raise ConfigError(f"{target} holds the dense model, which would be overwritten: name another")
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
         for name, tensor in job.with_progress():

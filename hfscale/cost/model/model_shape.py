@@ -89,8 +89,8 @@ def shape_of(config: Any) -> ModelShape:
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     if not (layers and hidden):
         raise ConfigError(
-            f"a {type(config).__name__} names no layers or width that times could be estimated from: "
-            "use hfscale.memory_estimate, which needs none of them"
+            f"{type(config).__name__} has no number of layers or width, which time estimates need: use "
+            "hfscale.memory_estimate, which needs neither"
         )
     head = _first(text, "head_dim") or hidden // max(heads, 1)
     experts = _first(text, *EXPERT_FIELDS)

@@ -98,14 +98,14 @@ def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Measu
         try:
             _SEEN[key] = _count(spec, layout, sizes)
         except Exception as error:  # whatever a class of anybody's says on a device without numbers
-            _log.info("layers of %s cannot be counted: %s", spec.config.model_type, error)
+            _log.info("layers of %s cannot be measured: %s", spec.config.model_type, error)
             _SEEN[key] = None
     return _SEEN[key]
 
 
 def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
-        raise ConfigError("ranks that are not there cannot be asked beside those of a run")
+        raise ConfigError("simulated ranks need a process in which torch.distributed is not initialized")
     with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
         job = job_of(plan, **sizes, mixed=spec.mixed_precision != "no")

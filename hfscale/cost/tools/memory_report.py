@@ -63,7 +63,7 @@ def memory_estimate(
     if gradient_checkpointing is not None:
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if not isinstance(model_or_plan, nn.Module | Plan):
-        raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
+        raise ConfigError(f"memory_estimate needs a model that hfscale parallelized, or a plan, got {model_or_plan!r}")
     runtime = None if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan)
     plan = model_or_plan if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan).plan
     if offloaded(plan).optimizer:

@@ -62,8 +62,8 @@ def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tu
     """Scale a learning rate tuned at ``tokens`` per step to ``new_tokens`` per step, by two rules."""
     if min(learning_rate, tokens, new_tokens) <= 0:
         raise ConfigError(
-            f"a learning rate of {learning_rate:g} for {tokens:,.0f} and {new_tokens:,.0f} tokens cannot be: "
-            "use positive numbers"
+            f"learning rate and tokens per step must be positive, got {learning_rate:g} for {tokens:,.0f} and "
+            f"{new_tokens:,.0f} tokens"
         )
     times = new_tokens / tokens
     return tuple(Rule(name, learning_rate * times**power, says) for name, power, says in _RULES)

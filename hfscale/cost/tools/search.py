@@ -138,12 +138,10 @@ class _Trial:
         machine, sequence = self.machine, self.summary.job.sequence
         check_count("gpus", gpus)
         if tokens_per_step < sequence:
-            raise ConfigError(
-                f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use at least so many"
-            )
+            raise ConfigError(f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use more")
         if not 0 < self.budget <= machine.memory:
             raise ConfigError(
-                f"a budget of {human(round(self.budget))} is impossible on {machine.label}: use more than none, and at "
+                f"a budget of {human(round(self.budget))} is invalid on {machine.label}: use more than 0, and at "
                 f"most its {human(round(machine.memory))}"
             )
 
@@ -201,9 +199,8 @@ class _Trial:
 def _no_candidates(summary: ModelSummary, gpus: int, sequences: int) -> str:
     divisor = next(count for count in range(gpus, 0, -1) if sequences % count == 0)
     return (
-        f"no layout of {gpus} GPUs has whole sequences for each: {sequences} sequences a step, {summary.heads} heads "
-        f"and {summary.shape.layers} layers leave none. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a "
-        "step"
+        f"no layout of {gpus} GPUs fits {sequences} sequences a step, {summary.heads} heads and "
+        f"{summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a step"
     )
 
 

@@ -153,8 +153,8 @@ def finish_move(directory: str | Path) -> None:
         return  # another process was faster
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{target} holds a save that was stopped before its end, and could not be finished ({error}): run "
-            f"'hfscale inspect {target}' as a user who may write it"
+            f"{target} holds an interrupted save, which could not be finished ({error}): run 'hfscale inspect "
+            f"{target}' as a user who may write it"
         ) from error
     shutil.rmtree(source, ignore_errors=True)
 

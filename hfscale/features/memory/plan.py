@@ -146,4 +146,4 @@ def _refuse_unknown_operators(draft: Draft) -> None:
         if found is None:
             draft.problem(f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'")
         elif not found:
-            draft.problem(f"recompute_keep: {name} changes a tensor in place, and returns nothing new to keep")
+            draft.problem(f"recompute_keep: {name} works in place and returns no new tensor to keep: leave it out")

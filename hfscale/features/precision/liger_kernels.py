@@ -82,8 +82,8 @@ class LigerKernels(Part):
         changes = look_again().changes
         if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
             raise ConfigError(
-                f"use_liger_kernel={asked!r}: of Liger's kernels for {class_name(model)} none is left but the loss: "
-                "leave it out"
+                f"use_liger_kernel={asked!r}: Liger has only the loss for {class_name(model)}, which hfscale "
+                "computes itself: leave it out"
             )
         kept = {id(m) for name, m in model.named_modules() if _has_kernels(runtime, stock_name(name), m)}
         Undo([change for change in changes if id(change[0]) not in kept])()

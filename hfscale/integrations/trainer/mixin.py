@@ -101,8 +101,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         if runtime is not None:
             if asked is not None and asked != runtime.mesh.layout:
                 raise ConfigError(
-                    f"parallel={asked.describe()} and a model that was built with "
-                    f"{runtime.mesh.layout.describe()}: leave parallel out"
+                    f"parallel={asked.describe()} does not fit a model built with {runtime.mesh.layout.describe()}: "
+                    "leave parallel out"
                 )
             return model
         layout = asked or ParallelConfig()

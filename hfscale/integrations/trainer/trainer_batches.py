@@ -158,9 +158,9 @@ def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
         return
     vars(trainer)["_told_of_repeated"] = True
     warnings.warn(
-        f"data ranks are given as many examples each, so {known[0] - known[1]} of an epoch's last batch are dealt "
-        f"twice, and the loss of {type(trainer).__name__} counts them twice, as over data ranks of stock Trainer: give "
-        "it data sets of whole steps, or dataloader_drop_last=True",
+        f"data ranks get equally many examples, so {known[0] - known[1]} of an epoch's last batch are repeated, and "
+        f"the loss of {type(trainer).__name__} counts them twice, as in stock data-parallel Trainer: use data sets "
+        "of whole steps, or dataloader_drop_last=True",
         stacklevel=2,
     )
 

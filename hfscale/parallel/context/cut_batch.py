@@ -130,7 +130,7 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
         found = batch.get(name)
         if isinstance(found, Tensor):
             return found.shape[0], found.shape[1]
-    raise ConfigError(f"sequences are cut by input_ids or inputs_embeds, and the batch has only {', '.join(batch)}")
+    raise ConfigError(f"cutting sequences needs input_ids or inputs_embeds, and the batch has only {', '.join(batch)}")
 
 
 def _padding(mask: Any) -> Tensor | None:

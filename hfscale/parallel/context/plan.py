@@ -29,9 +29,8 @@ def plan_context(draft: Draft) -> None:
     family = draft.config.model_type
     if draft.no_step or draft.loss is None:
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: sequences are sharded where train_step shifts the labels of a "
-            f"causal language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use "
-            "cp_size=1"
+            f"cp_size={size} does not fit {family!r}: sharded sequences need the loss of a causal language model, "
+            f"and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
     if family in UNWRITABLE:
@@ -93,7 +92,7 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
         if not unseen:
             return found
     kind = type(layers[unseen[0]]).__name__
-    return _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
+    return _Reading(f"{kind} may read other tokens, and no tiny clone of {_MANY} layers has one to check it")
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:

@@ -167,9 +167,9 @@ class StageAgreement:
     def _differ(self, name: str) -> str:
         names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
         return (
-            f"{names} is one tensor that several stages hold, and their copies differ since the last update: give it "
-            "the same optimizer options under all of its names (a group of parameters chosen by name has some of "
-            "them), or load the model again if its weights were changed by hand on one stage"
+            f"{names} is one tied tensor on several stages, and its copies differ since the last update: give it "
+            "the same optimizer options under all of its names (a parameter group chosen by name may have only "
+            "some), or load the model again if its weights were changed by hand on one stage"
         )
 
 

@@ -141,9 +141,9 @@ class AsynchronousPipeline(Pipeline):
         if not self._every:
             if len(given) > 1 or (self._layout.num_microbatches or 1) > 1:
                 raise ConfigError(
-                    f"pipedream updates the weights after every microbatch, and {len(given)} batches were given with "
-                    f"num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and leave "
-                    "num_microbatches out, or use pipedream_2bw, which adds gradients up"
+                    f"pipedream updates the weights after every microbatch, and {len(given)} batches were given "
+                    f"with num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and "
+                    "leave num_microbatches out, or use pipedream_2bw, which accumulates gradients"
                 )
             return [dict(batch) for batch in given]
         pp_size, towers = self._layout.pp, self._towers is not None

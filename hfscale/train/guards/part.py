@@ -64,17 +64,17 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
             return model.get_input_embeddings()  # as transformers does if nothing changes
         raise ConfigError(
-            f"resize_token_embeddings({new_num_tokens}) would change this {kind} behind the back of its plan, by which "
-            "its loss is computed and its weights are saved. Resize it while it is loaded: "
-            f"hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings={new_num_tokens}); "
-            "hfscale.parallelize(model, parallel) takes a resized model from memory"
+            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, which its loss "
+            "and saves follow. Resize it while it is loaded: hfscale.from_pretrained(directory, parallel=..., "
+            f"resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a resized model "
+            "from memory"
         )
 
     def deepcopy(_: Any) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part has no processes to compute "
-            "with: build a second one with hfscale.from_pretrained(path, parallel=...). For an average of its "
-            "weights, or to go back to them, clone model.state_dict()'s tensors on every rank"
+            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second "
+            "one with hfscale.from_pretrained(path, parallel=...). For an average of its weights, or to go back to "
+            "them, clone model.state_dict()'s tensors on every rank"
         )
 
     model.resize_token_embeddings = resize

@@ -97,8 +97,8 @@ class OwnLoss(KeepsOutputs):
         """Refuse label smoothing: the loss is computed inside the model."""
         if label_smoothing:
             raise ConfigError(
-                f"label_smoothing={label_smoothing} is of losses over a vocabulary, and {self._name} takes its own: "
-                "leave it out, or smooth labels in a plain loop"
+                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, and {self._name} computes its "
+                "own: leave it out, or smooth labels in a plain loop"
             )
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
@@ -120,7 +120,7 @@ class OwnLoss(KeepsOutputs):
 
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Refuse token scores: they are defined for causal language models."""
-        raise ConfigError(f"scores are of causal language models' tokens, and {self._name} has another loss")
+        raise ConfigError(f"token scores need a causal language model's loss, and {self._name} has another")
 
 
 @dataclass(frozen=True)
