@@ -104,9 +104,7 @@ def check_number(
     if not fits or (least is not None and given < least) or (most is not None and given > most):
         bounds = {"above": above, "of at least": least, "of at most": most}
         asked = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
-        raise ConfigError(
-            f"{name}={given!r} is invalid: use a {'' if infinite else 'finite '}number {asked}".rstrip()
-        )
+        raise ConfigError(f"{name}={given!r} is invalid: use a {'' if infinite else 'finite '}number {asked}".rstrip())
 
 
 def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:

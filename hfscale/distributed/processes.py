@@ -70,9 +70,7 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
         MeshError: none is for that many.
     """
     if not isinstance(layouts, Sequence) or not all(isinstance(each, ParallelConfig) for each in layouts):
-        raise ConfigError(
-            f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
-        )
+        raise ConfigError(f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]")
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     for layout in layouts:
         if layout.total_size == world:

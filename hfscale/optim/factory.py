@@ -91,9 +91,7 @@ def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]
         if not isinstance(value, Tensor) and not (option == "lr" and value is None):
             check_number(option, value, least=0)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) not in counts:
-        raise ConfigError(
-            f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)"
-        )
+        raise ConfigError(f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)")
     for beta in betas:
         if not isinstance(beta, Tensor):
             check_number("betas", beta, least=0, most=1)
