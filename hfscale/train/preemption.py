@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(SystemExit):
-    """Raised to end a process that got a stop signal, once its state is saved: with exit code 75, "try again"."""
+    """Raise this to end a process that got a stop signal, once its state is saved: exit code 75, "try again"."""
 
     def __init__(self) -> None:
         super().__init__(_CODE)
