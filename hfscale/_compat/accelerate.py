@@ -69,7 +69,7 @@ prepared_loaders: Callable[[Any], list[Any]] = attrgetter("_dataloaders")
 
 
 def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return the prepared model, its optimizer if any, and whatever else has a state, ``orders`` too, by name."""
+    """Return the prepared model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)

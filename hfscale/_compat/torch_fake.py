@@ -24,7 +24,7 @@ _BACKEND = "cpu:fake,meta:fake"
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream without asynchronous work; of a device other than the CPU FSDP2 insists on events."""
+    """Provide a stream without asynchronous work; on a device other than the CPU, FSDP2 requires events."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()

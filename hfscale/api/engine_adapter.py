@@ -68,7 +68,7 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
 
 
 def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tuple[int, Tensor]]:
-    """Return, for each stored module that is made of a stack of experts, its expert and its rows of that one's matrix.
+    """Return the experts and their matrix rows for each stored module that was split from stacked experts.
 
     Args:
         like: the parameter, of shape ``[experts, out, in]``, on the meta device.

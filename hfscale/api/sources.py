@@ -65,7 +65,7 @@ class Outline:
         return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored), names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
-        """Plan the model under ``layout``, with what the ``options`` ask for."""
+        """Plan the model under ``layout``, with the features that the ``options`` request."""
         if self.quantization is not None:
             options.check_quantized()
         planned = plan_model(self.model, layout, options)

@@ -133,7 +133,7 @@ class _Loader:
         return target if target in self.meta else self.held.get(planned.tied_to or target)
 
     def name_of_tie(self, name: str) -> str | None:
-        """Return the name of a tied parameter in the model as it is; ``None`` if it is on another stage."""
+        """Return the name of a tied parameter on this rank; ``None`` if it is on another stage."""
         if name in self.meta or name not in self.plan.by_name:
             return name
         return self.held.get(self.plan.by_name[name].tied_to or name)

@@ -157,7 +157,7 @@ def none_there(source: Path, mesh: Mesh) -> bool:
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
-    """Return the newest complete state that ``source`` may mean, the same on every rank, or say what is wrong."""
+    """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
     every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
     wrong: dict[Path, list[str]] = {}
     for directory in every:

@@ -1,4 +1,4 @@
-"""The format of a saved state: its index ``state.json``, and any shard of its tensors, whatever shards were written.
+"""Define the format of a saved state: its index ``state.json``, and reading of any shard from any written shards.
 
 Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. The
 ranks that wrote a tensor's shards, and so the files they are in, follow from its cuts and the arrangement of the ranks.

@@ -60,7 +60,7 @@ def choose_device(visible: int, local_rank: str | None, current: Callable[[], in
 
 
 def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
-    """Return the first of ``layouts`` for as many processes as were started.
+    """Return the first of ``layouts`` that fits the number of started processes.
 
     For jobs that restart with fewer processes when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``): a
     state can be loaded in any layout.

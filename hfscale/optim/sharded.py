@@ -74,7 +74,7 @@ class Stepper:
         raise NotImplementedError
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a tensor of a parameter's state is sharded, relative to that of one process.
+        """Return how a tensor of a parameter's state is sharded, relative to its state in one process.
 
         Args:
             shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.

@@ -1,4 +1,4 @@
-"""Plan what is offloaded to the CPU, as data."""
+"""Plan offload to the CPU, as data."""
 
 from dataclasses import dataclass
 

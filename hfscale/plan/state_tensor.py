@@ -66,7 +66,7 @@ class StateTensor:
 
 
 def like(planned: ParameterPlan, *lead: int) -> StateTensor:
-    """Describe a tensor cut as the weight, behind the uncut dims ``lead``."""
+    """Describe a tensor cut like the weight, with uncut dims ``lead`` in front."""
     return StateTensor((*lead, *planned.shape), tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts))
 
 

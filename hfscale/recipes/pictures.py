@@ -83,7 +83,7 @@ def opened(image: bytes) -> Image.Image:
 
 
 def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_on: str) -> list[int]:
-    """Return the tokens of the assistant's turns, or all; a turn is what it adds to the rendering before it."""
+    """Return the labels of the assistant's turns, or all; a turn is the text added to the rendering before it."""
 
     def tokens(text: str, images: list[Any]) -> list[int]:
         return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
@@ -132,7 +132,7 @@ class PictureRows(Rows):
         self._processor = processor
 
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
-        """See :meth:`Rows.step`."""
+        """Return the microbatches of a step; see :meth:`Rows.step`."""
         number = len(rows) if counted is None else counted
         starts = range(0, len(rows), size)
         return [self._microbatch(rows[start : start + size], number - start) for start in starts]

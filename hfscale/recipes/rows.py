@@ -102,7 +102,7 @@ class PairRows(Rows):
     texts = 2
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """See :meth:`Rows.batch`."""
+        """Return a batch of pairs; see :meth:`Rows.batch`."""
         columns: dict[str, Any] = self._data[rows]
         texts = [text for pair in zip(columns["chosen"], columns["rejected"], strict=True) for text in pair]
         return {**self._filled(texts), "counted": torch.ones(len(texts), dtype=torch.bool)}
@@ -112,7 +112,7 @@ class ClassRows(Rows):
     """Provide texts with one class each, padded to one length."""
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """See :meth:`Rows.batch`."""
+        """Return a batch of texts with classes; see :meth:`Rows.batch`."""
         columns: dict[str, Any] = self._data[rows]
         return {**self._filled(columns["input_ids"]), "labels": columns["label"].clone()}
 

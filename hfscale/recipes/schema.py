@@ -1,4 +1,4 @@
-"""Define the schema of a recipe: everything that a run can be asked to do, and its defaults."""
+"""Define the schema of a recipe: all of its settings and their defaults."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,7 +190,7 @@ class ModelRecipe:
 
 @dataclass
 class Recipe(OptionSections):
-    """Hold the settings shared by pretraining and fine-tuning, besides the sections of :class:`OptionSections`.
+    """Hold the settings that pretraining and fine-tuning share, other than the sections of :class:`OptionSections`.
 
     Attributes:
         name: results go to ``runs/<name>``.

@@ -250,7 +250,7 @@ class Watch(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Try a save after the first step; save and stop if processes were told to; end with a log line."""
+        """Try a save after the first step; save and stop when processes are told to; end with a log line."""
         if self._check:
             self._check = False
             check = hfscale.check_save(model, optimizer.optimizer, self._recipe.directory)

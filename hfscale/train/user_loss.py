@@ -90,7 +90,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class _Rows:
-    """Implement what preparing a step needs of :class:`hfscale.train.runtime.StepLoss`, for a user's loss."""
+    """Count the rows of a user's loss while a step is prepared: a :class:`hfscale.train.runtime.StepLoss`."""
 
     shift, expected_gradient, needs_labels, ignores, divides = 0, 1.0, False, False, False
 

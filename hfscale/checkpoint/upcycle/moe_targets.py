@@ -41,7 +41,7 @@ class ExpertWeight:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert of the target that computes every token, besides the routed ones, times the sigmoid of a gate.
+    """Describe an expert that computes every token in addition to the routed ones, times the sigmoid of a gate.
 
     It gets a copy of the MLP too. Its gate starts at zero, whose sigmoid is a half, and the routed experts' ``down``
     starts halved: two halves of the dense output, exact in any floating-point type, and everything trains.

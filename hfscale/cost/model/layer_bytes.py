@@ -60,7 +60,7 @@ class Types:
 
     @property
     def stream(self) -> int:
-        """Bytes of a hidden state's value between blocks."""
+        """Bytes of one value of the hidden states between blocks."""
         return self.autocasts or self.size
 
     def as_kept(self, size: float) -> float:

@@ -47,7 +47,7 @@ class HeadRows(Protocol):
         ...
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows' gradient ``[n, h]`` for that of the last logits, and add up the parameters' gradients."""
+        """Return the rows' gradient ``[n, h]``, given that of the last logits; accumulate the parameters' gradients."""
         ...
 
     def sums(self) -> list[Tensor | None]:

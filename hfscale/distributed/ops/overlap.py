@@ -1,4 +1,4 @@
-"""Enter a tensor-parallel region with the backward collective hidden behind the weight gradients of its projections.
+"""Enter a tensor-parallel region with the backward collective overlapped by its projections' weight gradients.
 
 Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that of
 its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs

@@ -87,5 +87,5 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_shared_cast(tensor: Tensor) -> bool:
-    """Return whether the tensor lies in the memory of a shared copy."""
+    """Return whether the tensor uses the memory of a shared copy."""
     return _current is not None and storage_key(tensor.untyped_storage()) in _current.memory

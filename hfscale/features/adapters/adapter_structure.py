@@ -56,7 +56,7 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters that PEFT's model ``whole`` has besides those of the plan, in the model's order.
+    """Return the parameters of PEFT's model ``whole`` that are not in the plan, in the model's order.
 
     Raises:
         ConfigError: hfscale does not know the kind of one of them.

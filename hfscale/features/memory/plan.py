@@ -120,7 +120,7 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Report models whose attention selective recomputation cannot find, and cut sequences."""
+    """Report ``cp_size``, and models whose attention selective recomputation cannot find."""
     if draft.layout.cp > 1:
         draft.problem(
             f"recompute='selective' with {draft.layout.cp_in_words}: attention over sharded sequences keeps no scores "

@@ -56,7 +56,7 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
 
 
 class LigerKernels(Part):
-    """A part that gives the model Liger's kernels if they were asked for."""
+    """Install Liger's kernels as a part, if the user requested them."""
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether the user requested the kernels."""

@@ -227,7 +227,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             return train_step(model, microbatches, **given)
 
     def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
-        """Return what Trainer would divide a step's summed loss by; ``None`` for its number of labels.
+        """Return Trainer's divisor of a step's summed loss; ``None`` if it is the number of labels.
 
         A loss that is not divided by ``num_items_in_batch`` (``items``) is a mean per batch. Trainer takes the mean of
         these, or their sum if the model accepts that number without using it: one divisor for each batch.
@@ -274,7 +274,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         return batches_gathered(type(self), self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer named in the arguments over shards, or let Trainer create what a subclass chooses."""
+        """Create the optimizer named in the arguments over shards, or let Trainer create a subclass's own."""
         if self.optimizer is None:
             self.optimizer = named_optimizer(self, self.model if model is None else model)
         return super().create_optimizer(model)

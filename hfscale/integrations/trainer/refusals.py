@@ -161,7 +161,7 @@ def _check_packing(trainer: Any, runtime: Runtime) -> None:
 
 
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
-    """Refuse what needs the full model on one rank."""
+    """Refuse options that need the full model on one rank."""
     layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
     if hasattr(trainer, "reward_funcs"):
         raise ConfigError(

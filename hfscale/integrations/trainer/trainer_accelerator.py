@@ -1,4 +1,4 @@
-"""The accelerator inside a Trainer: its processes are the distinct batches."""
+"""Provide the accelerator inside a Trainer, which counts distinct batches as processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -88,7 +88,7 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """Return the padding mask of all tokens, also where the host passed none because nothing is padded."""
+    """Return the padding mask of all tokens, also if transformers passed none because nothing is padded."""
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)

@@ -38,7 +38,7 @@ class ExpertRouting(Part):
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the model's passes and on the loss of its layers, behind those of random streams."""
+        """Install hooks on the model's passes and on the loss of its layers, after those of random streams."""
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 

@@ -218,7 +218,7 @@ class TiedGradients:
                 dist.all_reduce(local_tensor(copy.grad), group=self._runtime.mesh.ties[holders])
 
     def _used_anywhere(self, copies: list[Tensor], holders: tuple[int, ...]) -> list[bool]:
-        """Return which tensors have a gradient on any stage, asked in the first step: the model decides it."""
+        """Return which tensors have a gradient on any stage; exchanged once, since it depends only on the model."""
         key = tuple(map(id, copies))
         if key not in self._known:
             used = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)

@@ -88,7 +88,7 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """Append a backward of the input; that of the weights is deferred."""
+        """Append a backward of the input, and defer that of the weights."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))

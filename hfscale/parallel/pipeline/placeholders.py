@@ -72,7 +72,7 @@ class StageForward:
         self.arrived = self.first == self.border
 
     def leave(self, stream: Tensor | None, index: int) -> None:
-        """Record the input of the first layer behind the stage, which is the output to send."""
+        """Record the output to send: the input of the first layer after the stage."""
         if self.leaving is not None:
             return
         if self.border is not None and index >= self.border:

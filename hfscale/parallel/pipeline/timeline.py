@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """Number of rows."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @property

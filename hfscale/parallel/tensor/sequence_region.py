@@ -244,7 +244,7 @@ class SequenceRegion:
         )
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
-        """Announce a pipeline stage's pass: its input may be cut, of so many tokens, and its output stay cut."""
+        """Announce a pipeline stage's pass: its input may be cut from so many tokens, its output may stay cut."""
         self._arrives, self._leaves = arrives, leaves
 
     def begin(self) -> None:

@@ -31,7 +31,7 @@ class StageInputs:
     loans: tuple[Loan, ...] = ()  # what every stage with layers of a list holds of the list's first layer
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
-        """Return the modules and parameters that the stage of these layers holds besides them."""
+        """Return the modules and parameters outside the layers that the stage of these layers holds."""
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
         borrowed = (loan for loan in self.loans if loan.layer_list in lists and loan.lender not in layers)

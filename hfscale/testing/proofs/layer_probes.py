@@ -1,4 +1,4 @@
-"""Prove what runs before, between and after a model's layers, what tokens do not reach, and loans."""
+"""Prove facts about modules before, between and after a model's layers, modules that tokens do not reach, and loans."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress

@@ -96,8 +96,8 @@ def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
 
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Skip the experts inside the with block: their routes depend on values, their kernels support few dtypes, and they
-    lie inside of a layer anyway.
+    """Skip the experts inside the with block: their routes depend on values, their kernels support few dtypes, and no
+    layer boundary is inside them.
     """
     skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
     for module in skipped:

@@ -57,7 +57,7 @@ def count_whole(runtime: Runtime) -> None:
 
 
 def refuse_changes(model: Any, layout: ParallelConfig) -> None:
-    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that say what to do instead."""
+    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that name an alternative."""
     kind = class_name(model)
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:

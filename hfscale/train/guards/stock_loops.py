@@ -162,8 +162,8 @@ class _Held(NamedTuple):
 
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if it would differ
-    from that of one process, is impossible over FSDP2's shards, or would keep an offloaded state on the device.
+    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if the step would differ
+    from one process, fail on FSDP2's shards, or keep an offloaded state on the device.
     """
     layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
     if layout.total_size == 1 and not on_host:

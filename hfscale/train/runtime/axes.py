@@ -1,4 +1,4 @@
-"""Define what a step asks of a single axis; each class here is that axis with one rank, and does nothing."""
+"""Define the calls of a step to a single axis; each class here is for an axis with one rank: it does nothing."""
 
 from torch import Tensor
 

@@ -52,7 +52,7 @@ class _Shared(NamedTuple):
 
 
 class Microbatch(dict[str, Any]):
-    """Hold the keyword arguments of one forward pass, and what the host knows about them.
+    """Hold the keyword arguments of one forward pass, and facts about them on the host.
 
     Attributes:
         valid: number of valid labels; ``None``: not known.

@@ -1,4 +1,4 @@
-"""Define what a step minimizes: a loss that can be normalized for a whole step, and its microbatches' objective."""
+"""Define losses that can be normalized for a whole step, and the objective of its microbatches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -258,7 +258,7 @@ class Runtime:
         return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
 
     def release(self) -> None:
-        """Free what forward passes keep for backward passes that will not come: parameters are this rank's shards."""
+        """Free tensors that forward passes keep for backward passes that will not run: parameters are shards again."""
         self.data.release()
 
     def loss_factor(self) -> float:

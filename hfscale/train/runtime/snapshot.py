@@ -1,4 +1,4 @@
-"""Undo the installation of parts into a model, keeping its modules and whatever others have wrapped around them since.
+"""Undo the installation of parts into a model, keeping its modules and wrappers that others have added since.
 
 A model computes with other ranks by means of hooks, replaced ``forward`` functions, replaced classes and attributes
 with local values. They are recorded as the difference between two snapshots of the model, so the installing code need
@@ -49,7 +49,7 @@ class Undo:
                     held.pop(key, None)
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
-        """Return whether anything was changed in one of ``modules``, besides FSDP2's marks."""
+        """Return whether anything but FSDP2's marks was changed in one of ``modules``."""
         return any(
             module in modules and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
             for module, kind, changed, added in self.changes

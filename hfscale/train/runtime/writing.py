@@ -113,7 +113,7 @@ def sum_or_raise(
 
 
 def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
-    """Send this rank's ``failure`` to all ranks; return what went wrong on any, and whether all have the same."""
+    """Send this rank's ``failure`` to all ranks; return the failure of any rank, and whether all have the same."""
     if mesh is None or mesh.control is None:
         return failure, True
     try:
