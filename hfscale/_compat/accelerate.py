@@ -42,8 +42,9 @@ class BatchScheduler(AcceleratedScheduler):
         if then != now:
             if not isinstance(self.scheduler, LambdaLR):  # its state has no lengths
                 raise CheckpointError(
-                    f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer step,"
-                    f" and this layout has {now}: use as many, or a schedule of transformers.get_scheduler"
+                    f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer "
+                    f"step, and this layout has {now}: use {then} distinct batches, or a schedule of "
+                    "transformers.get_scheduler"
                 )
             epoch = state["last_epoch"] * now // then
             state.update(last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"])

@@ -67,7 +67,7 @@ class TakenState:
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
                 f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
-                "parameters after the model was made"
+                "parameters of a built model"
             )
         if is_written_by(self.mesh, tensor):
             self.held[key] = share

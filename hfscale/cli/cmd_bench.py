@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale bench``."""
     parser.add_argument("what", choices=("collectives",), help="what to measure")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
-    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="of messages (default: %(default)s)")
+    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="message sizes (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
     add_json(parser)
 

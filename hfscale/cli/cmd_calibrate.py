@@ -18,12 +18,12 @@ EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardwar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale calibrate``."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it there (default: print it)")
-    parser.add_argument("--name", default="this machine", help="of the machine (default: %(default)s)")
+    parser.add_argument("--name", default="this machine", help="its name (default: %(default)s)")
     parser.add_argument("--like", metavar="NAME", help="a known machine, whose links are taken instead of measured")
     parser.add_argument(
         "--processes", type=int, metavar="N", help="ranks that talk (default: one for each GPU, or 2; 1: none)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="of each of ten measurements")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="seconds per measurement")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits"
         const="all-linear",
         help="train LoRA adapters: all-linear (the default), or names joined by commas",
     )
-    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

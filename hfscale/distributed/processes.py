@@ -124,8 +124,8 @@ class _LostRanks:
             which = ", ".join(f"rank {rank} ended ({how})" for rank, how in ended.items())
             frame = traceback.extract_tb(trace, 1)[0]
             print(
-                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot go on without it: it "
-                f"was at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows the full traceback)",
+                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot continue without it: "
+                f"it was at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows the full traceback)",
                 file=sys.stderr,
                 flush=True,
             )

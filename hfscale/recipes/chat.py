@@ -89,9 +89,9 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: st
     ids = tokenizer(prompt + completion, verbose=False)["input_ids"]
     if train_on == "completions" and ids[: len(before)] != before:
         raise RecipeError(
-            f"{where}: the prompt's last token changes when the completion is put behind it, so a model that is given "
-            "the prompt would never see what it was trained on: begin completions with the space that prompts end "
-            "with, or use data.train_on=all"
+            f"{where}: the prompt's last token changes when the completion follows it, so training and generation "
+            "would see different prompts: begin completions with the space that prompts end with, or use "
+            "data.train_on=all"
         )
     ids = [*ids, tokenizer.eos_token_id]
     return Example(ids, list(ids) if train_on == "all" else [IGNORED] * len(before) + ids[len(before) :])

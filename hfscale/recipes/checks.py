@@ -22,8 +22,8 @@ def check_values(recipe: Recipe) -> None:
     _check_weights(recipe)
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
-            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
-            "share of the documents, between 0 and 1"
+            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: use a "
+            "share of the documents between 0 and 1"
         )
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1")

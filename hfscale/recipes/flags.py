@@ -35,7 +35,6 @@ def _gibibytes(text: str) -> float:
     if not found:
         # Where the flag stands before an override, the parser takes that for its number.
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone behind "
-            "everything else"
+            f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone at the end"
         )
     return found / 2**30

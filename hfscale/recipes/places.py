@@ -58,8 +58,8 @@ def _check_earlier_run(recipe: Recipe) -> None:
         if restarted() and found == ["metrics.jsonl"]:  # of this job, which came to no save
             return
         raise RecipeError(
-            f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to go on from (of a run "
-            "with training.save_every): choose another name, or replace what is there with replace=true"
+            f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to resume from "
+            "(training.save_every writes them): choose another name, or replace what is there with replace=true"
         )
     go_on = "go on with it (training.resume=true), " if "state" in found else ""
     raise RecipeError(

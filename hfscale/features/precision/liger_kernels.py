@@ -42,8 +42,8 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
         raise ConfigError(f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try it with TRITON_INTERPRET=1, "
-            "by which Triton's kernels run in Python, slowly"
+            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try TRITON_INTERPRET=1, which "
+            "runs Triton's kernels slowly in Python"
         )
     known = switches_of_family(family)
     if known is None:

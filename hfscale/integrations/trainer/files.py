@@ -224,7 +224,7 @@ def _newest_whole(output: Path) -> str | bool | None:
         problem = problem_of(path)
         if problem is None:
             if problems:
-                _log.warning("resume_from_checkpoint=True goes on from %s: %s", path, _listed(problems))
+                _log.warning("resume_from_checkpoint=True resumes from %s: %s", path, _listed(problems))
             return str(path)
         problems[path] = problem
     if {*problems.values()} - {_UNFINISHED}:

@@ -25,7 +25,7 @@ from .trainer_optimizers import check_optimizer
 
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
-    "torch_compile": "would compile forward passes in which ranks talk to each other: leave it out",
+    "torch_compile": "would compile forward passes with collectives: leave it out",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
@@ -138,8 +138,8 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     _check_packing(trainer, runtime)
     if hasattr(trainer, "reward_funcs") and layout.cp > 1:
         raise ConfigError(
-            f"{layout.describe()}: {name} generates and shuffles what it trains on, and context ranks draw different "
-            f"random numbers; they would compute whole sequences, too: use tp_size or dp_shard_size, and "
+            f"{layout.describe()}: {name} generates and shuffles its training data, for which context ranks draw "
+            "different random numbers, and they would compute full sequences: use tp_size or dp_shard_size, and "
             f"{UNCUT_SEQUENCES}"
         )
     if runtime.plan.stages is not None:
@@ -205,11 +205,11 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
     elif len(given) != count:
         asked = "" if layout.num_microbatches is None else "leave num_microbatches out, and "
         rows, left = divmod(args.per_device_train_batch_size * count, len(given))
-        same = "" if left else f" and per_device_train_batch_size={rows}, for as many rows in a step as now"
+        same = "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
         raise ConfigError(
-            f"{layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
-            f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
-            f"{asked}use gradient_accumulation_steps={len(given)}{same}"
+            f"{layout.describe()}: the loss of {type(trainer).__name__} needs uncut batches, "
+            f"gradient_accumulation_steps={count} per step, and the schedule would cut them into {len(given)} "
+            f"microbatches: {asked}use gradient_accumulation_steps={len(given)}{same}"
         )
 
 

@@ -67,7 +67,7 @@ def test_quantized_weights_are_refused() -> None:
 
 def test_a_router_that_learns_from_nothing_is_warned_about(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense")
-    with pytest.warns(UserWarning, match="top_k=1: normalized routing weights are then 1"):
+    with pytest.warns(UserWarning, match="top_k=1: normalized routing weights are then always 1"):
         mixture = load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=4, top_k=1))
     assert distance(load(source), mixture) < 1e-5
 
