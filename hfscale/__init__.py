@@ -163,7 +163,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package's class: keeps ``hfscale.plan`` and its like functions, whichever submodule is imported."""
+    """Keep ``hfscale.plan`` and similar names functions, even after a submodule of the same name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import system sets each imported submodule as an attribute of the package.

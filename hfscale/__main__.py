@@ -1,4 +1,4 @@
-"""``python -m hfscale``: the same as the ``hfscale`` command."""
+"""Run the ``hfscale`` command by ``python -m hfscale``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The exceptions of hfscale, and checks that raise them: each message says what was given, found, and to be done."""
+"""Define hfscale's exceptions and the checks that raise them; a message says what was given, found, and to be done."""
 
 import difflib
 import math
@@ -77,7 +77,7 @@ def check_count(name: str, given: object, least: int = 1) -> None:
         ConfigError: with the value.
     """
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
-        raise ConfigError(f"{name}={given!r} is impossible: use a whole number of at least {least}")
+        raise ConfigError(f"{name}={given!r} is invalid: use a whole number of at least {least}")
 
 
 def check_number(
@@ -104,9 +104,7 @@ def check_number(
     if not fits or (least is not None and given < least) or (most is not None and given > most):
         bounds = {"above": above, "of at least": least, "of at most": most}
         asked = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
-        raise ConfigError(
-            f"{name}={given!r} is impossible: use a {'' if infinite else 'finite '}number {asked}".rstrip()
-        )
+        raise ConfigError(f"{name}={given!r} is invalid: use a {'' if infinite else 'finite '}number {asked}".rstrip())
 
 
 def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:
@@ -135,7 +133,7 @@ def check_names(name: str, given: Any, like: str) -> None:
     """
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not all(isinstance(each, str) and each for each in given):
-        raise ConfigError(f"{name}={given!r} is impossible: pass a list of names, as {like}")
+        raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, as {like}")
 
 
 def check_switch(name: str, given: object) -> None:
@@ -155,7 +153,7 @@ def check_path(name: str, given: object) -> None:
         ConfigError: with the value.
     """
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
-        raise ConfigError(f"{name}={given!r} is impossible: use the path of a file or directory")
+        raise ConfigError(f"{name}={given!r} is invalid: use the path of a file or directory")
 
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -194,7 +192,7 @@ _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 
 def written_like_a_path(text: str) -> bool:
-    """Return whether a text cannot be an id on the Hub, which is ``name`` or ``owner/name``."""
+    """Return whether a text cannot be a Hub id, which is ``name`` or ``owner/name``."""
     odd = text.startswith((".", "~", "/")) or "\\" in text or text.endswith("/") or text.count("/") > 1
     return odd or os.path.isabs(text) or text.endswith(_SUFFIXES)
 

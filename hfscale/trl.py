@@ -1,4 +1,4 @@
-"""TRL's trainers in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and arguments.
+"""Provide TRL's trainers in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and arguments.
 
 Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, made when it is first asked for; a trainer that is
 not listed is made so by hand. See :class:`hfscale.TrainerMixin` for ``parallel``, and docs/trainer.md.

@@ -104,8 +104,8 @@ def test_a_misspelt_field(misspelt: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("nonsense", "says"),
     [
-        (lambda: MemoryConfig(recompute="8GiB", tokens="4K"), "tokens='4K' is impossible: use a whole number"),
-        (lambda: Float8Config(leave_out=None), "leave_out=None is impossible: pass a list of names"),
+        (lambda: MemoryConfig(recompute="8GiB", tokens="4K"), "tokens='4K' is invalid: use a whole number"),
+        (lambda: Float8Config(leave_out=None), "leave_out=None is invalid: pass a list of names"),
         (lambda: hfscale.plan(tiny("llama"), recompute="full"), "recompute= is no argument of hfscale's"),
         (lambda: hfscale.plan(tiny("llama"), "tp2"), "parallel must be a hfscale.ParallelConfig, got 'tp2'"),
     ],
@@ -127,14 +127,14 @@ def test_impossible_sizes(field: str, size: Any) -> None:
     _says(
         ConfigError,
         lambda: ParallelConfig(**{field: size}),
-        f"{field}={size!r} is impossible",
+        f"{field}={size!r} is invalid",
         "use a whole number of at least 1",
     )
 
 
 @pytest.mark.parametrize("value", [2, "yes please", 0.5])
 def test_an_impossible_switch(value: Any) -> None:
-    words = (f"sequence_parallel={value!r} is impossible", "use True or False")
+    words = (f"sequence_parallel={value!r} is invalid", "use True or False")
     _says(ConfigError, lambda: ParallelConfig(sequence_parallel=value), *words)
 
 

@@ -36,14 +36,15 @@ class BatchScheduler(AcceleratedScheduler):
         return {**super().state_dict(), _BATCHES: self._batches()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after as many optimizer steps, even if the number of distinct batches has changed."""
+        """Continue after the same number of optimizer steps, even if the number of distinct batches has changed."""
         state, now = dict(state_dict), self._batches()
         then = state.pop(_BATCHES, 1)
         if then != now:
             if not isinstance(self.scheduler, LambdaLR):  # its state has no lengths
                 raise CheckpointError(
-                    f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer step,"
-                    f" and this layout has {now}: use as many, or a schedule of transformers.get_scheduler"
+                    f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer "
+                    f"step, and this layout has {now}: use {then} distinct batches, or a schedule of "
+                    "transformers.get_scheduler"
                 )
             epoch = state["last_epoch"] * now // then
             state.update(last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"])
@@ -69,14 +70,14 @@ prepared_loaders: Callable[[Any], list[Any]] = attrgetter("_dataloaders")
 
 
 def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return the prepared model, its optimizer if any, and whatever else has a state, ``orders`` too, by name."""
+    """Return the prepared model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
     models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if len(models) != 1 or len(optimizers) > 1:
         raise ConfigError(
-            f"a state holds one model and one optimizer, and {len(models)} and {len(optimizers)} were "
-            "prepared: write them with hfscale.save_state(model, directory, optimizer=...)"
+            f"a state must have one model and at most one optimizer, got {len(models)} and {len(optimizers)} "
+            "prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
         )
     optimizer = optimizers[0].optimizer if optimizers else None
     others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(accelerator))}
@@ -92,5 +93,5 @@ def stock_optimizer(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):
-        raise ConfigError(f"optimizer={optimizer!r} is impossible: pass a torch.optim.Optimizer, or leave it out")
+        raise ConfigError(f"optimizer={optimizer!r} is invalid: pass a torch.optim.Optimizer, or leave it out")
     return optimizer

@@ -35,7 +35,7 @@ def functional() -> Any:
 
 @cache
 def misreads_rows(width: int) -> bool:
-    """Return whether its kernel for this processor takes wrong scales for 4-bit matrices with rows of ``width`` values.
+    """Return whether bitsandbytes' CPU kernel takes wrong scales for 4-bit matrices with rows of ``width`` values.
 
     The kernel of 0.50.2 does for many widths that are no multiple of 64; the kernels for GPUs do not.
     """
@@ -102,7 +102,7 @@ def dequantized_from_8_bits(module: Any, parameter: Any) -> Tensor:
 
 
 def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ rows.T + bias`` as ``module``, an 8-bit projection, does, with ``rows`` for its weight."""
+    """Compute ``x @ rows.T + bias`` like the 8-bit projection ``module``, with ``rows`` as its weight."""
     import bitsandbytes
 
     bnb: Any = bitsandbytes  # hardly typed

@@ -1,4 +1,4 @@
-"""Let daemon processes start processes, which Python does not allow."""
+"""Let daemon processes start child processes, which Python forbids."""
 
 import multiprocessing
 from typing import Any

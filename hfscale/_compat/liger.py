@@ -34,14 +34,14 @@ def switches_of(model_type: str) -> list[str] | None:
 
 
 def computes_in(dtype: torch.dtype) -> bool:
-    """Return whether Liger's kernels have backward passes in this type."""
+    """Return whether Liger's kernels have backward passes in this dtype."""
     from liger_kernel.ops.utils import torch_to_triton_dtype
 
     return dtype in torch_to_triton_dtype
 
 
 def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
-    """Let the modules of ``model`` alone compute with Liger's kernels; the loss stays as it is.
+    """Replace forward methods of ``model`` alone by Liger's kernels; the loss stays as it is.
 
     Liger's own function chooses the modules. It also replaces classes and the rotary embedding in transformers' files,
     for every model of the family: those names are restored, and this model's modules get forward methods that use the
@@ -76,7 +76,7 @@ def keep_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
-    """Restore names in transformers' and torch's files, and activations, and yield what replaced them, by file."""
+    """Yield what was replaced in transformers' and torch's files, and restore the original names at the end."""
     files: list[ModuleType] = [nn, nn.functional]
     files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
     tables = [vars(file) for file in files if isinstance(file, ModuleType)] + [ACT2FN]

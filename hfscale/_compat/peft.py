@@ -81,14 +81,14 @@ def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
 
 
 def no_targets() -> str:
-    """Return the value of a config's targets that stands for none."""
+    """Return the value of a config's targets that means no targets."""
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     return str(DUMMY_TARGET_MODULES)
 
 
 def is_feedforward(config: Any, name: str) -> bool:
-    """Return whether IA3 scales the input of that module, instead of its output."""
+    """Return whether IA3 scales the input of a module instead of its output."""
     from peft.tuners.ia3 import IA3Model
 
     return bool(IA3Model._check_target_module_feedforward(config, name))
@@ -126,7 +126,7 @@ def adds_to_lookup(embedding: nn.Module) -> bool:
 
 
 def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
-    """Let such a wrapper look up rows of its first factor by ``look_up``."""
+    """Make such a wrapper look up rows of its first factor by ``look_up``."""
     embedding._embed = look_up  # type: ignore[assignment]
 
 
@@ -136,7 +136,7 @@ def adapted_parameter(wrapper: nn.Module) -> str | None:
 
 
 def experts_adapted(wrapper: nn.Module) -> int:
-    """Return the number of experts that such a wrapper has factors for."""
+    """Return the number of experts whose factors such a wrapper holds."""
     return int(getattr(wrapper, "num_experts", 0)) if hasattr(wrapper, "parameter_name") else 0
 
 
@@ -151,7 +151,7 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
 
 
 def note_casts(wrapper: Any, note: Callable[[Tensor, Tensor], None]) -> None:
-    """Call ``note`` with a wrapper's input and the cast copy of it that its adapters read, if they do."""
+    """Call ``note`` with a wrapper's input and the cast copy that its adapters read, if they cast it."""
     stock = wrapper._cast_input_dtype
 
     def cast(x: Any, dtype: Any) -> Any:

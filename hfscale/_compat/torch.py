@@ -186,7 +186,7 @@ def current_node_number() -> int:
 
 
 def tensor_without_memory(kind: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return an instance of a subclass of ``Tensor`` with a shape and a type, but no values."""
+    """Return a ``Tensor`` subclass instance with a shape and a dtype, but no values."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 

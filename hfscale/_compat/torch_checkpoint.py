@@ -20,7 +20,7 @@ def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDi
 
 
 class _Of(TorchDispatchMode):
-    """A mode that passes ``operators`` to ``mode``, and runs all others as they are."""
+    """Pass ``operators`` to ``mode``, and run all others as they are."""
 
     def __init__(self, operators: Collection[Any], mode: TorchDispatchMode) -> None:
         super().__init__()

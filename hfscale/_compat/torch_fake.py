@@ -24,7 +24,7 @@ _BACKEND = "cpu:fake,meta:fake"
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream without asynchronous work; of a device other than the CPU FSDP2 insists on events."""
+    """Provide a stream without asynchronous work; on a device other than the CPU, FSDP2 requires events."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()
@@ -82,7 +82,7 @@ def meta_as_accelerator() -> Iterator[None]:
 
 
 def group_of(arguments: Any) -> Any:
-    """Return the process group among the arguments of a collective's operator; ``None`` if there is none."""
+    """Return the process group in the arguments of a collective's operator; ``None`` if there is none."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)

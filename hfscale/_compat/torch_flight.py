@@ -1,4 +1,4 @@
-"""Find what a process waits for: torch's flight recorder, group names and store, and the main thread's stack.
+"""Find what a process waits for, by torch's flight recorder, group names, store, and the main thread's stack.
 
 Read and run with torch 2.13. Gloo's collectives are recorded since about torch 2.8, its sends and receives are not;
 NCCL's are if ``TORCH_FR_BUFFER_SIZE`` is not 0.
@@ -23,7 +23,7 @@ _groups: Any = distributed_c10d
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A collective that was called and has not ended.
+    """Describe an unfinished collective.
 
     Attributes:
         call: its name, as ``all_reduce``.

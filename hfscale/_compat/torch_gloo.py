@@ -29,7 +29,7 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 
 class _OfOneDevice(dist.ProcessGroupGloo):
-    """A gloo backend whose sockets share one thread with those of all other groups of the process."""
+    """Create a gloo backend whose sockets share one thread with those of all other groups of the process."""
 
     _device: Any = None
 

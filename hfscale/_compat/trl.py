@@ -82,7 +82,7 @@ def unrecorded(trainer: Any) -> Iterator[None]:
 
 
 def loss_is_scaled(trainer: Any, num_items_in_batch: Any) -> bool:
-    """Return whether ``compute_loss`` divides its loss by the number of items of the step, not of its microbatch."""
+    """Return whether ``compute_loss`` divides its loss by the number of items in the step instead of the microbatch."""
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     if told is not None:
         return bool(told)

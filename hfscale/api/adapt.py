@@ -53,7 +53,7 @@ def get_peft_model(
     if seed is not None:
         check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
-        raise ConfigError(f"adapter_name={adapter_name!r} is impossible: use a name, as 'default'")
+        raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
     config, source = read_config(peft_config)
     template = empty_copy(runtime.model)
     plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
@@ -77,7 +77,7 @@ def get_peft_model(
 def _merge_as_peft_does(model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
     """Call :func:`merge_and_unload` under PEFT's name; merged weights are always checked (``safe_merge``)."""
     if asked.get("adapter_names") is not None:
-        raise ConfigError("adapter_names=... chooses among adapters, and a model has one here: leave it out")
+        raise ConfigError("adapter_names=... is not supported, since a model has one adapter: leave it out")
     return merge_and_unload(model, dtype=dtype)
 
 

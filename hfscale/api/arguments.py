@@ -1,4 +1,4 @@
-"""Check the arguments of :func:`hfscale.from_pretrained` and its like, and load the config."""
+"""Check the arguments of :func:`hfscale.from_pretrained` and similar functions, and load the config."""
 
 import copy
 import inspect
@@ -101,7 +101,7 @@ def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_place(path: Any) -> None:
-    """Refuse a ``path`` at which there can be no checkpoint."""
+    """Refuse a ``path`` that cannot contain a checkpoint."""
     check_path("path", path)
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
@@ -131,15 +131,15 @@ def check_sizes(config: PreTrainedConfig) -> None:
         least = 0 if name in _MAY_BE_NONE else 1
         if isinstance(size, int) and not least <= size <= most:
             use = f"use at least {max(least, 1)}" if size < least else f"use at most {most:,}"
-            raise ConfigError(f"{name}={size} of this {config.model_type} config is impossible: {use}")
+            raise ConfigError(f"{name}={size} of this {config.model_type} config is invalid: {use}")
 
 
 def check_tokens(tokens: object) -> None:
-    """Refuse an impossible size of a vocabulary."""
+    """Refuse an invalid vocabulary size."""
     check_count("resize_token_embeddings", tokens)
     if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
         raise ConfigError(
-            f"resize_token_embeddings={tokens} is impossible: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
+            f"resize_token_embeddings={tokens} is invalid: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
         )
 
 

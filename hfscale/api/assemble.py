@@ -1,4 +1,4 @@
-"""List the features and axes of a layout, how each is planned and what it installs; assemble and take apart a model.
+"""List the features and axes of a layout, with their plan functions and parts; assemble and take apart a model.
 
 No other file of this room names one.
 """

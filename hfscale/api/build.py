@@ -201,9 +201,9 @@ def parallelize(
         )
     if wrapped_by_peft(model):
         raise ConfigError(
-            f"{class_name(model)} has adapters of PEFT's, which the plan of a stock model knows nothing of: "
-            "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for saved "
-            "ones, hfscale.from_pretrained(path, peft_config=directory)"
+            f"{class_name(model)} has adapters of PEFT's, which parallelize does not support: parallelize the model "
+            "without them, and then call hfscale.get_peft_model(model, peft_config); for saved ones, "
+            "hfscale.from_pretrained(path, peft_config=directory)"
         )
     return build(InMemory(model), layout, options)
 

@@ -1,4 +1,4 @@
-"""Config in, plan out: no process group, no weights, no GPU."""
+"""Turn a config into a plan: no process group, no weights, no GPU."""
 
 from dataclasses import fields
 
@@ -46,7 +46,7 @@ def build_plan(
 
 
 def _finished(draft: Draft) -> Plan:
-    """Return the plan with everything that the draft has under the same names."""
+    """Return the plan, taking its fields from the draft's of the same names."""
     decided = {field.name: getattr(draft, field.name) for field in fields(Plan) if hasattr(draft, field.name)}
     decided = {name: tuple(value) if isinstance(value, list) else value for name, value in decided.items()}
     source = draft.blueprint.source if draft.blueprint and draft.blocks else ""

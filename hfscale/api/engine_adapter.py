@@ -68,7 +68,7 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
 
 
 def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tuple[int, Tensor]]:
-    """Return, for each stored module that is made of a stack of experts, its expert and its rows of that one's matrix.
+    """Return the experts and their matrix rows for each stored module that was split from stacked experts.
 
     Args:
         like: the parameter, of shape ``[experts, out, in]``, on the meta device.
@@ -85,13 +85,13 @@ def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tupl
         if found:
             return found
     raise ConfigError(
-        f"the adapter of {parameter} must be of experts that the checkpoint stores one by one, [out, in], or "
-        "stacked as they are: merge it into the weights (hfscale merge) for this family"
+        f"the adapter of {parameter} cannot be rewritten: its experts are stored neither alone nor stacked: merge "
+        "into the weights (hfscale merge) for this family"
     )
 
 
 def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Return the factors of each stored module, by key in an adapter's file."""
+    """Return the factors of each stored module, keyed as in an adapter's file."""
     by_expert, found = b.view(len(b), -1, experts), dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
         found[f"{_PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
@@ -100,10 +100,10 @@ def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int,
 
 
 def _note(settings: dict[str, Any], rank: int, projections: set[str]) -> None:
-    """Note in an adapter's config that it has factors for the experts' ``projections``, of this rank."""
+    """Record in an adapter's config that it has factors of this rank for the experts' ``projections``."""
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
-            "alpha_pattern must not name experts, which engines scale as the rest: train with one lora_alpha"
+            "alpha_pattern must not name experts, since engines use one scale for all: train with one lora_alpha"
         )
     known = settings.get("target_modules") or []
     settings["target_modules"] = sorted({*([known] if isinstance(known, str) else known), *projections})

@@ -92,7 +92,7 @@ def merge_adapter(
     try:
         merged = _Merged(base, adapter, trust_remote_code)
     except (LookupError, OSError) as error:
-        raise CheckpointError(f"{base} is not a checkpoint that a model can be made of: {error}") from error
+        raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
     contents = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in merged.stored.items()}
     changed = 0
     with atomic_directory(out, stale=REPLACED) as staging:

@@ -71,7 +71,7 @@ class Outline:
         return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored, self.form), names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
-        """Plan the model under ``layout``, with what the ``options`` ask for."""
+        """Plan the model under ``layout``, with the features that the ``options`` request."""
         if self.quantization is not None:
             options.check_quantized()
         planned = plan_model(self.model, layout, options)
@@ -180,13 +180,14 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
         if other != sums:
             name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
             raise ConfigError(
-                f"{name} is not the same on every rank, and parallelize gives each rank a share of one model: load it "
-                "from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
+                f"{name} must be the same on every rank, since parallelize gives each rank a shard of one model: "
+                "load it from one checkpoint, or set the same seed (torch.manual_seed) first; or use "
+                "hfscale.from_config"
             )
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
-    """Free the tensors of modules that are no longer in ``kept``; placeholders still read their attributes."""
+    """Free the tensors of modules missing from ``kept``; placeholders still read their attributes."""
     staying = set(kept.modules())
     for module in modules:
         if module in staying:

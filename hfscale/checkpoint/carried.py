@@ -1,4 +1,4 @@
-"""Carry what a checkpoint has and its stock class does not load: ``mtp.*``, drafters, a tokenizer's files.
+"""Copy checkpoint contents that the stock class does not load: ``mtp.*``, drafters, a tokenizer's files.
 
 transformers ignores such tensors, so a plain save would lose them, and with them speculative decoding. They do not
 train: a save copies them, one by one and unchanged, from the checkpoint that the model was loaded from.
@@ -30,14 +30,14 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Carried:
-    """The checkpoint in ``directory``, and the names of its tensors that the model does not load, if it were plain."""
+    """Name the checkpoint in ``directory`` and its tensors that the model does not load, as if none were quantized."""
 
     directory: Path
     names: frozenset[str]
 
 
 def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
-    """Note on a freshly built model what its checkpoint has besides its own parameters and buffers.
+    """Record on a new model which tensors of its checkpoint it does not load.
 
     A model of another class than the checkpoint's (a classifier of a causal LM's) takes no tensors along: a head that
     it replaced is not part of it.
@@ -47,7 +47,7 @@ def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
 
 
 def carried_by(model: nn.Module) -> Carried | None:
-    """Return what was noted on a model, if anything was."""
+    """Return what :func:`note_carried` recorded on a model, or ``None``."""
     return getattr(model, "_hfscale_carried", None)
 
 

@@ -75,7 +75,7 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
 
 
 def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Sequence[int]) -> int:
-    """Return a slice's term of the checksum of a tensor of ``shape``; ``spans``, per dim, give the slice's position."""
+    """Return a slice's term in the checksum of a tensor of ``shape``; ``spans`` give the slice's position per dim."""
     places = [_places(dim, part.device) for dim in spans]
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
     total = 0
@@ -99,7 +99,7 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Return, for every parameter of experts: its dtype, the replica this rank has a shard of, and checksums.
+    """Return, for each parameter of experts, its dtype, its replica number on this rank, and the checksums.
 
     The experts' indices follow the group over which tokens are dispatched, not the coordinates that cut the parameter.
     """

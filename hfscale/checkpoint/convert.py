@@ -70,7 +70,7 @@ def _write_model(directory: Path, reader: StateReader, target: Path, size: str |
     try:
         model = empty_model(directory, trusted)
     except (LookupError, ValueError, OSError) as error:
-        raise CheckpointError(f"{directory}: the model cannot be made of its config: {error}") from error
+        raise CheckpointError(f"{directory}: the model cannot be built from its config: {error}") from error
     contents: dict[str, Tensor] = {
         name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
     }

@@ -1,4 +1,4 @@
-"""Describe a directory: a state, several, a checkpoint, or an adapter; whether it is complete, and what wrote it."""
+"""Describe a directory: states, a checkpoint, or an adapter; whether it is complete, and who wrote it."""
 
 from collections import Counter
 from datetime import datetime, timezone

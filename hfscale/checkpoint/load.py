@@ -137,7 +137,7 @@ class _Loader:
         return target if target in self.meta else self.held.get(planned.tied_to or target)
 
     def name_of_tie(self, name: str) -> str | None:
-        """Return the name of a tied parameter in the model as it is; ``None`` if it is on another stage."""
+        """Return the name of a tied parameter on this rank; ``None`` if it is on another stage."""
         if name in self.meta or name not in self.plan.by_name:
             return name
         return self.held.get(self.plan.by_name[name].tied_to or name)
@@ -245,7 +245,7 @@ def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: st
     """Refuse tied tensors that differ in the checkpoint: transformers would untie them, but the plan is fixed."""
     if not torch.equal(share[...], first[...]):
         raise CheckpointError(
-            f"{first_key} and {key} are one tensor by the config, and differ in the checkpoint: set "
+            f"{first_key} and {key} are tied by the config, but differ in the checkpoint: set "
             "tie_word_embeddings=false in its config.json, or save it again with one of them"
         )
 

@@ -43,7 +43,7 @@ def parts_of_share(
     stored: Mapping[str, TensorOnDisk],
     ranks: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the slices to give transformers for ``sources``, of which it merges this rank's shard of a parameter."""
+    """Return slices of ``sources`` for transformers to merge into this rank's shard of a parameter."""
     boxes = _boxes(planned, sources, stored)
     spans = share_spans(planned.shape, planned.cuts, ranks)
     stack = sources[0][1].stack

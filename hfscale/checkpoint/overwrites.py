@@ -30,7 +30,7 @@ _SEED = 0  # of random values that are written into loaded parameters
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Where initialization overwrites a full parameter, and with which values; both have its shape."""
+    """Hold the entries of a full parameter that initialization overwrites, and the new values, in its shape."""
 
     where: Tensor
     values: Tensor
@@ -129,7 +129,7 @@ def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str
 
 
 def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]:
-    """Return what transformers' initialization overwrites in ``loaded`` parameters of a full meta model."""
+    """Return the entries that transformers' initialization overwrites in ``loaded`` parameters of a full meta model."""
     # Tied parameters get their owner's values in the end.
     written = _initialized(model, loaded, lambda stand_ins: stand_ins.initialize())
     names = sorted(name for name in written if model.all_tied_weights_keys.get(name) not in loaded)

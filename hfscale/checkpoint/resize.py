@@ -29,8 +29,8 @@ def resize_vocabulary(
     fits = all(wanted[name] == (tokens, *shapes[name][1:]) for name in changed)
     if not fits or _shapes(after) != wanted or changed - dict(after.named_parameters(remove_duplicate=False)).keys():
         raise ConfigError(
-            f"resize_token_embeddings={tokens}: {class_name(before)} has sizes besides rows of parameters that depend "
-            f"on the number of tokens ({', '.join(sorted(changed))}): resize it with stock transformers "
+            f"resize_token_embeddings={tokens}: {class_name(before)} has sizes other than rows of parameters that "
+            f"depend on the number of tokens ({', '.join(sorted(changed))}): resize it with stock transformers "
             "(model.resize_token_embeddings(...); model.save_pretrained(directory)), and load that"
         )
     return before.config, frozenset(changed)

@@ -70,7 +70,7 @@ def _room(root: Path, needed: int) -> int:
     free = shutil.disk_usage(root).free
     if free < 2 * _ROOM * needed:
         raise CheckpointError(
-            f"a state of this run takes {needed:,} bytes, two are on the disk while one replaces the other, and {root} "
-            f"has {free:,} bytes free: choose another disk, or make room"
+            f"two states of {needed:,} bytes must fit on the disk while one replaces the other, and {root} has "
+            f"{free:,} bytes free: choose another disk, or make room"
         )
     return free

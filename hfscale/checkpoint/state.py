@@ -167,8 +167,8 @@ def _given(others: dict[str, Any]) -> dict[str, Any]:
             found[name] = other
         elif isinstance(other, DataLoader):
             _log.warning(
-                "%s, a torch.utils.data.DataLoader, does not know where it is, so its place is not in the state: skip "
-                "the batches of the steps done (accelerate.skip_first_batches), or use torchdata's StatefulDataLoader",
+                "%s, a torch.utils.data.DataLoader, has no state_dict, so its position is not saved: skip the "
+                "batches of the steps done (accelerate.skip_first_batches), or use torchdata's StatefulDataLoader",
                 name,
             )
         elif other is not None:

@@ -94,15 +94,15 @@ def _refuse_other(target: Path) -> None:
     """Refuse to replace a directory that is not a state."""
     if holds_current_directory(target):
         raise CheckpointError(
-            f"{target} is the current directory, or holds it, and a state would replace it: give a directory of its "
-            f"own, {target / 'step-100'} say"
+            f"the state's directory must not be or contain the current directory, got {target}: give a directory of "
+            f"its own, such as {target / 'step-100'}"
         )
     if target.is_dir() and not _is_state(target):
         others = sorted(path.name for path in target.iterdir())
         if others:
             raise CheckpointError(
-                f"{target} holds other things ({', '.join(others[:3])}), which a state would replace: give a directory "
-                f"of its own, {target / 'step-100'} say"
+                f"{target} has other files ({', '.join(others[:3])}), which a state would replace: give a directory "
+                f"of its own, such as {target / 'step-100'}"
             )
 
 
@@ -133,7 +133,7 @@ def candidates(source: Path) -> list[Path]:
     own = old_of(source).with_suffix(".incomplete")
     passed = [path for path in found if path not in marked] + ([own] if own.is_dir() else [])
     passed += source.glob(".*.incomplete")
-    why = "cannot be used: it was never completed: the save was stopped before its end, or goes on"
+    why = "cannot be used: the save was interrupted, or is still running"
     words = "; ".join(f"{path} {why}" for path in passed)
     if passed:
         _warn_once(words)
@@ -141,8 +141,8 @@ def candidates(source: Path) -> list[Path]:
         raise CheckpointError(f"{words}: there is no complete state in {source}")
     if not marked:
         raise CheckpointError(
-            f"{source} is not a state that hfscale.save_state wrote, and has none in it: give the directory of one, or "
-            "the one that they are in"
+            f"{source} is not a state of hfscale.save_state and contains none: give the directory of a state, or "
+            "its parent"
         )
     return marked
 
@@ -157,7 +157,7 @@ def none_there(source: Path, mesh: Mesh) -> bool:
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
-    """Return the newest complete state that ``source`` may mean, the same on every rank, or say what is wrong."""
+    """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
     every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
     wrong: dict[Path, list[str]] = {}
     for directory in every:

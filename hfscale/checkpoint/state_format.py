@@ -1,4 +1,4 @@
-"""The format of a saved state: its index ``state.json``, and any shard of its tensors, whatever shards were written.
+"""Define the format of a saved state: its index ``state.json``, and reading of any shard from any written shards.
 
 Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. The
 ranks that wrote a tensor's shards, and so the files they are in, follow from its cuts and the arrangement of the ranks.
@@ -114,7 +114,7 @@ class StateIndex:
         return (self.sizes, self.layers) == (other.sizes, other.layers)
 
     def write(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the state index as the bytes of its file."""
         told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
         return json.dumps(told).encode()
 
@@ -138,7 +138,7 @@ class StateIndex:
             earlier = (directory / "layout.json").exists()
             what = "was written by an earlier hfscale, in a format of its own" if earlier else "is not a state"
             raise CheckpointError(
-                f"{directory} {what}: give what hfscale.save_state wrote, or the directory that its states are in"
+                f"{directory} {what}: give a directory written by hfscale.save_state, or its parent"
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
@@ -232,12 +232,12 @@ class StateReader:
         """Raise the errors of :meth:`read`, without reading."""
         written = self.index.tensors.get(key)
         if written is None:
-            raise CheckpointError(f"{self.directory} has no {key}: it is of another model or another optimizer")
+            raise CheckpointError(f"{self.directory} has no {key}: it was saved from another model or optimizer")
         if written.own and written.cuts != wanted.cuts:
             raise CheckpointError(
-                f"{self.directory} has {key} as each rank kept it, which means something in the layout "
-                f"{self.index.sizes} only: resume in that one, or make the optimizer with hfscale.create_optimizer, "
-                "whose states resume in every layout"
+                f"{self.directory} has {key} as rank-local data, usable only in its layout {self.index.sizes}: "
+                "resume in that layout, or make the optimizer with hfscale.create_optimizer, whose states resume "
+                "in every layout"
             )
         if not written.own and written.shape != wanted.shape:
             raise CheckpointError(
@@ -250,8 +250,8 @@ class StateReader:
         found: TensorOnDisk | None = self._file(rank).get(key)
         if found is None:
             raise CheckpointError(
-                f"{self.directory}/{weights_name(rank)} has no {key}, of which that rank held a share: it is damaged, "
-                "use another state"
+                f"{self.directory}/{weights_name(rank)} has no {key}, a shard of that rank: it is damaged, use "
+                "another state"
             )
         shape = found.shape if written.own else written.local_shape(dict.fromkeys(self.index.sizes, 0) | ranks)
         if found.shape != shape:

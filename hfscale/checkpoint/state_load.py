@@ -80,7 +80,7 @@ def _in_words_of(directory: Path) -> Iterator[None]:
 
 
 class _Found:
-    """A state that fits the run: the constructor checks everything, and changes nothing."""
+    """Check that a state fits the run, without changing the run."""
 
     def __init__(
         self, runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
@@ -112,16 +112,16 @@ class _Found:
         more = sorted(key for key in self.index.tensors if key.startswith("weights/") and key not in known)
         if more:
             raise CheckpointError(
-                f"{self.directory} has {len(more)} parameters that this model has not, {more[0].partition('/')[2]} for "
-                "one: it is of another model, or of this one with adapters, so build the model as it was built then"
+                f"{self.directory} has {len(more)} parameters that this model lacks, {more[0].partition('/')[2]} "
+                "for one: build the model as it was when saved, with its adapters"
             )
         for planned, parameter in written_parameters(self.runtime):
             key = f"weights/{planned.name}"
             self.reader.check(key, like(planned))
             if (dtype := self.reader.dtype(key)) != parameter.dtype:
                 raise CheckpointError(
-                    f"{self.directory} has {planned.name} in {dtype} and this model in {parameter.dtype}: it is of "
-                    "another model, or of this one in another type, so build the model as it was built then"
+                    f"{self.directory} has {planned.name} in {dtype} and this model in {parameter.dtype}: build the "
+                    "model as it was when saved"
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,21 +147,21 @@ class _Found:
         then, then_options = self.index.optimizer or (name, options)
         if then != name and then_options != options:
             raise CheckpointError(
-                f"{self.directory} was written by the optimizer {then} ({', '.join(then_options)}), and this one is "
-                f"{name} ({', '.join(options)}), which would not find its state there: make a {then}, or leave "
-                "optimizer= out and begin with an empty one"
+                f"{self.directory} has the state of optimizer {then} ({', '.join(then_options)}), which {name} "
+                f"({', '.join(options)}) cannot load: make a {then}, or leave optimizer= out to start with an empty "
+                "state"
             )
         there = [set(group) & set(names.values()) for group in self.index.groups]
         if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [True] * len(here):
             raise CheckpointError(
-                f"{self.directory} was written by an optimizer over other parameters or groups: build it as it was "
-                "built then"
+                f"{self.directory} has an optimizer state for other parameters or groups: build the optimizer as it "
+                "was when saved"
             )
         for key, _, _, lies in self.states(optimizer):
             self.reader.check(key, lies)
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
-        """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, how it is cut."""
+        """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, cuts."""
         for key, there in self.index.tensors.items():
             kind, _, rest = key.partition("/")
             state, _, name = rest.partition("/")
@@ -191,14 +191,14 @@ class _Found:
         then, now = self.index.batch_world, self.mesh.batch_world
         if then != now and not self.index.others[name]:
             raise CheckpointError(
-                f"{self.directory} holds a {name!r} for each of {then} distinct batches of a step, and this run has "
-                f"{now}: leave {name} out, and skip what was seen: {then} batches of each step done, shared by {now} "
+                f"{self.directory} has {then} of {name!r}, one per distinct batch, and this run has {now} distinct "
+                f"batches: leave {name} out, and skip the batches already seen, {then} per step, shared by {now} "
                 "(accelerate.skip_first_batches)"
             )
 
 
 class _ReadAside:
-    """This rank's shards of a state; the run is unchanged until :meth:`put_back`.
+    """Read this rank's shards of a state; the run is unchanged until :meth:`put_back`.
 
     They are in CPU memory. Those of an optimizer without state go to their device at once, where they take no room
     twice.
@@ -244,14 +244,14 @@ class _ReadAside:
             optimizer.state.update(self._states)
         except Exception as error:
             raise CheckpointError(
-                f"{self.reader.directory} was read, and put back in part only ({in_words(error)}): load a state again "
-                "before the run goes on"
+                f"{self.reader.directory} was restored only in part ({in_words(error)}): load a state again before "
+                "continuing"
             ) from error
 
     def _copy_later(self, read: Tensor, into: Tensor) -> None:
         if read.shape != into.shape:
             raise CheckpointError(
-                f"{self.reader.directory} has a share of shape {tuple(read.shape)} where this rank's has "
+                f"{self.reader.directory} has a shard of shape {tuple(read.shape)}, and this rank's has "
                 f"{tuple(into.shape)}: it is damaged, use another state"
             )
         self._copies.append((read, into))

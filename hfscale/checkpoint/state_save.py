@@ -37,7 +37,7 @@ from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_n
 
 @dataclass
 class TakenState:
-    """This rank's state that is not written yet.
+    """Hold this rank's state that is not written yet.
 
     Attributes:
         mesh: the ranks that write it.
@@ -68,7 +68,7 @@ class TakenState:
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
                 f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
-                "parameters after the model was made"
+                "parameters of a built model"
             )
         if is_written_by(self.mesh, tensor):
             self.held[key] = share
@@ -127,7 +127,7 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
 
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return an optimizer's name and the names of its options: equal options go with equal states."""
+    """Return an optimizer's name and the names of its options: equal ones have compatible states."""
     return [str(getattr(optimizer, "name", type(optimizer).__name__)), sorted(optimizer.defaults)]
 
 
@@ -142,7 +142,7 @@ def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 def state_lies(
     optimizer: Any, planned: ParameterPlan, key: str, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> StateTensor:
-    """Return how a tensor of an optimizer's state is sharded, relative to that of one process.
+    """Return how a tensor of an optimizer's state is sharded, relative to its state in one process.
 
     Args:
         shape: the tensor's: this rank's shard, together with the weight's; or the full one, with the full weight's.

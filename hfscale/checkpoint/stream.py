@@ -1,5 +1,5 @@
-"""Full weights one after the other, by a Hugging Face checkpoint's names, to pass them on during a run, for example
-to an inference engine that generates with the latest weights.
+"""Yield full weights one by one, named as in a Hugging Face checkpoint, for example to an inference engine during a
+run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
 
 
 class _Stored:
-    """Full tensors of a model in the checkpoint's format, optionally quantized to fp8; on the chosen ranks."""
+    """Convert a model's full tensors to the checkpoint's format, optionally quantized to fp8, on the chosen ranks."""
 
     def __init__(self, runtime: Runtime, entries: list[SavedTensor], encoder: Fp8Encoder | None, here: bool) -> None:
         self._model, self._encoder, self._here = runtime.model, encoder, here
@@ -123,7 +123,7 @@ class _Stored:
             if self._encoder is not None and self._encoder.wants(name) and len(self._encoded(name, key, tensor)) == 1:
                 raise ConfigError(
                     f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: choose "
-                    "another, or name its module in modules_to_not_convert"
+                    "another size, or name its module in modules_to_not_convert"
                 )
 
 

@@ -88,8 +88,8 @@ def _in_a_line(kind: type[BaseException], error: BaseException, trace: Traceback
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     reason = str(error).strip().partition("\n")[0]
     print(
-        f"hfscale: {kind.__name__}: {reason}{place}\nNobody foresaw this one: with --debug there is its traceback, "
-        "which a report of it needs",
+        f"hfscale: {kind.__name__}: {reason}{place}\nUnexpected error: run again with --debug, and report the "
+        "traceback",
         file=sys.stderr,
     )
 

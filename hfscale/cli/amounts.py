@@ -19,8 +19,8 @@ def bytes_of(text: str, flag: str) -> int:
     found = byte_count(text)
     if not found:
         raise ConfigError(
-            f"{flag} {text} is no size: write a positive number and KiB, MiB or GiB (2^10, 2^20, 2^30), or KB, MB or "
-            "GB (10^3, 10^6, 10^9), as 60GiB"
+            f"{flag} {text} is no size: write a positive number and KiB, MiB or GiB (2^10, 2^20, 2^30), or KB, MB "
+            "or GB (10^3, 10^6, 10^9), as 60GiB"
         )
     return found
 
@@ -35,8 +35,8 @@ def tokens_of(text: str, flag: str) -> int:
     count = 0.0 if found is None else float(found[1]) * _TOKENS[found[2]]
     if not count or not count.is_integer():
         raise ConfigError(
-            f"{flag} {text} is no number of tokens: use a whole number of at least 1, alone or with K, M or G (2^10, "
-            "2^20, 2^30), as 4194304 or 4M"
+            f"{flag} {text} is no number of tokens: use a whole number of at least 1, alone or with K, M or G "
+            "(2^10, 2^20, 2^30), as 4194304 or 4M"
         )
     return int(count)
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale bench``."""
     parser.add_argument("what", choices=("collectives",), help="what to measure")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
-    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="of messages (default: %(default)s)")
+    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="message sizes (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
     add_json(parser)
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
-        raise ConfigError(f"--processes {arguments.processes} is impossible: ranks talk where there are at least 2")
+        raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
     from .bench_collectives.bandwidth_plot import draw
     from .schedule_drawing.schedule_plot import check_drawing
 

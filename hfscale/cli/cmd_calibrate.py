@@ -18,12 +18,12 @@ EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardwar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale calibrate``."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it there (default: print it)")
-    parser.add_argument("--name", default="this machine", help="of the machine (default: %(default)s)")
+    parser.add_argument("--name", default="this machine", help="its name (default: %(default)s)")
     parser.add_argument("--like", metavar="NAME", help="a known machine, whose links are taken instead of measured")
     parser.add_argument(
         "--processes", type=int, metavar="N", help="ranks that talk (default: one for each GPU, or 2; 1: none)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="of each of ten measurements")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="seconds per measurement")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .bench_collectives.ranks import run_ranks
 
     if not 0 < arguments.seconds <= 5:
-        raise ConfigError(f"--seconds {arguments.seconds:g} is impossible: use more than 0 and at most 5")
+        raise ConfigError(f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5")
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     reference = None if arguments.like is None else find_machine(arguments.like)
     world = arguments.processes or max(2, accelerators().device_count())

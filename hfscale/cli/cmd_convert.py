@@ -21,10 +21,10 @@ EXAMPLE = "hfscale convert states/step-500 out"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale convert``."""
     parser.add_argument(
-        "state", metavar="DIR", type=Path, help="of a state, or of several (the newest whole one), or an adapter's"
+        "state", metavar="DIR", type=Path, help="a state, or several (the newest complete one), or an adapter"
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
     parser.add_argument("--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads")
     parser.add_argument("--base", metavar="BASE", type=Path, help="with --adapter-for: the checkpoint that it adapts")
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _convert_adapter(arguments: argparse.Namespace) -> int:
     """Rewrite an adapter for an engine."""
     if arguments.base is None:
-        raise ConfigError("--adapter-for needs --base, the directory of the checkpoint that the adapter is of")
+        raise ConfigError("--adapter-for needs --base, the directory of the adapter's base checkpoint")
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.state, "an adapter, which has adapter_config.json")
     from ..api.engine_adapter import adapter_for_engine

@@ -1,4 +1,4 @@
-"""``hfscale doctor``: check this machine, and a recipe, for problems of a run."""
+"""Check this machine and a recipe for problems (``hfscale doctor``)."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale doctor``."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="on top of the recipe")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys to override")
     parser.add_argument("--recipe-only", action="store_true", help="leave this machine out")
     add_json(parser)
 

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
     for flag, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"{flag} {size} is impossible: use a whole number of at least 1")
+            raise ConfigError(f"{flag} {size} is invalid: use a whole number of at least 1")
     sequence = tokens_of(arguments.sequence_length, "--sequence-length")
     config = load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or "float32"

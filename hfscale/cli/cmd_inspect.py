@@ -15,7 +15,7 @@ EXAMPLE = "hfscale inspect states"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale inspect``."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="of a state, of several, of a checkpoint")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a state, several, or a checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
     add_json(parser)
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         metavar="N",
         default="4096",
-        help="of a microbatch of the model itself, as 4096 or 4K (default: 4096)",
+        help="tokens in a microbatch of the model itself, as 4096 or 4K (default: 4096)",
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="draw it: a .png or .svg file (needs matplotlib)")
     add_json(parser)

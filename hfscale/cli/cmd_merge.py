@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", type=Path, help="the directory of the checkpoint")
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter, in PEFT's format")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
     add_overwrite(parser)

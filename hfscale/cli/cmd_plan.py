@@ -81,8 +81,8 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
     beside = [f"--{name}" for name in ("quantize", "optimizer", "gpu") if getattr(arguments, name) is not None]
     if beside:
         raise ConfigError(
-            f"--dry-run takes weights as they are, and nothing is updated: leave {', '.join(beside)} out, or use "
-            "hfscale estimate"
+            f"--dry-run has no quantized weights and no optimizer: leave {', '.join(beside)} out, or use hfscale "
+            "estimate"
         )
     with building(arguments, config), bar() as progress:
         return dry_run(

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a run's recorded trace, drawn below the plan")
-    parser.add_argument("--step", type=int, metavar="N", help="of a trace with several (default: the last whole one)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the trace (default: the last complete)")
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
     parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")

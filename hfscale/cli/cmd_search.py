@@ -27,17 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-step",
         required=True,
         metavar="N",
-        help="of all ranks, in whole sequences: 4M are 4 x 2^20, K, M and G are 2^10, 2^20 and 2^30",
+        help="tokens per step, in whole sequences: 4M are 4 x 2^20, K, M and G are 2^10, 2^20 and 2^30",
     )
     parser.add_argument(
         "--max-memory",
         metavar="SIZE",
-        help="of a rank, as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
+        help="memory of a rank, as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
     )
     add_machine_arguments(parser)
     add_adapter_arguments(parser, "weights in 4 or 8 bits; with --lora")
-    parser.add_argument("--learning-rate", type=float, metavar="LR", help="that was right for --its-tokens-per-step")
-    parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was right for")
+    parser.add_argument("--learning-rate", type=float, metavar="LR", help="tuned for --its-tokens-per-step")
+    parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
     add_json(parser)

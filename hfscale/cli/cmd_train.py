@@ -22,11 +22,11 @@ hfscale train my_recipe.yaml --print-job slurm > job.sh"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale train``."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="on top of the recipe, as training.steps=20")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20")
     add_memory_limit(parser)
     parser.add_argument("--print-launch", action="store_true", help="print the launch line (for Slurm and the like)")
     parser.add_argument("--print-job", choices=("slurm", "kubernetes"), help="print a job file of a cluster instead")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of that cluster (default: 8)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of the cluster (default: 8)")
     parser.add_argument("--list", action="store_true", help="list the recipes that come with hfscale")
     parser.add_argument("--json", action="store_true", help="with --list, print JSON")
 

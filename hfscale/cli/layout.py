@@ -38,8 +38,6 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
     for axis in filter(None, dict.fromkeys(each.needs for each in known)):
         given = [each.flag for each in known if each.needs == axis and getattr(arguments, each.dest) is not None]
         if given and layout.asked(axis) == 1:
-            raise ConfigError(
-                f"{', '.join(given)} is about {axes[f'--{axis}']}, and there is one: give --{axis} 2 or more as well"
-            )
+            raise ConfigError(f"{', '.join(given)} needs several {axes[f'--{axis}']}: give --{axis} 2 or more as well")
     check_layout(layout)
     return layout

@@ -31,7 +31,7 @@ def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits"
         const="all-linear",
         help="train LoRA adapters: all-linear (the default), or names joined by commas",
     )
-    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters (default: 16)")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         given["mixed_precision"] = precision
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
-        raise ConfigError(f"--rank {rank} is of adapters: use a whole number of at least 1, with --lora")
+        raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
     if kind == "int8":
         given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     elif kind is not None:

@@ -28,7 +28,7 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
     """
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():
-            raise ConfigError(f"OUT {out} is {name} as well, which is read: name another directory, so that it is kept")
+            raise ConfigError(f"OUT {out} must not be {name}, which is read: name another directory")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"OUT {out} is a file: name a directory")
     found = sorted(path.name for path in out.iterdir() if path.name != _STAGING) if out.exists() else []

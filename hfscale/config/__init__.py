@@ -1,1 +1,1 @@
-"""What the user asks for: layouts, levers of memory, precision, routing, and the environment of a launcher."""
+"""Define the user's choices: layouts, memory, precision, routing, and the launcher's environment."""

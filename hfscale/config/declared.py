@@ -1,4 +1,4 @@
-"""Options that are declared once: a field of a config class is a flag of the command line, and a key of a recipe."""
+"""Declare options once: each field of a config class is a command-line flag and a recipe key."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ..errors import refuse_misspelt
 
 
 def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = "") -> Any:
-    """Declare a field that is ``None`` until the environment, or its default, fills it.
+    """Declare a field that is ``None`` until the environment or its default fills it.
 
     Args:
         default: its value where nothing else is given.
@@ -23,10 +23,10 @@ def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "",
 
 
 class Spelled:
-    """A config whose misspelt fields are refused by name, before the generated ``__init__`` would."""
+    """Refuse misspelt fields of a config by name, before the generated ``__init__`` would."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Check the names."""
+        """Refuse misspelt field names."""
         refuse_misspelt(cls.__name__, kwargs, [each.name for each in fields(cls)])  # type: ignore[arg-type]
         return super().__new__(cls)
 
@@ -60,7 +60,7 @@ class Declared:
 
     @property
     def help(self) -> str:
-        """The help of its flag: what it is, its names and its default."""
+        """The help of its flag: meaning, choices and default."""
         needs = f"with --{self.needs}: " if self.needs else ""
         choices = f": {', '.join(self.choices)}" if self.choices else ""
         default = f" (default: {self.default})" if self.choices else ""
@@ -69,7 +69,7 @@ class Declared:
 
 @cache
 def declared(cls: type) -> tuple[Declared, ...]:
-    """Return the fields of a config dataclass; their descriptions are those of its docstring."""
+    """Return the fields of a config dataclass, with descriptions from its docstring."""
     texts, found = described(cls), []
     for each in fields(cls):
         more = {"default": each.default, "choices": (), "flag": "", "needs": "", **each.metadata}
@@ -82,7 +82,7 @@ def declared(cls: type) -> tuple[Declared, ...]:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Return field -> its description, of the section ``Args`` or ``Attributes`` of a class's docstring."""
+    """Map fields to their descriptions in the ``Args`` or ``Attributes`` section of a class's docstring."""
     section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(cls) or "")
     entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
     return {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}

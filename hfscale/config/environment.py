@@ -1,4 +1,4 @@
-"""What the launcher says of this process, in environment variables."""
+"""Read what the launcher tells this process in environment variables."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def local_rank() -> int:
 
 
 def cpu_requested() -> bool:
-    """Return whether Accelerate was told to stay on the CPU."""
+    """Return whether Accelerate is configured to stay on the CPU."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 

@@ -52,5 +52,5 @@ class Float8Config(Spelled):
 
     @property
     def gathers(self) -> bool:
-        """Whether sharded weights are all-gathered in 8 bits."""
+        """Return whether sharded weights are all-gathered in 8 bits."""
         return self.recipe == "tensorwise" and self.fp8_all_gather is not False

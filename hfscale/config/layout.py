@@ -82,7 +82,7 @@ class LayoutFields:
 
 
 def check_name(each: Declared, given: Any) -> Any:
-    """Return a name that a field takes, as hfscale spells it; of schedules, or the path of a CSV file.
+    """Return the canonical spelling of a choice; for schedules, also the path of a CSV file.
 
     Raises:
         ConfigError: it is unknown.

@@ -68,13 +68,13 @@ class MemoryConfig(Spelled):
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
                 f"recompute_keep={list(kept)} needs layers that are recomputed in full, and recompute={given!r} "
-                "recomputes none so: use recompute='full', a number or a budget with it"
+                "recomputes none: use recompute='full', a number or a budget with it"
             )
         if self.tokens is not None:
             check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:
             raise ConfigError(
-                f"tokens={self.tokens} needs a memory budget, and recompute={given!r} is none: leave it out"
+                f"tokens={self.tokens} needs a memory budget, and recompute={given!r} is not one: leave it out"
             )
 
     def _check_switches(self) -> None:
@@ -83,7 +83,7 @@ class MemoryConfig(Spelled):
         for name in ("offload_activations", "compress_activations"):
             given = getattr(self, name)
             if not isinstance(given, bool) and (not isinstance(given, str) or not byte_count(given)):
-                raise ConfigError(f"{name}={given!r} is impossible: use True, False, or a size like '1MiB'")
+                raise ConfigError(f"{name}={given!r} is invalid: use True, False, or a size like '1MiB'")
 
     def _check_recompute(self) -> None:
         given = self.recompute
@@ -130,7 +130,7 @@ def _least(given: bool | str, default: int) -> int | None:
 
 
 def byte_count(text: str) -> int | None:
-    """Return the bytes that ``text`` means, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if it is no size."""
+    """Parse a size in bytes, like ``8GiB``, ``500 MB`` or ``1.5g``; ``None`` if ``text`` is no size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if found is None or found[2] not in _UNITS:
         return None

@@ -1,4 +1,4 @@
-"""The user's choices beside the layout."""
+"""Define the user's choices other than the layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Options:
-    """The checked choices of one run beside the layout.
+    """Hold the checked choices of one run other than the layout.
 
     Attributes:
         mixed_precision: a key of :data:`MIXED_PRECISIONS`.
@@ -57,7 +57,7 @@ class Options:
 
     @property
     def memory_levers(self) -> MemoryConfig:
-        """The levers of memory; none of them pulled if none was given."""
+        """The memory options; defaults if none were given."""
         return self.memory or MemoryConfig()
 
     @property
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def around_products(self) -> str:
-        """The precision outside of 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
+        """The precision outside 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
         return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
 
     @property
@@ -79,9 +79,7 @@ class Options:
         if self.float8 is not None and not isinstance(self.float8, Float8Config):
             raise ConfigError(f"float8 must be a hfscale.Float8Config, got {self.float8!r}")
         if self.float8 is not None and self.mixed_precision != "fp8":
-            raise ConfigError(
-                f"float8= is for mixed_precision='fp8', and this is {self.mixed_precision!r}: leave it out"
-            )
+            raise ConfigError(f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out")
 
     def _check_liger(self) -> None:
         given = self.use_liger_kernel
@@ -107,12 +105,12 @@ class Options:
                 )
 
     def check_quantized(self) -> None:
-        """Raise :class:`ConfigError` if these options do not go with quantized weights."""
+        """Raise :class:`ConfigError` if these options cannot be used with quantized weights."""
         if self.products is not None:
             raise ConfigError(
-                "mixed_precision='fp8' rounds weights of 16 or 32 bits for each product, and quantization_config has "
-                "them in 4 or 8 bits already, which are multiplied in 16: use mixed_precision='bf16' over them, or "
-                "leave quantization_config out (adapters over a base whose products are in fp8 work)"
+                "mixed_precision='fp8' cannot be used with quantization_config, whose weights in 4 or 8 bits are "
+                "multiplied in 16: use mixed_precision='bf16', or leave quantization_config out (adapters over a "
+                "base with fp8 products work)"
             )
 
     def _check_loss_scaling(self) -> None:
@@ -122,9 +120,7 @@ class Options:
         if not isinstance(given, GradScalerKwargs):
             raise ConfigError(f"loss_scaling must be an accelerate.GradScalerKwargs, got {given!r}")
         if self.mixed_precision != "fp16":
-            raise ConfigError(
-                f"loss_scaling= is for mixed_precision='fp16', and this is {self.mixed_precision!r}: leave it out"
-            )
+            raise ConfigError(f"loss_scaling= needs mixed_precision='fp16', got {self.mixed_precision!r}: leave it out")
         fits = given.init_scale > 0 and given.growth_factor > 1 > given.backoff_factor > 0 < given.growth_interval
         if not (fits and given.enabled):
             raise ConfigError(
@@ -137,7 +133,8 @@ class Options:
         if self.mixed_precision == "fp16" and layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
             raise ConfigError(
                 f"mixed_precision='fp16' skips a step whose gradients overflow, and {layout.pipeline_schedule} has "
-                "later ones in flight by then: use mixed_precision='bf16', or a schedule with a flush such as '1f1b'"
+                "later microbatches in flight by then: use mixed_precision='bf16', or a schedule with a flush such "
+                "as '1f1b'"
             )
         routing, size = self.routing, layout.cp
         if size > 1 and routing is not None and (routing.capacity is not None or routing.draws):

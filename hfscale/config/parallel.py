@@ -1,4 +1,4 @@
-"""The sizes of the parallel axes that the user asks for (a *layout*)."""
+"""Define a layout: the sizes of the parallel axes that the user requests."""
 
 import os
 from dataclasses import dataclass, fields
@@ -58,12 +58,12 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         self._fixed = True
 
     def _given(self, name: str) -> Any:
-        """Return a field's value, or the environment's where it is left out."""
+        """Return a field's value, or the environment's if it was left out."""
         value = getattr(self, name)
         return os.environ.get(_ENVIRONMENT + name.upper()) if value is None else value
 
     def _checked(self, each: Declared) -> Any:
-        """Return the value of a field, or its default, as its type."""
+        """Return a field's value or default, converted to its type."""
         value = self._given(each.name)
         if value is None:
             return each.default
@@ -93,7 +93,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         ep, tp, cut = self.ep, self.tp, self.expert_tp
         if cut not in (1, tp):
             raise ConfigError(
-                f"expert_tp_size={cut} is impossible with tp_size={tp}: use 1 (whole experts)"
+                f"expert_tp_size={cut} is invalid with tp_size={tp}: use 1 (whole experts)"
                 + (f" or {tp} (each expert cut like the dense layers)" if tp > 1 else "")
             )
         if ep == 1:
@@ -128,7 +128,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether there are several stages."""
+        """Return whether there are several stages."""
         return self.pp > 1
 
     def size(self, axis: str) -> int:
@@ -163,7 +163,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     @property
     def cp_in_words(self) -> str:
-        """The cut of sequences as it was asked for, for messages: ``cp_size=2``."""
+        """The user's setting that cuts sequences, for messages: ``cp_size=2``."""
         return f"cp_size={self.cp}"
 
     @property
@@ -197,7 +197,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     @property
     def slices_tokens(self) -> bool:
-        """Whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
+        """Return whether tensor ranks, which share a batch, each dispatch a slice of its tokens to uncut experts."""
         return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
     @property
@@ -219,7 +219,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         return self.batch_world * self.asked("cp")
 
     def microbatches_of(self, accumulated: int) -> int:
-        """Return into how many microbatches a step is cut that accumulates over ``accumulated`` ones."""
+        """Return the number of microbatches in a step that accumulates ``accumulated`` ones."""
         if not self.is_pipelined:
             return accumulated
         return self.num_microbatches or (accumulated if accumulated > 1 else self.pp)
@@ -257,17 +257,17 @@ def _positive(name: str, value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         number, whole = 0, False
     if isinstance(value, bool) or number < 1 or not whole:
-        raise ConfigError(f"{name}={value!r} is impossible: use a whole number of at least 1")
+        raise ConfigError(f"{name}={value!r} is invalid: use a whole number of at least 1")
     return number
 
 
 def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """Return a tuple, so that the layout stays hashable; its sum can be checked only once the model is known."""
+    """Return ``stage_layers`` as a tuple, so that the layout stays hashable; the plan checks its sum."""
     if value is None:
         return None
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
-        raise ConfigError(f"stage_layers={value!r} is impossible: use one whole number per stage, as in [5, 6, 6, 5]")
+        raise ConfigError(f"stage_layers={value!r} is invalid: use one whole number per stage, as in [5, 6, 6, 5]")
     counts = tuple(_positive(f"stage_layers[{index}]", count) for index, count in enumerate(listed))
     if len(counts) != pp_size * virtual_stages:
         raise ConfigError(
@@ -282,4 +282,4 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if str(value).lower() in ("1", "true", "0", "false"):
         return str(value).lower() in ("1", "true")
-    raise ConfigError(f"{name}={value!r} is impossible: use True or False")
+    raise ConfigError(f"{name}={value!r} is invalid: use True or False")

@@ -84,20 +84,20 @@ class RoutingConfig(Spelled):
 
     @property
     def has_loss(self) -> bool:
-        """Whether anything is added to the loss."""
+        """Return whether an auxiliary loss is added to the loss."""
         return bool(self.balance_loss or self.z_loss)
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the router's logits are read."""
+        """Return whether the router's logits are read."""
         return self.router != "model" or self.has_loss
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether routing depends on the sequence and position of a row, or on padding."""
+        """Return whether routing depends on the sequence and position of a row, or on padding."""
         return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
 
     @property
     def draws(self) -> bool:
-        """Whether routes are random in training."""
+        """Return whether routes are random in training."""
         return self.router in ("gshard", "noisy_topk")

@@ -1,4 +1,4 @@
-"""The choices beside the layout that have several fields each: sections of a recipe."""
+"""Define the options that are recipe sections of several fields each."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ ESTIMATED_PRECISIONS = ("no", "bf16", "fp8")
 
 @dataclass
 class OptionSections:
-    """The sections of a recipe that are arguments of the model; keys are the fields of their classes.
+    """Hold the recipe sections that are arguments of the model; keys are the fields of their classes.
 
     Attributes:
         routing: what a mixture's router is to do besides, :class:`hfscale.RoutingConfig`.
@@ -30,11 +30,11 @@ class OptionSections:
     float8: dict[str, Any] = field(default_factory=dict)
 
     def sections(self, mixed_precision: str) -> dict[str, Any]:
-        """Return the arguments that the sections make; none of an empty one.
+        """Return the model arguments that the sections set; none for an empty section.
 
         Raises:
             ConfigError: a key or a value is unknown, or has no meaning in that precision.
         """
         if self.float8 and mixed_precision != "fp8":
-            raise ConfigError("float8 is for training.mixed_precision=fp8: set that, or leave it out")
+            raise ConfigError("float8 needs training.mixed_precision=fp8: set that, or leave it out")
         return {name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))}

@@ -1,1 +1,1 @@
-"""What a run costs, in bytes and seconds: one model of memory, one of time, and what is asked of them."""
+"""Estimate what a run costs: models of bytes and seconds, and the tools that use them."""

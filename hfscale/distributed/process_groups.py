@@ -102,12 +102,12 @@ def _with_context(mesh: Mesh, made: "Groups") -> Mesh:
 
 
 def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return this rank's group of ``size`` consecutive context ranks, and that of its peers in others; collective."""
+    """Return this rank's group of ``size`` consecutive context ranks, and the group across those; collective."""
     return _near_and_far(mesh, made_out_of(dist.group.WORLD), mesh.layout.cp, size)
 
 
 def _near_and_far(mesh: Mesh, made: "Groups", every: int, size: int) -> tuple[Any, Any]:
-    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's group and its peers'."""
+    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's, and the group across."""
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
     lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))
@@ -170,7 +170,7 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
 
 
 def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
-    """Make the groups of disjoint ``pairs`` of pipeline ranks; return the one that this rank is in."""
+    """Create the groups of disjoint ``pairs`` of pipeline ranks; return the one that contains this rank."""
     group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
     if group is not None:
         _warm_up(group, device)
@@ -183,7 +183,7 @@ def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:
-    """Return the group of ``count`` consecutive tensor ranks around this one; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
+    """Return this rank's group of ``count`` consecutive tensor ranks; tp4 in twos: ``{0, 1}``, ``{2, 3}``."""
     if count == device_mesh.size(len(MESH_AXES) - 1):
         return device_mesh.get_group("tp")
     group = device_group(device_mesh.mesh.view(-1, count).tolist(), device)

@@ -60,7 +60,7 @@ def choose_device(visible: int, local_rank: str | None, current: Callable[[], in
 
 
 def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
-    """Return the first of ``layouts`` for as many processes as were started.
+    """Return the first of ``layouts`` that fits the number of started processes.
 
     For jobs that restart with fewer processes when a machine is lost (``torchrun --nnodes 1:2 --rdzv_backend c10d``): a
     state can be loaded in any layout.
@@ -70,9 +70,7 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
         MeshError: none is for that many.
     """
     if not isinstance(layouts, Sequence) or not all(isinstance(each, ParallelConfig) for each in layouts):
-        raise ConfigError(
-            f"layouts={layouts!r} is impossible: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]"
-        )
+        raise ConfigError(f"layouts={layouts!r} is invalid: pass a list, as [hfscale.ParallelConfig(tp_size=2), ...]")
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     for layout in layouts:
         if layout.total_size == world:
@@ -126,8 +124,8 @@ class _LostRanks:
             which = ", ".join(f"rank {rank} ended ({how})" for rank, how in ended.items())
             frame = traceback.extract_tb(trace, 1)[0]
             print(
-                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot go on without it: it was "
-                f"at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows where in all)",
+                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot continue without it: "
+                f"it was at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows the full traceback)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -135,7 +133,7 @@ class _LostRanks:
             self.before(kind, error, trace)
 
     def _ended(self) -> dict[int, str]:
-        """Return how ranks of this machine ended; without those of other machines, and those that live."""
+        """Return how ranks of this machine ended, without running ranks and those of other machines."""
         machine, found = _machine(), dict[int, str]()
         end = time.monotonic() + _ENDING
         while machine and not found and time.monotonic() < end:
@@ -164,7 +162,7 @@ def restarted() -> bool:
 
 @cache
 def _end_quietly() -> None:
-    """Wait for gloo's threads before Python ends, after :func:`_stop`, whoever started torch's process group."""
+    """Wait for gloo's threads before Python ends, after :func:`_stop`, even if the user started the process group."""
     atexit.register(wait_for_gloo_threads)
 
 
@@ -187,7 +185,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give a group made by others the timeout of torch's process group."""
+    """Give a group that hfscale did not create the timeout of torch's process group."""
     if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
         set_patience(group, _patience(device))
 
@@ -279,7 +277,7 @@ def _patience(device: torch.device) -> timedelta:
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether groups can be split off the default group's communicator, which is connected already then."""
+    """Return whether groups can be split off the default group's communicator, which is then already connected."""
     if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
         return False
     return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")

@@ -1,1 +1,1 @@
-"""The bridges to Accelerate and to transformers' Trainer."""
+"""Connect hfscale to Accelerate and to transformers' Trainer."""

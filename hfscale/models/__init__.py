@@ -1,4 +1,4 @@
-"""hfscale's own table of families, where Hugging Face has no tensor-parallel plan or one that cannot be used.
+"""Define hfscale's own table of families, for those without a usable tensor-parallel plan from Hugging Face.
 
 A new family is an entry here; ``scripts/family_sweep.py --only FAMILY`` proves it.
 """

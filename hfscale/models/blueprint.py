@@ -1,4 +1,4 @@
-"""Describe the roles of an architecture's modules as data: the blueprint of a family.
+"""Define the blueprint of a family: the roles of an architecture's modules, as data.
 
 A family is one :class:`Blueprint`. It comes from :data:`hfscale.models.FAMILIES` (hfscale's own table, keyed by
 ``config.model_type``); failing that, from the model's own Hugging Face ``base_model_tp_plan``, translated; failing
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Roles in one architecture. Paths are relative to the base model (``model.base_model``)."""
+    """Hold the roles of modules in one architecture. Paths are relative to the base model (``model.base_model``)."""
 
     # path of the layer list; several where there are several (an encoder and a decoder, two towers). A class need not
     # have all of them: ``BartForCausalLM`` has the decoder's only
@@ -86,7 +86,7 @@ class Blueprint:
 
     @property
     def layer_lists(self) -> tuple[str, ...]:
-        """Paths of the layer lists, however many."""
+        """The paths of all layer lists."""
         return (self.layers,) if isinstance(self.layers, str) else self.layers
 
 

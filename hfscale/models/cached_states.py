@@ -1,4 +1,4 @@
-"""Families whose layers pass states to layers of another model in a cache, instead of returning them."""
+"""List families whose layers pass states to another model's layers in a cache, instead of returning them."""
 
 READ_BY_CACHE = ("pi0",)
 """Backward passes come to such layers by keys and values. FSDP2 gathers weights again where a gradient of what a layer

@@ -121,7 +121,7 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
-    """Return the shrunk attributes that the class computes from its fields: those that become small when left out.
+    """Return the attributes that the class computes from its fields and that become small if left out.
 
     Given, they would win over the class, and not fit the fields (the rotary part of a head, as wide as all of it).
     """
@@ -183,8 +183,8 @@ def _heads_are_inner(fields: dict[str, Any]) -> bool:
 
 
 def _shared_layers(shared: int, count: int, layers: int, kinds: Any) -> int:
-    """Return how many of a clone's layers read keys and values of earlier ones, as the last ``shared`` of ``count`` do;
-    one layer of each kind comes before them.
+    """Return how many of a clone's layers read keys and values of earlier layers, as the last ``shared`` of ``count``
+    do in the original; at least one layer of each kind comes before them.
     """
     if shared >= count:  # all: a model that reads those of another one
         return layers
@@ -284,7 +284,7 @@ def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layer
 
 
 def _sample(kinds: list[Any], layers: int) -> list[Any]:
-    """Return ``layers`` entries of a per-layer list, with as many different kinds as fit."""
+    """Return ``layers`` entries of a per-layer list, of as many different kinds as fit."""
     seen: list[Any] = []
     for kind in kinds:
         if kind not in seen:

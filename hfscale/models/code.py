@@ -1,4 +1,4 @@
-"""Read from the source of a stock class what its config does not say."""
+"""Read facts from the source of a stock class that its config does not hold."""
 
 import inspect
 from typing import Any
@@ -29,7 +29,7 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:
-    """Return whether the lookup is ``nn.Embedding``'s own, with or without something (a scale) around it."""
+    """Return whether a lookup is ``nn.Embedding``'s own, possibly scaled."""
     forward = type(embedding).forward
     return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)
 

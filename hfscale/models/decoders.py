@@ -1,4 +1,4 @@
-"""Decoders whose attention and MLP are LLaMA's, or close to them: queries, keys and values apart, a gated MLP."""
+"""List blueprints of decoders like LLaMA: separate queries, keys and values, and a gated MLP."""
 
 from dataclasses import replace
 

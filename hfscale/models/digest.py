@@ -32,7 +32,7 @@ _MANY_LABELS = 3
 
 
 def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
-    """Return the digest of a stock class and config; empty where a table could not speak of them.
+    """Return the digest of a stock class and config; empty if no table entry could apply to them.
 
     Args:
         model: whose modules are looked at: with hooks, foreign classes or a changed ``forward`` it has no digest.
@@ -80,7 +80,7 @@ def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
 
 
 def _number(name: str, value: int | float) -> int | str:
-    """Return a size unchanged, and of a number that only scales its sign, 0 or 1."""
+    """Return a size unchanged, and the sign (0 or 1) of a number that only scales."""
     if name.endswith("_token_id") and value not in _TRIED:
         return "unused token"
     if isinstance(value, int) and name not in _SCALES:
@@ -89,7 +89,7 @@ def _number(name: str, value: int | float) -> int | str:
 
 
 def _layer_kinds(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield each list with an entry per layer as its kinds in the order they come, and its last."""
+    """Yield each per-layer list as its kinds in order of appearance, and its last entry."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _layer_kinds(value)

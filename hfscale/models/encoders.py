@@ -1,4 +1,4 @@
-"""Encoders: of text, of images, and of both side by side."""
+"""List blueprints of encoders: for text, for images, and for both side by side."""
 
 from dataclasses import replace
 

@@ -16,7 +16,7 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 
 
 def experts_per_token(config: Any) -> int | None:
-    """Return how many experts a token is sent to, by the config; ``None`` where it does not say."""
+    """Return the number of experts per token in the config; ``None`` if it has no such field."""
     return first_count(text_config(config), _EXPERTS_PER_TOKEN)
 
 
@@ -26,7 +26,7 @@ def holds_experts(module: Any) -> bool:
 
 
 def takes_routes(module: nn.Module) -> bool:
-    """Return whether a module is called like transformers' experts: tokens, chosen experts, weights."""
+    """Return whether a module is called like transformers' experts: with tokens, chosen experts and weights."""
     names = list(signature(module.forward).parameters)
     return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
 

@@ -32,7 +32,7 @@ Answers = dict[str, dict[str, dict[str, Any]]]
 
 
 class Facts:
-    """Hold answers that were written down, and those proved since.
+    """Hold the facts in the table and those proved since.
 
     Attributes:
         proved: what no table had, and holds for all models of the same digest.
@@ -93,13 +93,13 @@ _facts = Facts()
 
 
 def ask(question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
-    """Answer a question from the table, or else by a proof now: :meth:`Facts.ask` of this process's facts."""
+    """Answer a question from the table, or by a proof now: :meth:`Facts.ask` of this process's facts."""
     return _facts.ask(question, model, *about, stock=stock, **given)
 
 
 @contextmanager
 def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterator[Facts]:
-    """Prove everything asked inside the with block, except for what is ``written``; each config anew if ``doubted``."""
+    """Prove every question inside the with block except facts that are ``written``; each config anew if ``doubted``."""
     global _facts
     before, _facts = _facts, Facts(written or {}, doubted)
     try:
@@ -109,7 +109,7 @@ def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterat
 
 
 def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | None:
-    """Return all that an answer depends on; ``None`` where hooks do, which cannot be compared."""
+    """Return everything that an answer depends on; ``None`` if the model has hooks, which cannot be compared."""
     if structure and any(passes_otherwise(module) for module in model.modules()):
         return None
     said = model.config.to_json_string(use_diff=False)
@@ -117,7 +117,7 @@ def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | N
 
 
 def _modules(model: nn.Module) -> Hashable:
-    """Return name, class and forward of all modules, and which names are the same tensor."""
+    """Return name, class and forward of all modules, and the names that share a tensor."""
     modules = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())
     firsts: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)

@@ -53,7 +53,7 @@ def counts(config: Any, names: Iterable[str]) -> set[int]:
 
 
 def lengths_of(config: Any) -> dict[str, int]:
-    """Return the fields of ``LENGTHS`` of a config's text part and of its rotary embeddings, the shortest of a name."""
+    """Return the ``LENGTHS`` fields of a config's text part and its rotary embeddings; of equal names, the shortest."""
     found = dict[str, int]()
     for fields in _mappings(text_config(config)):
         for name in LENGTHS:
@@ -64,7 +64,7 @@ def lengths_of(config: Any) -> dict[str, int]:
 
 
 def with_lengths(config: Any, lengths: Mapping[str, int]) -> Any:
-    """Return a copy of a config whose text part says these ``lengths`` wherever it has a field of their name."""
+    """Return a copy of a config with these ``lengths`` in all fields of the text part that have their names."""
     changed = copy.deepcopy(config)
     for fields in _mappings(text_config(changed)):
         fields.update({name: length for name, length in lengths.items() if fields.get(name)})

@@ -1,4 +1,4 @@
-"""Lengths of matrices fused in one projection, as functions of a config."""
+"""Compute the lengths of matrices fused in one projection, from a config."""
 
 from typing import Any
 

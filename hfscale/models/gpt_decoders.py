@@ -1,4 +1,4 @@
-"""Decoders after GPT: queries, keys and values often fused, an MLP of two projections."""
+"""List blueprints of decoders like GPT: often fused queries, keys and values, an MLP of two projections."""
 
 from dataclasses import replace
 from typing import Any

@@ -15,7 +15,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold how well a blueprint holds on a clone."""
+    """Hold the differences found when a blueprint was proved on a clone."""
 
     output: float  # largest difference of the output, relative to its largest entry
     gradient: float  # largest difference of a gradient, likewise
@@ -23,7 +23,7 @@ class Proof:
 
     @property
     def worst(self) -> float:
-        """The larger of both."""
+        """The larger of both differences."""
         return max(self.output, self.gradient)
 
 
@@ -50,7 +50,7 @@ def as_data(found: Inference) -> dict[str, Any]:
 
 
 def given_fields(block: Block) -> dict[str, Any]:
-    """Return the fields of a block that have not their default."""
+    """Return the fields of a block that differ from their defaults."""
     given = {field.name: getattr(block, field.name) for field in fields(block)}
     return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
 

@@ -1,4 +1,4 @@
-"""Names of modules and parameters, alike in every layer."""
+"""Shorten and match names of modules and parameters that repeat in every layer."""
 
 
 def wild_name(name: str) -> str:

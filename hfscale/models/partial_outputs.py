@@ -12,7 +12,7 @@ _WHY = {
 
 
 def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:
-    """Return, in words, what a config, or a call's ``arguments``, request that a tensor rank has only a part of."""
+    """Return, in words, the requested output (by config or ``arguments``) of which a tensor rank has only a part."""
     given = arguments or {}
     for name, why in _WHY.items():
         asked = given.get(name)

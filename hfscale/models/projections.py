@@ -1,4 +1,4 @@
-"""List the kinds of projections, and which way round each keeps its weight."""
+"""List the kinds of projections, and whether each keeps its weight transposed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Optimizers over shards, by HF Trainer's names, each with the update of one process."""
+"""Update sharded parameters by optimizers with HF Trainer's names; each update equals that of one process."""
 
 from .factory import create_optimizer
 from .sharded import ShardedOptimizer

@@ -159,7 +159,7 @@ class _Update:
         return counted.square().sum()
 
     def _once(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the tensor without entries along ``dim`` that earlier ranks have replicas of: each is summed once."""
+        """Return the tensor without entries along ``dim`` that earlier ranks replicate, so that each is summed once."""
         if self.counted is None or self.counted[0] != dim:
             return tensor
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self.counted[1]]

@@ -170,7 +170,7 @@ def find_choice(name: str) -> OptimizerChoice:
     plain = str(getattr(name, "value", name))
     if plain not in CHOICES:
         reason = next((why for pattern, why in REFUSED.items() if re.search(pattern, plain)), "")
-        why = f"cannot be had: {reason}" if reason else "is no optimizer's name"
+        why = f"is not supported: {reason}" if reason else "is unknown"
         raise ConfigError(f"optimizer {name!r} {why}. Use one of {', '.join(sorted(CHOICES))}")
     return CHOICES[plain]
 

@@ -84,10 +84,10 @@ def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
     entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
     largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
     warnings.warn(
-        f"{name!r}: the shares of {describe(apart)} are not made of whole blocks of {BLOCK} entries, so these are "
-        f"stepped whole: in every step, weights and gradients of {entries:,} entries are gathered, one parameter at a "
-        f"time (up to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. "
-        "A layout that cuts between blocks avoids it, and so does a 32-bit optimizer",
+        f"{name!r}: the shards of {describe(apart)} are not whole blocks of {BLOCK} entries, so these are stepped "
+        f"as full tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a time "
+        f"(up to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. A "
+        "layout that cuts between blocks avoids it, and so does a 32-bit optimizer",
         stacklevel=4,
     )
 
@@ -105,5 +105,5 @@ def try_step(device: torch.device) -> str:
     kinds = {str(value.dtype) for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)}
     moved = bool((weight.detach() < 1).all())
     if not moved or "torch.uint8" not in kinds:
-        raise ConfigError(f"a step of 8-bit AdamW on {device} left its weight or its state as it was")
+        raise ConfigError(f"a step of 8-bit AdamW on {device} did not change its weight or its state")
     return f"AdamW on {device}, its state in uint8"

@@ -70,7 +70,7 @@ def create_optimizer(
     choice = find_choice(name := str(getattr(name, "value", name)))
     options = choice.options(name, {"betas": betas, "eps": eps}, {**parse_arguments(optim_args), **kwargs})
     if lr is None and not options.get("relative_step"):
-        raise ConfigError(f"lr=None: {name!r} needs a learning rate, lr=1e-4 say")
+        raise ConfigError(f"lr=None: {name!r} needs a learning rate, such as lr=1e-4")
     numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
     _check_numbers(numbers, betas, choice.betas)
     runtime = runtime_of(model)
@@ -91,9 +91,7 @@ def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]
         if not isinstance(value, Tensor) and not (option == "lr" and value is None):
             check_number(option, value, least=0)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) not in counts:
-        raise ConfigError(
-            f"betas={betas!r} is impossible: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)"
-        )
+        raise ConfigError(f"betas={betas!r} is invalid: pass {' or '.join(map(str, counts))} numbers, as (0.9, 0.999)")
     for beta in betas:
         if not isinstance(beta, Tensor):
             check_number("betas", beta, least=0, most=1)
@@ -161,9 +159,9 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
 def _adafactor(order: _Order) -> ShardedOptimizer:
     options = {**adafactor.DEFAULTS, **order.options}
     if options["relative_step"] and order.lr is not None:
-        raise ConfigError("relative_step=True makes a learning rate of the step's number: pass lr=None with it")
+        raise ConfigError("relative_step=True computes the learning rate from the step: pass lr=None with it")
     if options["warmup_init"] and not options["relative_step"]:
-        raise ConfigError("warmup_init=True is about relative steps: pass relative_step=True with it")
+        raise ConfigError("warmup_init=True needs relative_step=True: pass that too")
     defaults = {"lr": order.lr, "weight_decay": 0.0, **options}
     mesh = order.runtime.mesh
     return order.made(order.groups, defaults, lambda members, _: [adafactor.AdafactorStepper(members, mesh)])
@@ -220,18 +218,18 @@ def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
 def _checked(
     groups: Sequence[Mapping[str, Any]] | None, plans: dict[int, ParameterPlan], weight_decay: float, runtime: Runtime
 ) -> list[dict[str, Any]]:
-    """Return the user's parameter groups as checked dictionaries; those by weight decay if there are none."""
+    """Return the user's parameter groups as checked dictionaries; without any, two groups by weight decay."""
     if groups is None:
         return weight_decay_groups(runtime, weight_decay)
     result = []
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups) or not groups:
         raise ConfigError(
-            f"groups={groups!r} is impossible: pass a list of mappings, as [{{'params': [...], 'lr': 1e-4}}]"
+            f"groups={groups!r} is invalid: pass a list of mappings, as [{{'params': [...], 'lr': 1e-4}}]"
         )
     names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
     for group in groups:
         if "params" not in group:
-            raise ConfigError(f"a parameter group without 'params', and with {', '.join(group)}: add the parameters")
+            raise ConfigError(f"a parameter group must have 'params', got {', '.join(group)}: add the parameters")
         given = group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
         for parameter in parameters:

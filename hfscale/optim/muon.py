@@ -62,7 +62,7 @@ class MuonStepper(Stepper):
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return about ``U V^T`` of a matrix's singular value decomposition, by quintic Newton-Schulz iterations."""
+    """Approximate ``U V^T`` of a matrix's singular value decomposition by quintic Newton-Schulz iterations."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix

@@ -1,4 +1,4 @@
-"""The optimizer that a training loop holds: outside the model's own parameters, inside plain local tensors.
+"""Wrap steppers of plain local tensors as the optimizer of a training loop, over the model's own parameters.
 
 Schedulers, Accelerate and ``zero_grad`` see ``param_groups`` with the model's parameters, DTensors or not. The
 arithmetic is done by *steppers*, each on some of the parameters, on this rank's plain local tensors: DTensor dispatch
@@ -30,7 +30,7 @@ State = MutableMapping[Any, dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter that an optimizer steps.
+    """Hold one parameter that an optimizer steps.
 
     Attributes:
         planned: its entry in the plan.
@@ -44,24 +44,24 @@ class Member:
 
     @property
     def weight(self) -> Tensor:
-        """The plain tensor this rank holds of it; may be empty."""
+        """This rank's plain tensor of the parameter; may be empty."""
         with torch.no_grad():  # with autograd, to_local() of a DTensor would add a node to the graph
             return local_tensor(self.parameter).detach()
 
     @property
     def gradient(self) -> Tensor:
-        """The plain local tensor of its gradient; empty if an empty shard has none."""
+        """The plain local tensor of the gradient; empty if an empty shard has none."""
         grad = self.parameter.grad
         return self.weight if grad is None else local_tensor(grad)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes it is cut over."""
+        """The axes that the parameter is cut over."""
         return tuple(cut.axis for cut in self.planned.cuts)
 
 
 class Stepper:
-    """A base of what updates some of an optimizer's parameters, its ``members``, in place."""
+    """Update some of an optimizer's parameters, its ``members``, in place."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
         self.members, self._mesh = members, mesh
@@ -74,7 +74,7 @@ class Stepper:
         raise NotImplementedError
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a tensor of a parameter's state is sharded, relative to that of one process.
+        """Return how a tensor of a parameter's state is sharded, relative to its state in one process.
 
         Args:
             shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.

@@ -36,7 +36,7 @@ Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Aside:
-    """Where copies are stepped, and how results are written back.
+    """Define where weights are copied to be stepped, and how results are written back.
 
     Attributes:
         device: device of the copies.
@@ -62,7 +62,7 @@ class Aside:
 
 
 class StockOverStandIns:
-    """A stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
+    """Run a stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class StockOverStandIns:
 
 
 class LocalStepper(Stepper):
-    """A stepper of shards in place, for elementwise optimizers, and blockwise ones if shards are whole blocks."""
+    """Step shards in place, by elementwise optimizers, or by blockwise ones if shards are whole blocks."""
 
     def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh) -> None:
         super().__init__(members, mesh)
@@ -137,7 +137,7 @@ def _here(member: Member) -> tuple[Tensor, Tensor | None]:
 
 
 class OneByOneStepper(Stepper):
-    """A stepper of one parameter at a time, on copies, or on full tensors.
+    """Step one parameter at a time, as a copy or as a full tensor.
 
     Args:
         aside: how copies are made; ``None``: the tensors themselves are stepped.
@@ -206,7 +206,7 @@ def _lies(planned: ParameterPlan, key: str, shape: tuple[int, ...], full: bool) 
 
 
 class CountUpdates(Stepper):
-    """A stepper of no parameters that only counts updates, after the steppers that read the number."""
+    """Count updates without stepping parameters; runs after the steppers that read the count."""
 
     def step(self, groups: Groups, state: State) -> None:
         """Count one update."""

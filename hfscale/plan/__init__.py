@@ -1,4 +1,4 @@
-"""The plan as frozen data: how every parameter and module of a model is placed under a layout."""
+"""Hold the plan as frozen data: how every parameter and module of a model is placed under a layout."""
 
 from .cut import Cut, cut_shape, write_share
 from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan

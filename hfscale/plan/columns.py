@@ -1,4 +1,4 @@
-"""Text in columns."""
+"""Format text in columns."""
 
 from collections.abc import Collection, Sequence
 

@@ -15,7 +15,7 @@ everything else is divided, rotary tables, router logits."""
 
 @dataclass(frozen=True)
 class CompressPlan(Feature):
-    """Activations saved for the backward pass are stored in 8 bits."""
+    """Plan of activations that are saved for the backward pass in 8 bits."""
 
     least: int  # bytes of the smallest tensor that is compressed
 

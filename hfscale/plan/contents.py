@@ -15,7 +15,7 @@ from .stages import StagePlan
 
 @dataclass(frozen=True)
 class Feature:
-    """The decisions of one feature of a layout, beyond cuts and reductions of parameters.
+    """Hold the decisions of one feature of a layout, beyond cuts and reductions of parameters.
 
     A subclass holds the decisions as its fields: numbers and names alone. The part that runs the feature gets them by
     class from :meth:`PlanContents.feature`; tables and programs read all of them.
@@ -31,7 +31,7 @@ FeatureT = TypeVar("FeatureT", bound=Feature)
 
 @dataclass(frozen=True)
 class PlanContents:
-    """A model under a layout: parameters, layers, blocks, stages and features.
+    """Hold a model under a layout: parameters, layers, blocks, stages and features.
 
     Attributes:
         family: ``config.model_type``.
@@ -80,7 +80,7 @@ class PlanContents:
 
     @property
     def lookup_shape(self) -> tuple[int, int] | None:
-        """Tokens and width of :attr:`lookup`."""
+        """The number of tokens and the width of :attr:`lookup`."""
         found = self.by_name.get(f"{self.lookup}.weight")
         return None if found is None else (found.shape[0], found.shape[1])
 
@@ -123,7 +123,7 @@ class PlanContents:
         return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """Return the parameters of pipeline rank ``rank``: name of the owned parameter -> its name on that rank.
+        """Map the owned parameters of pipeline rank ``rank`` to their names on that rank.
 
         The two differ where the rank has only a tied copy: a head without the embedding, say.
         """

@@ -8,7 +8,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class ContextPlan(Feature):
-    """Sequences are cut over context ranks."""
+    """Plan of sequences cut over context ranks."""
 
     method: str  # one of :data:`hfscale.names.CP_METHODS`
     pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends

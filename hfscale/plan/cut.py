@@ -12,7 +12,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensor dim ``dim`` is spread over the ``size`` ranks of ``axis``.
+    """Describe how tensor dim ``dim`` is spread over the ``size`` ranks of ``axis``.
 
     A fused weight is several matrices laid side by side (query, key and value, say): ``parts`` holds their lengths
     along ``dim``, and every rank takes its chunk of *each* part; left empty, the dim is one part. Chunks follow

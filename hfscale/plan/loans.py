@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loan:
-    """A module that only the first layer of a list has, while the others are passed its result: T5's table of relative
-    positions (Raffel et al. 2020), whose bias every attention of a stack adds.
+    """Describe a module that only the first layer of a list has, while the others are passed its result: T5's table of
+    relative positions (Raffel et al. 2020), whose bias every attention of a stack adds.
 
     The result is not sent between stages (it is as large as the attention scores). Every stage with layers of the list
     holds the module instead, as a tied tensor, and the first of these layers computes the result itself.
@@ -20,10 +20,10 @@ class Loan:
 
     @property
     def lender(self) -> str:
-        """Name of the layer that has the module."""
+        """The name of the layer that has the module."""
         return f"{self.layer_list}.0"
 
     @property
     def name(self) -> str:
-        """Name of the module in the model."""
+        """The name of the module in the model."""
         return ".".join(filter(None, (self.lender, self.owner, self.child)))

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """An attention or MLP module with collectives over the tensor axis at its edges.
+    """Plan of an attention or MLP module with collectives over the tensor axis at its edges.
 
     Fields are those of its role in the blueprint, with full module names.
     """
@@ -33,7 +33,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """One layer stack whose hidden states are cut along the sequence between blocks. Names are full module names."""
+    """Plan of one layer stack whose hidden states are cut along the sequence. Names are full module names."""
 
     owner: str  # the module that calls the layers
     exit: str  # the module behind which the hidden states are full again: the norm behind the layers, or the owner
@@ -46,7 +46,7 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """The experts of one mixture."""
+    """Plan of the experts of one mixture."""
 
     name: str  # the module that holds them
     count: int  # how many there are
@@ -55,7 +55,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class AdapterParameter:
-    """One parameter of an adapter, of the full model."""
+    """Hold one parameter of an adapter, as in the full model."""
 
     name: str  # in the model with adapters
     shape: tuple[int, ...]  # the global shape

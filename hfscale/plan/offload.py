@@ -1,4 +1,4 @@
-"""Plan what is offloaded to the CPU, as data."""
+"""Plan offload to the CPU, as data."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OffloadPlan(Feature):
-    """Tensors that are offloaded to the CPU."""
+    """Plan of tensors that are offloaded to the CPU."""
 
     optimizer: bool = False  # the optimizer's state; updates of it run on the CPU
     parameters: bool = False  # this rank's shards of parameters and of their gradients; updates of them run on the CPU
@@ -33,6 +33,6 @@ def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
     """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires."""
     if name in ("adafactor", "muon"):
         raise ConfigError(
-            f"{asked} steps copies of weights by the optimizers of torch and bitsandbytes, and {name!r} is another: "
+            f"{asked} needs an optimizer of torch or bitsandbytes, which can step copies of weights, got {name!r}: "
             "use 'adamw_torch' or 'adamw_8bit'"
         )

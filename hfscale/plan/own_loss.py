@@ -7,7 +7,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class OwnLossPlan(Feature):
-    """A loss computed by the model itself, as a mean over rows or over the labels that are not ignored."""
+    """Plan of a loss computed by the model itself, as a mean over rows or over the labels that are not ignored."""
 
     over: str  # ``"rows"`` or ``"labels"``
     divides: bool = False  # whether it is divided by ``num_items_in_batch``, if that is passed

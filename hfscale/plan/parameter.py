@@ -18,7 +18,7 @@ def join_path(block: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """One parameter: its stage, its cuts, and the reductions of its gradient."""
+    """Plan of one parameter: its stage, its cuts, and the reductions of its gradient."""
 
     name: str  # its name in the stock model
     shape: tuple[int, ...]  # its global shape

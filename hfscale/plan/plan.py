@@ -1,4 +1,4 @@
-"""The plan: frozen data about every parameter and module of a model under a layout.
+"""Define the plan: frozen data about every parameter and module of a model under a layout.
 
 It is computed once (:func:`hfscale.api.build_plan.build_plan`), on the meta device, and read by everything else: the
 loader, the edges of blocks, gradient reductions, norm clipping, the checkpoint writer and the printed table.
@@ -12,7 +12,7 @@ from .table import render
 
 @dataclass(frozen=True)
 class Plan(PlanContents):
-    """A model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
+    """Hold a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
 
     def __str__(self) -> str:
         return render(self)

@@ -10,7 +10,7 @@ _READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
 
 @dataclass(frozen=True)
 class ProductsPlan(Feature):
-    """Projections whose products are in 8 bits. Names are full module names.
+    """Plan of projections whose products are in 8 bits. Names are full module names.
 
     Attributes:
         modules: the projections.

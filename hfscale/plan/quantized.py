@@ -25,7 +25,7 @@ OUTER_BLOCK = 256
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Weights that are quantized as they are loaded."""
+    """Plan of weights that are quantized as they are loaded."""
 
     bits: int  # 4 or 8
     kind: str  # ``nf4``, ``fp4`` or ``int8``

@@ -8,7 +8,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class RecomputePlan(Feature):
-    """Modules whose forward pass runs again in the backward pass. Names are full module names."""
+    """Plan of modules whose forward pass runs again in the backward pass. Names are full module names."""
 
     layers: tuple[str, ...] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
     modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
@@ -24,7 +24,7 @@ class RecomputePlan(Feature):
 
     @property
     def recomputes_weights(self) -> bool:
-        """Whether products with weights are recomputed."""
+        """Return whether products with weights are recomputed."""
         return bool(self.layers or self.modules)
 
     def describe(self, plan: PlanContents) -> list[str]:

@@ -25,7 +25,7 @@ Kind = Literal["sum", "sum-stages", "sum-replicas", "reduce-scatter", "all-reduc
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction of a gradient; ``str`` of it is its text in the printed plan."""
+    """Describe one reduction of a gradient; ``str`` of it is its text in the printed plan."""
 
     kind: Kind  # see the module's table
     axis: str  # the mesh axis whose ranks take part

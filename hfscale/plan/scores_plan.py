@@ -7,7 +7,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class ScoresPlan(Feature):
-    """Attention is eager: it keeps a score for every head and pair of tokens."""
+    """Plan of eager attention, which keeps a score for every head and pair of tokens."""
 
     heads: int  # query heads of a layer, over all tensor ranks
 

@@ -13,7 +13,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Split:
-    """``total`` tokens over ``size`` ranks, in a zigzag: rank ``r`` has pieces ``r`` and ``2n-1-r`` of ``2n``.
+    """Assign ``total`` tokens to ``size`` ranks, in a zigzag: rank ``r`` has pieces ``r`` and ``2n-1-r`` of ``2n``.
 
     ::
 
@@ -48,7 +48,7 @@ class Split:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The same of every rank."""
+        """The number of tokens of every rank."""
         return [self.length(rank) for rank in range(self.size)]
 
     def places(self, rank: int) -> Tensor:
@@ -57,7 +57,7 @@ class Split:
 
     @cached_property
     def order(self) -> Tensor:
-        """Where each token of the sequence is when all ranks' lie side by side, in rank order: ``[total]``."""
+        """The position of each token of the sequence in the concatenation of all ranks' tokens: ``[total]``."""
         return torch.cat([self.places(rank) for rank in range(self.size)]).argsort()
 
     def members(self, rank: int) -> list[Tensor]:

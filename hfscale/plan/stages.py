@@ -1,4 +1,4 @@
-"""Pipeline stages as data: the layers, the rank and the cost of each stage.
+"""Define pipeline stages as data: the layers, the rank and the cost of each stage.
 
 Integers in, integers out. :mod:`hfscale.plan.drafting.costs` measures the cost of a layer, and
 :mod:`hfscale.plan.drafting.assign` finds the modules before and behind the layers.
@@ -84,9 +84,7 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
         ConfigError: a V without two stages per rank, or a file, whose own placement only its reader knows.
     """
     if schedule.endswith(".csv"):
-        raise ConfigError(
-            f"pipeline_schedule={schedule!r}: the file says which rank holds which stage: pass that as ranks="
-        )
+        raise ConfigError(f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file")
     if schedule not in V_SCHEDULES:
         return tuple(stage % pp_size for stage in range(pp_size * virtual_stages))
     if virtual_stages != 2:
@@ -99,7 +97,7 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: consecutive layers of a model."""
+    """Describe one stage: consecutive layers of a model."""
 
     index: int  # its number, counted along the model over all ranks
     rank: int  # the pipeline rank that holds it
@@ -115,8 +113,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Tie:
-    """One tensor of which several stages hold a copy: an embedding and the head tied to it, or one that all layers
-    read.
+    """Describe a tensor of which several stages hold a copy: an embedding and a tied head, or one that all layers read.
 
     Its gradient is the sum over ``stages``. It counts once in a norm, in the model's memory and in a checkpoint: at
     ``owner``.
@@ -133,7 +130,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class TwoStacks:
-    """An encoder and a decoder that are cut as one list of layers, the encoder's first.
+    """Describe an encoder and a decoder that are cut as one list of layers, the encoder's first.
 
     ::
 
@@ -155,7 +152,7 @@ class TwoStacks:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A model cut into pipeline stages. ``print`` it for the cost of each stage.
+    """Plan of a model cut into pipeline stages. ``print`` it for the cost of each stage.
 
     Only the hidden states are sent between stages: the output of a stage's last layer is the input of the next stage's
     first. A stage is the stock model with placeholders for the modules of other stages. Modules without parameters, and
@@ -181,7 +178,7 @@ class StagePlan:
 
     @property
     def places(self) -> dict[str, int]:
-        """Name of each layer -> its index, counted along the model."""
+        """The index of each layer name, counted along the model."""
         return {name: number for number, name in enumerate(name for stage in self.stages for name in stage.layers)}
 
     def arrives(self, stage: int) -> tuple[bool, bool]:

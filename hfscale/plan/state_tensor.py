@@ -24,7 +24,7 @@ from .parameter import ParameterPlan
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a training state."""
+    """Describe one tensor of a training state."""
 
     shape: tuple[int, ...]  # the global shape; for a tensor that is each rank's own, the weight's
     cuts: tuple[Cut, ...] = ()  # how it is cut between ranks; for scales of blocks, the weight's cuts
@@ -66,7 +66,7 @@ class StateTensor:
 
 
 def like(planned: ParameterPlan, *lead: int) -> StateTensor:
-    """Describe a tensor cut as the weight, behind the uncut dims ``lead``."""
+    """Describe a tensor cut like the weight, with uncut dims ``lead`` in front."""
     return StateTensor((*lead, *planned.shape), tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts))
 
 
@@ -90,7 +90,7 @@ def whole(*shape: int) -> StateTensor:
 
 
 def own(planned: ParameterPlan) -> StateTensor:
-    """Describe a tensor that is each rank's own, of a weight; if the weight is not cut, it is the full tensor."""
+    """Describe a tensor that each rank keeps for itself, about a weight; a full tensor if the weight is not cut."""
     return StateTensor(planned.shape, planned.cuts, own=True)
 
 

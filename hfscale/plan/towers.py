@@ -8,7 +8,7 @@ from .contents import Feature, PlanContents
 
 @dataclass(frozen=True)
 class TowersPlan(Feature):
-    """Towers and projectors around a text model, and the layers of it that read only their output (images, audio)."""
+    """Plan of towers and projectors around a text model, and of layers that read only their output (images, audio)."""
 
     text: str  # name of the text model; empty if that is the model itself
     items: tuple[str, ...]  # modules and parameters around it, its head left out, and layers

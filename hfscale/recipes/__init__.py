@@ -1,4 +1,4 @@
-"""Whole runs driven by a recipe: its schema, data, the trainer that runs it, and what a run leaves behind."""
+"""Run a recipe from start to end: its schema, data, trainer and results."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ _PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "o
 
 
 def check_installed() -> None:
-    """Refuse to go on without the packages that only recipes need, which every other module of this room imports.
+    """Raise :class:`RecipeError` if packages that only recipes need are not installed.
 
     Raises:
         ConfigError: some are missing.

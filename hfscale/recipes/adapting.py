@@ -1,4 +1,4 @@
-"""What a recipe says of adapters and quantization, as the configs of PEFT and transformers."""
+"""Convert a recipe's adapter and quantization sections to configs of PEFT and transformers."""
 
 import difflib
 import inspect

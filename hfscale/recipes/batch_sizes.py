@@ -1,4 +1,4 @@
-"""Which sequences are in which step, and on which rank: pure functions of integers."""
+"""Assign sequences to steps and ranks: pure functions of integers."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from .schema import Recipe, RecipeError
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
-    """Return how many microbatches of how many sequences each rank runs in one optimizer step.
+    """Return the number of microbatches per rank in a step, and of sequences in each.
 
     Raises:
         RecipeError: the step does not divide evenly.
@@ -32,8 +32,8 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
 
 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
-    """Return the same for a recipe. Rows that become several and stay together are divided into microbatches here, and
-    not by the pipeline.
+    """Return :func:`per_rank` for a recipe. Rows that become several texts and stay together are divided into
+    microbatches here, and not by the pipeline.
 
     Raises:
         RecipeError: the step does not divide evenly.
@@ -52,7 +52,7 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
 
 
 def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
-    """Return the sequences of each optimizer step, over all ranks: ``steps`` rows of ``batch_size``.
+    """Return the sequences of each optimizer step over all ranks: ``steps`` rows of ``batch_size``.
 
     Every epoch visits all sequences once, in an order of its own, and a step may begin in one epoch and end in the
     next.
@@ -64,8 +64,8 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
-    """Return the sequences as a loader deals them: a microbatch to each batch rank in turn, which gets the rows of a
-    step that follow each other.
+    """Return the sequences in the order of a loader that gives one microbatch to each batch rank in turn; a rank gets
+    consecutive rows of a step.
     """
     return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
@@ -73,7 +73,7 @@ def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
 ) -> Iterator[tuple[list[int], int, range]]:
-    """Return the rows that one rank evaluates: all ranks together visit every sequence once, in as many steps each.
+    """Return the rows that one rank evaluates; all ranks together visit every sequence once, in equally many steps.
 
     Yields:
         ``size`` sequences, as many as a step of training has, how many of them count (the rest fill up), and those that

@@ -1,4 +1,4 @@
-"""The model card of a run: layout, data, hyperparameters, what was measured, versions, how to load it."""
+"""Write a run's model card: layout, data, hyperparameters, measurements, versions, how to load it."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from .trainer import Outcome
 
 @dataclass(frozen=True)
 class Made:
-    """A directory of weights that a run has written.
+    """Describe a directory of weights that a run has written.
 
     Attributes:
         kind: ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one.
@@ -41,7 +41,7 @@ class Made:
 
     @property
     def directory(self) -> str:
-        """Its name in the run's."""
+        """The directory's name inside that of the run."""
         return "adapter" if self.kind == "adapter" else "checkpoint"
 
 
@@ -80,7 +80,7 @@ def make_card(
 
 
 def describe_samples(shown: Sequence[Sample]) -> str:
-    """Return the card's section of samples; nothing without samples."""
+    """Return the card's section of samples; empty without samples."""
     return _ENVIRONMENT.get_template("samples.md").render(shown=shown)
 
 

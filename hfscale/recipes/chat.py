@@ -1,4 +1,4 @@
-"""Conversations and prompts with completions, as tokens and labels."""
+"""Encode conversations, and prompts with completions, as tokens and labels."""
 
 import re
 from collections.abc import Callable
@@ -21,8 +21,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def set_chat_template(reader: Any, data: DataRecipe) -> None:
-    """Give a tokenizer, or a processor, whose templates take pictures, the template that the recipe asks for; it is
-    saved with it.
+    """Set the recipe's chat template on a tokenizer, or on a processor with pictures; it is saved with it.
 
     Raises:
         RecipeError: there is no such template, or none is asked for and the base has none.
@@ -48,7 +47,7 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
 
 
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
-    """Return the row of one conversation; the assistant's turns have labels, or all tokens.
+    """Return one conversation as a row; the assistant's turns have labels, or all tokens do.
 
     Args:
         train_on: ``completions`` or ``all``.
@@ -80,7 +79,7 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
 
 
 def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: str, where: str) -> Example:
-    """Return the row of a prompt and its completion, with an end-of-text token; labels are the completion's, or all."""
+    """Return a prompt, its completion and an end-of-text token as a row; the completion, or everything, has labels."""
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RecipeError(
             f"{where} has a prompt or a completion that is no text: correct the data, or change data.prompt_column and "
@@ -90,9 +89,9 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, train_on: st
     ids = tokenizer(prompt + completion, verbose=False)["input_ids"]
     if train_on == "completions" and ids[: len(before)] != before:
         raise RecipeError(
-            f"{where}: the prompt's last token changes when the completion is put behind it, so a model that is given "
-            "the prompt would never see what it was trained on: begin completions with the space that prompts end "
-            "with, or use data.train_on=all"
+            f"{where}: the prompt's last token changes when the completion follows it, so training and generation "
+            "would see different prompts: begin completions with the space that prompts end with, or use "
+            "data.train_on=all"
         )
     ids = [*ids, tokenizer.eos_token_id]
     return Example(ids, list(ids) if train_on == "all" else [IGNORED] * len(before) + ids[len(before) :])
@@ -123,7 +122,7 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
 
 
 def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]) -> list[int]:
-    """Return labels of what each turn of the assistant adds to the rendering before it, its heading left out.
+    """Return labels for the tokens that each assistant turn adds to the rendering before it, without its heading.
 
     Args:
         ids: the tokens of the whole conversation.
@@ -139,9 +138,9 @@ def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], l
         before, until = rendered(index, True), rendered(index + 1, False)
         if until[: len(before)] != before or ids[: len(until)] != until:
             raise ValueError(
-                f"where the assistant's turn (message {index}) begins or ends cannot be found, since the chat template "
-                "renders the messages up to there to other tokens than those that the whole conversation begins with: "
-                "give data.chat_template a template with {% generation %} markers, or use data.train_on=all"
+                f"the assistant's turn (message {index}) cannot be located, since the chat template renders the "
+                "messages up to there to other tokens than the whole conversation begins with: give "
+                "data.chat_template a template with {% generation %} markers, or use data.train_on=all"
             )
         labels[len(before) : len(until)] = ids[len(before) : len(until)]
     return labels

@@ -1,4 +1,4 @@
-"""What of a recipe is impossible in itself, refused as it is read."""
+"""Refuse invalid recipe values when the recipe is read."""
 
 import re
 from dataclasses import fields
@@ -13,7 +13,7 @@ STEPS_BEFORE_PROFILE = 2
 
 
 def check_values(recipe: Recipe) -> None:
-    """Raise a :class:`RecipeError` for the first value that is impossible in itself."""
+    """Raise a :class:`RecipeError` for the first invalid value."""
     data, training = recipe.data, recipe.training
     for section in ("data", "training"):
         _check_declared(section, getattr(recipe, section))
@@ -22,11 +22,11 @@ def check_values(recipe: Recipe) -> None:
     _check_weights(recipe)
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
-            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: it is a "
-            "share of the documents, between 0 and 1"
+            f"data.validation_fraction={data.validation_fraction} leaves nothing to validate or to train on: use a "
+            "share of the documents between 0 and 1"
         )
     if not 0 <= training.warmup_ratio < 1:
-        raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is impossible: use at least 0 and below 1")
+        raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1")
     if recipe.memory.get("offload_optimizer"):
         from ..plan.offload import refuse_aside  # which imports torch
 
@@ -36,7 +36,7 @@ def check_values(recipe: Recipe) -> None:
 
 
 def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
-    """Check the values of a section by what its fields declare."""
+    """Check a section's values against the limits that its fields declare."""
     for each in fields(values):
         name, value, asked = f"{section}.{each.name}", getattr(values, each.name), each.metadata
         if value is None:
@@ -44,13 +44,13 @@ def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
         if "choices" in asked and value not in asked["choices"]:
             raise RecipeError(f"{name}={value!r} is not known: use {' or '.join(asked['choices'])}")
         if "least" in asked and value < asked["least"]:
-            raise RecipeError(f"{name}={value} is impossible: use a whole number of at least {asked['least']}")
+            raise RecipeError(f"{name}={value} is invalid: use a whole number of at least {asked['least']}")
         if "above" in asked and not value > asked["above"]:
-            raise RecipeError(f"{name}={value} is impossible: use more than {asked['above']:g}")
+            raise RecipeError(f"{name}={value} is invalid: use more than {asked['above']:g}")
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """``"3 steps"`` -> 3.
+    """Parse the number of steps to profile: ``"3 steps"`` -> 3.
 
     Args:
         steps: of the run.
@@ -64,7 +64,7 @@ def steps_to_profile(asked: str, steps: int) -> int:
     most = max(steps - STEPS_BEFORE_PROFILE, 0)
     if int(found[1]) > most:
         raise RecipeError(
-            f"profile={asked!r} begins behind the first {STEPS_BEFORE_PROFILE} steps, and training.steps={steps}: "
+            f"profile={asked!r} starts after the first {STEPS_BEFORE_PROFILE} steps, and training.steps={steps}: "
             f"use at most {most}, or more training.steps"
         )
     return int(found[1])
@@ -82,21 +82,21 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
         )
     if data.images_column is not None and (data.format != "chat" or data.packing):
         raise RecipeError(
-            f"data.images_column={data.images_column!r} is for conversations, a row each: use data.format=chat, and "
+            f"data.images_column={data.images_column!r} needs conversations, one per row: use data.format=chat, and "
             "leave out data.packing"
         )
     cannot_write = data.format in ("pairs", "classes")
     if data.samples and (cannot_write or hfscale.ParallelConfig(**recipe.parallel).is_pipelined):
         raise RecipeError(
-            f"data.samples={data.samples} is for models that write, and for layouts without stages, where they can "
-            "generate: set data.samples=0"
+            f"data.samples={data.samples} needs a model that generates text, and a layout without stages: set "
+            "data.samples=0"
         )
     if data.packing and data.format in ("pairs", "classes"):
         raise RecipeError(f"data.packing=true does not go with data.format={data.format}, whose texts have a row each")
     if (data.format == "classes") != bool(data.classes):
         raise RecipeError(
-            f"data.format={data.format} with data.classes={data.classes}: classes are named where, and only where, "
-            "texts are classified (data.format=classes data.classes=[negative,positive])"
+            f"data.format={data.format} with data.classes={data.classes}: data.classes and data.format=classes need "
+            "each other (data.format=classes data.classes=[negative,positive])"
         )
 
 
@@ -127,8 +127,8 @@ def _check_adapter(adapter: dict[str, Any]) -> None:
         others = [name for name in adapter if name != "path"]
         if others:
             raise RecipeError(
-                f"adapter.path={adapter['path']!r} goes on with a saved adapter, whose config is saved with it: leave "
-                f"out {', '.join(f'adapter.{name}' for name in others)}"
+                f"adapter.path={adapter['path']!r} continues a saved adapter, which has its own config: leave out "
+                f"{', '.join(f'adapter.{name}' for name in others)}"
             )
     elif adapter.get("method") not in METHODS:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Where data comes from: documents of a source, each to train on or to validate on, the same on every machine."""
+"""Read the documents of a data source, and split them into training and validation equally on every machine."""
 
 import json
 import sysconfig
@@ -21,14 +21,14 @@ _NOT_LIBRARY = {
 
 
 class Document(NamedTuple):
-    """The columns of a record, and a name for it that does not depend on the machine."""
+    """Hold the columns of a record, and a name for it that is the same on every machine."""
 
     name: str
     columns: dict[str, Any]
 
 
 def is_for_validation(name: str, fraction: float) -> bool:
-    """Return whether a document is kept for validation: by its name alone, so that every run agrees."""
+    """Return whether a document is for validation: decided by its name, so that every run agrees."""
     return zlib.crc32(name.encode()) / 2**32 < fraction
 
 
@@ -39,7 +39,7 @@ def is_wanted(name: str, include: list[str], exclude: list[str]) -> bool:
 
 
 def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
-    """Return the documents to train on and those to validate on, in an order that does not depend on the machine.
+    """Return the training and the validation documents, in an order that is the same on every machine.
 
     Raises:
         RecipeError: the source is not there, has nothing to train or to validate on, or lacks the recipe's columns.
@@ -98,7 +98,7 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
 
 
 def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
-    """Return the records of a JSONL file; a text file whole, or split at blank lines. Nothing if it is not text.
+    """Return the records of a JSONL file, or a text file as one document or split at blank lines; none if not text.
 
     Only records have the columns of the formats other than text; other files are passed over.
     """
@@ -142,7 +142,7 @@ def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[D
 
 
 def needed_columns(data: DataRecipe) -> dict[str, str]:
-    """Field of the recipe -> the column that it names, for those that ``data.format`` reads."""
+    """Map the recipe's fields that ``data.format`` reads to the columns they name."""
     if data.images_column is not None:
         return {"messages_column": data.messages_column, "images_column": data.images_column}
     return {field: getattr(data, field) for field in FORMATS[data.format]}
@@ -159,8 +159,8 @@ def _hub(data: DataRecipe) -> Iterator[Document]:
         dataset = load_dataset(data.source, data.subset, split=data.split)
     except Exception as error:  # whatever the Hub, the network or the data set's own loader raises
         raise RecipeError(
-            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor a file or directory here, nor a "
-            f"data set that the Hub gave ({type(error).__name__}: {error}): correct data.source, data.subset or "
+            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor a file or directory here, nor "
+            f"a data set on the Hub ({type(error).__name__}: {error}): correct data.source, data.subset or "
             "data.split"
         ) from error
     _check_columns(data.source, dataset.column_names, data)

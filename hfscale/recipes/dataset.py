@@ -1,4 +1,4 @@
-"""From documents to rows of tokens on disk, and the tokenizer that pretraining trains for itself."""
+"""Tokenize documents into rows on disk, and train the tokenizer for pretraining."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def pack(documents: Iterable[list[int]], end: int, length: int) -> np.ndarray:
-    """Documents one after the other, ``end`` after each, cut into rows of ``length``; an incomplete row is dropped."""
+    """Concatenate documents, each followed by ``end``, and cut them into rows of ``length``; drop an incomplete row."""
     pieces = [np.asarray([*tokens, end], dtype=np.int32) for tokens in documents]
     stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
     rows = len(stream) // length
@@ -53,7 +53,7 @@ def pack(documents: Iterable[list[int]], end: int, length: int) -> np.ndarray:
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Nats per token of a text under its own distribution of tokens: what knowing only frequencies achieves."""
+    """Return the entropy of a text's token frequencies, in nats per token: the loss of knowing only frequencies."""
     counts = np.bincount(np.asarray(tokens).reshape(-1))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -62,7 +62,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 def prepare(
     data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path
 ) -> tuple[Any, Dataset, Dataset, float]:
-    """Tokenized data on disk, written by rank 0 and read by all; call it on every rank, on a file system they share.
+    """Write tokenized data on rank 0 and read it on all ranks; call it on every rank, on a shared file system.
 
     Args:
         tokenizer: of a base, or its processor; ``None`` to train one, of ``vocab_size``, on the texts to train on.
@@ -155,7 +155,7 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
 
 
 def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:
-    """Tokens and labels of every document, as its format has them; text in pieces that fit into a row."""
+    """Return tokens and labels of every document by its format; text is split into pieces that fit into a row."""
     if data.format == "text":
         ended = [[*tokens, tokenizer.eos_token_id] for tokens in _tokenized(tokenizer, documents, data)]
         length = data.sequence_length

@@ -1,4 +1,4 @@
-"""Questions about functions of Python modules, answered by their docstrings."""
+"""Make question-answer pairs from the docstrings of Python modules."""
 
 import ast
 import random
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """Name, question and answer for every public function and method of a module that has a docstring.
+    """Yield name, question and answer for each public function and method with a docstring in a module.
 
     The answer is the docstring's first paragraph.
 
@@ -33,7 +33,7 @@ def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def disordered(text: str) -> str:
-    """Return the words of a text in another order, always the same: the rejected text of a pair."""
+    """Return the words of a text in another, fixed order: the rejected text of a pair."""
     words = text.split()
     random.Random(text).shuffle(words)
     return " ".join(words)

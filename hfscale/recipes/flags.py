@@ -1,4 +1,4 @@
-"""What command lines of recipes have in common."""
+"""Share command-line flags between the commands that run recipes."""
 
 import argparse
 import math
@@ -7,7 +7,7 @@ from ..config.memory import byte_count
 
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:
-    """``--max-memory[=SIZE]``, infinite without a number."""
+    """Add ``--max-memory[=SIZE]``, infinite without a number."""
     parser.add_argument(
         "--max-memory",
         nargs="?",
@@ -19,7 +19,7 @@ def add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_limit_flags(limit: float | None) -> list[str]:
-    """Return the flags that pass ``limit`` on to another command line."""
+    """Return the flags that pass ``limit`` to another command line."""
     if limit is None:
         return []
     return (
@@ -35,7 +35,6 @@ def _gibibytes(text: str) -> float:
     if not found:
         # Where the flag stands before an override, the parser takes that for its number.
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone behind "
-            "everything else"
+            f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone at the end"
         )
     return found / 2**30

@@ -1,4 +1,4 @@
-"""Job files of clusters that run a recipe: the launch line once per node, told which node it is on."""
+"""Write cluster job files that run a recipe: one launch line per node, with the node's rank."""
 
 import re
 import shlex
@@ -37,7 +37,7 @@ def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments
 
 
 def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:
-    """Return the launch line; ``rank`` and ``address`` are left for the shell."""
+    """Return the launch line, in which the shell fills in ``rank`` and ``address``."""
     if nodes == 1:
         return f"accelerate launch {shlex.join(options)}"
     own = options.index("-m")

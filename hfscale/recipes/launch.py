@@ -1,4 +1,4 @@
-"""The layout of a run, and the processes that it needs, started through ``accelerate launch``."""
+"""Choose the layout of a run, and start the processes it needs through ``accelerate launch``."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ def is_launched() -> bool:
 
 
 def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that imports torch
-    """Return the recipe's layout; under a launcher, the first of it and its fallbacks that the processes fit.
+    """Return the recipe's layout; under a launcher, the first of it and its fallbacks that fits the processes.
 
     Raises:
         MeshError: none of several does.
@@ -27,7 +27,7 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that import
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of ``accelerate launch`` that run ``hfscale train`` with ``arguments`` in so many processes.
+    """Return the arguments of ``accelerate launch`` to run ``hfscale train`` with ``arguments`` in ``processes`` ranks.
 
     They talk over gloo where there are no GPUs. Port 0: any free one. The rest are Accelerate's defaults, said aloud,
     so that it does not list them.
@@ -38,7 +38,7 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``hfscale train`` with ``arguments`` in so many processes of this machine; returns the exit code.
+    """Run ``hfscale train`` with ``arguments`` in ``processes`` processes of this machine; return the exit code.
 
     A rank that fails has said why: the launcher's own report, with its traceback, is left out.
 
@@ -79,7 +79,7 @@ def _check_devices(processes: int, gpus: int) -> None:
 
 
 def _ended(rank: int, code: int) -> int:
-    """Return the exit code of the rank that failed first, and print a line if that rank could not print its error."""
+    """Return the exit code of the first rank to fail; print a line if that rank could not print its error."""
     if code < 0:
         name = signal.Signals(-code).name
         why = " (often: out of memory)" if -code == signal.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""The processes of one run: who writes, waiting for each other, and how a run that cannot go on says so."""
+"""Coordinate the processes of a run: the one that writes, waiting for it, and reporting errors."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ def is_main() -> bool:
 
 
 def on_main(work: Callable[[], None]) -> None:
-    """Do ``work`` on the main process while the others wait; a :class:`RecipeError` there is raised on all."""
+    """Call ``work`` on the main process while the others wait; raise its :class:`RecipeError` on all."""
     failure: list[str | None] = [None]
     if is_main():
         try:
@@ -47,7 +47,7 @@ def on_main(work: Callable[[], None]) -> None:
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all processes: as objects, which any backend takes to where it can."""
+    """Return the values of all processes, gathered as objects, which every backend supports."""
     every = [value]
     if dist.is_initialized():
         every *= dist.get_world_size()
@@ -56,14 +56,14 @@ def gathered(value: T) -> list[T]:
 
 
 def peak_memory() -> int:
-    """Bytes at the peak, of the process with most: GPU memory on GPUs, resident memory on CPU. Call on every rank."""
+    """Return the largest process's peak memory in bytes (GPU memory, else resident memory). Call it on every rank."""
     own = accelerators().max_memory_allocated() if accelerators().is_available() else 0
     unit = 1 if sys.platform == "darwin" else 1024
     return int(max(gathered(own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)))
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; an error that the user can mend ends the process with its message alone, others with a traceback.
+    """Call ``main``; print a :class:`RecipeError` as a message without a traceback, other errors with one.
 
     Usually all ranks fail alike: each gives those before it time to say it, after which the launcher ends them. What
     only a later one has met is said by that one.

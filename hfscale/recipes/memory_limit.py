@@ -1,4 +1,4 @@
-"""What memory a rank will need: said before training, and once more beside what was measured."""
+"""Predict the memory of a rank before training, and compare it with the measurement afterwards."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
-    """Print what the rank with most will hold while it trains, by kind; call it on every rank.
+    """Print the predicted memory of the largest rank by kind; call it on every rank.
 
     Args:
         limit: more GiB than this are too many; ``None`` makes no estimate.
@@ -55,7 +55,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
 
 
 def beside(expected: Any, outcome: Any) -> str:
-    """Return a line with the prediction and the measured peak."""
+    """Return a line with the predicted and the measured peak."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
     if not accelerators().is_available():  # what the system counts, with Python and its libraries
         measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"

@@ -1,4 +1,4 @@
-"""Put tokenized examples into rows: several to a row with borders between them, or one to a row."""
+"""Put tokenized examples into rows: several per row, separated by their positions, or one per row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,14 +11,14 @@ Columns = dict[str, list[np.ndarray]]
 
 
 class Example(NamedTuple):
-    """Tokens, and for each the label: itself, or :data:`IGNORED` where it does not count in the loss."""
+    """Hold an example's tokens and labels: the token itself, or :data:`IGNORED` if it does not count in the loss."""
 
     input_ids: list[int]
     labels: list[int]
 
 
 def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, int]:
-    """Examples of at most ``length`` tokens, those without any label left out.
+    """Cut examples to ``length`` tokens, and drop those left without a label.
 
     Nothing predicts an example's first token, so its label is ignored: also behind another example in the same row.
 
@@ -36,7 +36,7 @@ def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, i
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Share examples, of at most ``capacity`` tokens, out to rows: each goes to the first row that has room for it.
+    """Assign examples of at most ``capacity`` tokens to rows: each goes to the first row with enough room.
 
     Returns:
         per row, the numbers of its examples.
@@ -59,7 +59,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def packed_rows(examples: Sequence[Example], length: int) -> Columns:
-    """Rows of whole examples, at most ``length`` tokens each, whose positions restart at every example.
+    """Pack whole examples into rows of at most ``length`` tokens; positions restart at every example.
 
     Given such positions and no attention mask, transformers keeps attention within the examples.
     """

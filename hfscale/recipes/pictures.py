@@ -1,4 +1,4 @@
-"""Conversations with pictures: made into tokens by the processor of the base, which knows what pictures become."""
+"""Encode conversations with pictures by the base's processor, which replaces pictures by tokens."""
 
 import io
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def opened(image: bytes) -> Image.Image:
 
 
 def _labels(processor: Any, messages: Any, text: str, images: list[Any], train_on: str) -> list[int]:
-    """Return the tokens of the assistant's turns, or all; found by what a turn adds to the rendering before it."""
+    """Return the labels of the assistant's turns, or all; a turn is the text added to the rendering before it."""
 
     def tokens(text: str, images: list[Any]) -> list[int]:
         return [int(token) for token in processed(processor, [text], [images])["input_ids"][0]]
@@ -110,7 +110,7 @@ def _parts(messages: Sequence[Any]) -> list[Any]:
 
 
 def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
-    """Return a picture's bytes: of a path beside the records, or as a data set on the Hub stores it."""
+    """Return a picture's bytes: from a path beside the records, or as Hub data sets store it."""
     if isinstance(image, str):
         source = Path(data.source)
         path = (source if source.is_dir() else source.parent) / image
@@ -125,14 +125,14 @@ def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
 
 
 class PictureRows(Rows):
-    """Conversations with pictures; each microbatch is made by the processor, of its own texts and pictures."""
+    """Provide rows of conversations with pictures; the processor encodes each microbatch."""
 
     def __init__(self, data: Dataset, processor: Any) -> None:
         super().__init__(data)
         self._processor = processor
 
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
-        """See :meth:`Rows.step`."""
+        """Return the microbatches of a step; see :meth:`Rows.step`."""
         number = len(rows) if counted is None else counted
         starts = range(0, len(rows), size)
         return [self._microbatch(rows[start : start + size], number - start) for start in starts]
@@ -144,8 +144,8 @@ class PictureRows(Rows):
         labels = pad_sequence(list(columns["labels"]), batch_first=True, padding_value=IGNORED)
         if labels.shape != batch["input_ids"].shape:
             raise RecipeError(
-                f"the processor made {tuple(batch['input_ids'].shape)} tokens of pictures and texts, and "
-                f"{tuple(labels.shape)} of each by itself: use training.microbatch_size=1"
+                f"the processor makes {tuple(batch['input_ids'].shape)} tokens of a microbatch, and "
+                f"{tuple(labels.shape)} of its conversations one by one: use training.microbatch_size=1"
             )
         labels[max(counted, 0) :] = IGNORED
         return {**batch, "labels": labels.to(torch.long)}

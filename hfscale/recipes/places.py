@@ -1,4 +1,4 @@
-"""What a run starts from and writes to, checked before anything is loaded."""
+"""Check the paths that a run reads and writes, before anything is loaded."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +9,7 @@ from .schema import FinetuneRecipe, Recipe, RecipeError
 
 
 def check_places(recipe: Recipe) -> None:
-    """Refuse a base that is not a checkpoint, and a base, an adapter or a run that this one would replace."""
+    """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
     _check_earlier_run(recipe)
@@ -34,13 +34,13 @@ def _check_base(recipe: FinetuneRecipe) -> None:
     for key, (path, written) in starts.items():
         if path is not None and Path(path).resolve() == (recipe.directory / written).resolve():
             raise RecipeError(
-                f"{key}={path!r} is where name={recipe.name!r} will be written: choose another name, so that the "
+                f"{key}={path!r} would be overwritten by name={recipe.name!r}: choose another name, so that the "
                 f"{written} to start from is kept"
             )
 
 
 def _check_earlier_run(recipe: Recipe) -> None:
-    """Refuse to lose an earlier run of this name, and to go on with one that was another."""
+    """Refuse to overwrite an earlier run of this name, or to resume one with another recipe."""
     directory = recipe.directory
     if recipe.saved_state is not None:
         _check_same(recipe)
@@ -58,8 +58,8 @@ def _check_earlier_run(recipe: Recipe) -> None:
         if restarted() and found == ["metrics.jsonl"]:  # of this job, which came to no save
             return
         raise RecipeError(
-            f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to go on from (of a run "
-            "with training.save_every): choose another name, or replace what is there with replace=true"
+            f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to resume from "
+            "(training.save_every writes them): choose another name, or replace what is there with replace=true"
         )
     go_on = "go on with it (training.resume=true), " if "state" in found else ""
     raise RecipeError(
@@ -68,7 +68,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
 
 def _check_same(recipe: Recipe) -> None:
-    """Refuse to continue a saved state by another recipe; intervals of logs, evaluations and saves may change.
+    """Refuse to resume a saved state with another recipe; intervals of logs, evaluations and saves may change.
 
     What its layout was, the state itself says.
     """
@@ -77,13 +77,13 @@ def _check_same(recipe: Recipe) -> None:
     for key in sorted({*now, *then}):
         if now.get(key) != then.get(key):
             raise RecipeError(
-                f"{recipe.saved_state} is of a run with {key}={then.get(key)}, and the recipe says {now.get(key)}: "
-                f"give it as it was ({path}) to go on, or choose another name"
+                f"{recipe.saved_state} was saved with {key}={then.get(key)}, and the recipe has {now.get(key)}: use "
+                f"the saved value ({path}) to resume, or choose another name"
             )
 
 
 def _decisive(recipe: Recipe) -> dict[str, object]:
-    """Key -> value, of those that decide what is computed."""
+    """Return the recipe's keys and values that decide what is computed."""
     free = {"name", "replace", "parallel", "fallbacks", "save_check"}
     free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "resume", "watchdog")}
     flat: dict[str, object] = {}

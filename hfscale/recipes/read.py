@@ -23,7 +23,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
 def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyRecipe, float | None]:
-    """Read ``--config FILE key=value ... --max-memory=GIB``; the second is infinite without a number."""
+    """Parse ``--config FILE key=value ... --max-memory=GIB``; return recipe and limit, infinite without a number."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="a recipe: a path, or a name that hfscale train --list shows")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
@@ -33,7 +33,7 @@ def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyReci
 
 
 def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:
-    """Return the recipe: fine-tuning if it names a base, pretraining if it describes a model.
+    """Return the recipe: fine-tuning if it has a base, pretraining if it has a model section.
 
     Args:
         recipe: a path, or the name of one that comes with hfscale.
@@ -51,12 +51,12 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRe
     if "model" in given:
         return load_recipe(PretrainRecipe, path, overrides)
     raise RecipeError(
-        f"{path} does not say what to train: add base (a checkpoint to fine-tune) or model (of which sizes to pretrain)"
+        f"{path} does not say what to train: add base (a checkpoint to fine-tune) or model (the sizes to pretrain)"
     )
 
 
 def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read the recipe at ``path``, or of this name, with ``overrides`` (``"training.steps=20"``) on top.
+    """Load the recipe at a path or of a shipped name, with ``overrides`` (``"training.steps=20"``) applied.
 
     Raises:
         RecipeError: no such file, a misspelt key, a value of the wrong type or out of range, a key left out.
@@ -80,7 +80,7 @@ def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[s
 
 
 def shipped_recipes() -> dict[str, str]:
-    """Name -> what it is, as its file begins."""
+    """Map the names of shipped recipes to their descriptions, the first lines of their files."""
     return {path.stem: _summary(path) for path in sorted(LIBRARY.glob("*.yaml"))}
 
 

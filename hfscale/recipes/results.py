@@ -1,4 +1,4 @@
-"""What a run leaves behind when training has ended."""
+"""Write the results of a run when training has ended."""
 
 import shutil
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def finish(
     expected: Any = None,
     shown: Sequence[Sample] = (),
 ) -> None:
-    """Write the weights with tokenizer and card, ``loss.png``, ``recipe.yaml``; of a mixture, ``experts.png``.
+    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``.
 
     The weights are in ``checkpoint/``, or in ``adapter/`` where an adapter was trained; merged as well in the former
     where the recipe says so. Call it on every rank.

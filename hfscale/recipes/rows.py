@@ -1,4 +1,4 @@
-"""Rows of a data set, as the arguments of a forward pass."""
+"""Turn data set rows into the arguments of a forward pass."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,7 +20,7 @@ _PADDING = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "position_id
 
 
 class Rows:
-    """Rows to train or to evaluate on, of whatever format, from a data set whose format is torch's.
+    """Provide training or evaluation rows of any format, from a data set in torch format.
 
     ``labels`` are missing where they are the same as ``input_ids``. In packed rows, which have ``position_ids``, each
     padding token is an example of its own, without a label.
@@ -50,8 +50,8 @@ class Rows:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Return how many labels of each row count in a loss: of a text that is scored whole, one; of others those of
-        all tokens but the first, which nothing predicts.
+        """Return how many labels of each row count in the loss: one for a text scored as a whole, else all but the
+        first token's.
         """
         if "labels" in self._data.column_names:
             return np.array([int((row[1:] != IGNORED).sum()) for row in self._data.with_format("numpy")["labels"]])
@@ -85,7 +85,7 @@ class Rows:
         return divided(batch, self.texts * size)
 
     def _filled(self, texts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return texts that are scored whole, filled up to one length, with the mask of their tokens."""
+        """Pad texts that are scored as a whole to one length; return them with their attention mask."""
         masks = [torch.ones_like(text) for text in texts]
         return {
             "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=self._padding),
@@ -94,7 +94,7 @@ class Rows:
 
 
 class PairRows(Rows):
-    """Pairs; a batch has the preferred text and the other of each in turn, filled up to one length.
+    """Provide pairs: a batch alternates each pair's preferred and rejected text, padded to one length.
 
     ``counted`` says, for either text, whether its pair counts in the loss; the model does not take it.
     """
@@ -102,23 +102,23 @@ class PairRows(Rows):
     texts = 2
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """See :meth:`Rows.batch`."""
+        """Return a batch of pairs; see :meth:`Rows.batch`."""
         columns: dict[str, Any] = self._data[rows]
         texts = [text for pair in zip(columns["chosen"], columns["rejected"], strict=True) for text in pair]
         return {**self._filled(texts), "counted": torch.ones(len(texts), dtype=torch.bool)}
 
 
 class ClassRows(Rows):
-    """Texts with a class each, filled up to one length."""
+    """Provide texts with one class each, padded to one length."""
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """See :meth:`Rows.batch`."""
+        """Return a batch of texts with classes; see :meth:`Rows.batch`."""
         columns: dict[str, Any] = self._data[rows]
         return {**self._filled(columns["input_ids"]), "labels": columns["label"].clone()}
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Return the microbatches of a step, ``size`` rows each.
+    """Split a step into microbatches of ``size`` rows each.
 
     They have one length, since a pipeline may cut the step anew, or recompute layers of several at a time.
     """

@@ -1,4 +1,4 @@
-"""Carry out a recipe: the whole way from its model or its base to what the run leaves behind."""
+"""Run a recipe from its model or base to its results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def start(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Carry out a recipe in the only process, or as a rank of a launcher's.
+    """Run a recipe in the only process, or as a rank of a launcher's.
 
     Args:
         limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
@@ -40,7 +40,7 @@ def start(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 
 def start_rank(read: Callable[[], AnyRecipe], limit: float | None = None) -> None:
-    """Do the same as a process of a launcher's: an error that the user can mend ends it, with its message alone."""
+    """Run :func:`start` as a launcher's process; a :class:`RecipeError` ends it with the message alone."""
     run_or_explain(lambda: start(read(), limit))
 
 
@@ -70,14 +70,14 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
-    """Return what a recipe asks of a model, or of its plan, beside the layout."""
+    """Return the model options in a recipe, other than the layout."""
     precision = recipe.training.mixed_precision
     return {"mixed_precision": precision, **recipe.sections(precision)}
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model, and its tokenizer or processor: of random weights, which have none yet, or of a
-    checkpoint, in the recipe's type whatever the checkpoint has.
+    """Return the sharded model and its tokenizer or processor: with random weights and none, or from a checkpoint, in
+    the recipe's dtype.
     """
     built: dict[str, Any] = {"parallel": layout, "seed": recipe.seed, **options_of(recipe)}
     built["use_liger_kernel"] = recipe.training.use_liger_kernel

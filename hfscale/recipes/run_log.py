@@ -1,4 +1,4 @@
-"""What a run writes while it trains, and the figure of its losses."""
+"""Write a run's metrics during training, and plot its losses."""
 
 import csv
 import json
@@ -25,8 +25,8 @@ _KINDS = ("loss", "validation_loss", "merged_validation_loss")
 
 
 class RunLog(TrainerCallback):
-    """Writes ``metrics.jsonl``, and ``metrics.csv`` where it is asked for, on the main process; and what a new run
-    begins with: ``recipe.yaml``, and nothing of an earlier run.
+    """Write ``metrics.jsonl`` (and ``metrics.csv`` if requested) on the main process; a new run first writes
+    ``recipe.yaml`` and removes files of an earlier run.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -41,7 +41,7 @@ class RunLog(TrainerCallback):
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forget what a run that goes on wrote behind its saved state."""
+        """Remove metrics that a resumed run wrote after its saved state."""
         if not is_main():
             return
         for path in filter(Path.is_file, (self.path, self.experts)):
@@ -49,7 +49,7 @@ class RunLog(TrainerCallback):
             path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write a line."""
+        """Append a line of metrics."""
         record = {"step": state.global_step, **state.log_history[-1]}
         if is_main() and any(kind in record for kind in _KINDS):
             record.pop("epoch", None)
@@ -57,7 +57,7 @@ class RunLog(TrainerCallback):
                 stream.write(json.dumps(record) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the table so far: a row for each step that has numbers, and a column for each kind of number."""
+        """Write the metrics so far as a table: one row per step, one column per metric."""
         if not is_main() or not self._csv:
             return
         rows: dict[int, dict[str, Any]] = {}
@@ -71,7 +71,7 @@ class RunLog(TrainerCallback):
 
 
 class Profile(TrainerCallback):
-    """Records some steps, behind the first two, and writes ``rank-N.json``, which Perfetto and TensorBoard open."""
+    """Profile some steps after the first two; write ``rank-N.json``, which Perfetto and TensorBoard open."""
 
     def __init__(self, recipe: Recipe) -> None:
         steps = steps_to_profile(recipe.profile, recipe.training.steps)
@@ -81,15 +81,15 @@ class Profile(TrainerCallback):
         self._profiler: Any = torch.profiler.profile(activities=kinds, schedule=plan, on_trace_ready=self._write)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Begin."""
+        """Start the profiler."""
         self._profiler.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Go on to the next step."""
+        """Advance the profiler by a step."""
         self._profiler.step()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write what is left."""
+        """Write the rest of the profile."""
         self._profiler.stop()
 
     def _write(self, profiler: Any) -> None:
@@ -98,7 +98,7 @@ class Profile(TrainerCallback):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse what could not be tracked, before anything is loaded.
+    """Refuse unknown or missing trackers before anything is loaded.
 
     Raises:
         RecipeError: a name is unknown, or its package is not installed.
@@ -118,7 +118,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def plot_losses(metrics: Path, target: Path, title: str, task: Task) -> None:
-    """Draw training and validation loss over the steps, and the task's baseline as the line to get under."""
+    """Plot training and validation loss over the steps, with the task's baseline as a line."""
     training, evaluation = read_metrics(metrics)
     baseline = evaluation[-1][task.baseline_key]
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")

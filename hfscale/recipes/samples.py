@@ -1,4 +1,4 @@
-"""What the model says before and after training, to questions about pictures or behind texts: for the card of a run."""
+"""Generate answers before and after training, to questions about pictures or as continuations, for the model card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _PROMPT = 32  # tokens of a text that has labels from its beginning
 
 
 class Sample(NamedTuple):
-    """A picture, or none, what is asked about it, or stands there, what is wanted, and what the model says."""
+    """Hold a prompt (with a picture, if any), the expected answer, and the model's answers."""
 
     picture: bytes
     question: str
@@ -26,12 +26,12 @@ class Sample(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer after training is the expected one."""
+        """Return whether the answer after training is the expected one."""
         return self.after == self.wanted
 
     @property
     def was_right(self) -> bool:
-        """Whether the answer before training was."""
+        """Return whether the answer before training was."""
         return self.before == self.wanted
 
 
@@ -60,7 +60,7 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
 
 
 def samples(reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
-    """Return the answers beside their prompts and the expected texts."""
+    """Return the model's answers with their prompts and the expected texts."""
     found = []
     for row, *said in zip(data.select(range(len(before))), before, after, strict=True):
         if "images" in row:
@@ -83,7 +83,7 @@ def _parts(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _first(found: Tensor) -> int:
-    """Return the index of the first one, or the length if there is none."""
+    """Return the index of the first true entry, or the length if there is none."""
     return int(found.int().argmax()) if found.any() else len(found)
 
 
@@ -92,7 +92,7 @@ def _text(reader: Any, tokens: Tensor) -> str:
 
 
 def write_pictures(shown: Sequence[Sample], directory: Path) -> None:
-    """Put the pictures beside a card."""
+    """Write the pictures beside a card."""
     for index, sample in enumerate(shown):
         if sample.picture:
             opened(sample.picture).save(directory / f"sample-{index}.png")

@@ -1,4 +1,4 @@
-"""The schema of a recipe: everything a run can be asked to do, and its defaults."""
+"""Define the schema of a recipe: all of its settings and their defaults."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +31,12 @@ POSITIVE: dict[str, Any] = {"above": 0.0}
 
 
 class RecipeError(HFScaleError):
-    """A recipe asks for something that cannot be done: says what was asked, what was found and what to do."""
+    """Raised if a recipe asks for something that cannot be done; says what was asked, what was found and what to do."""
 
 
 @dataclass
 class DataRecipe:
-    """What to train on.
+    """Describe the data to train on.
 
     Attributes:
         source: ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its
@@ -98,25 +98,25 @@ class DataRecipe:
 
     @property
     def is_stream(self) -> bool:
-        """Whether rows are cut from one stream of text."""
+        """Return whether rows are cut from one stream of text."""
         return self.format == "text" and self.packing is None
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows hold several examples with borders between them."""
+        """Return whether rows hold several examples, separated by their positions."""
         if self.packing is not None or self.images_column is not None:
             return bool(self.packing)
         return self.format in ("chat", "completion")
 
     @property
     def is_whole(self) -> bool:
-        """Whether a microbatch is not to be cut between any two of its rows: pairs, and texts with their pictures."""
+        """Return whether rows of a microbatch must stay together: pairs, and texts with their pictures."""
         return self.format == "pairs" or self.images_column is not None
 
 
 @dataclass
 class TrainingRecipe:
-    """How to train.
+    """Describe how to train.
 
     Attributes:
         steps: optimizer steps.
@@ -169,7 +169,7 @@ class TrainingRecipe:
 
 @dataclass
 class ModelRecipe:
-    """The model that pretraining starts; names are those of its config.
+    """Describe the model that pretraining starts; names are those of its config.
 
     Attributes:
         family: ``model_type`` of a decoder of transformers.
@@ -190,7 +190,7 @@ class ModelRecipe:
 
 @dataclass
 class Recipe(OptionSections):
-    """What pretraining and fine-tuning have in common, besides the sections of :class:`OptionSections`.
+    """Hold the settings that pretraining and fine-tuning share, other than the sections of :class:`OptionSections`.
 
     Attributes:
         name: results go to ``runs/<name>``.
@@ -219,7 +219,7 @@ class Recipe(OptionSections):
 
     @property
     def directory(self) -> Path:
-        """Where this run's results go."""
+        """The directory of this run's results."""
         return Path("runs") / self.name
 
     @property
@@ -229,30 +229,30 @@ class Recipe(OptionSections):
 
     @property
     def expert_loads(self) -> Path:
-        """The file of the loads of a mixture's experts."""
+        """The file of a mixture's expert loads."""
         return self.directory / "experts.jsonl"
 
     @property
     def saved_state(self) -> Path | None:
-        """What the run goes on from; ``None`` where it begins."""
+        """The state that the run resumes from; ``None`` for a new run."""
         return self.directory / "state" if self.training.resume and self.has_state else None
 
     @property
     def has_state(self) -> bool:
-        """Whether there are checkpoints of a run of this name."""
+        """Return whether there are checkpoints of a run of this name."""
         return any((self.directory / "state").glob("checkpoint-*"))
 
 
 @dataclass
 class PretrainRecipe(Recipe):
-    """Pretraining: from random weights, with a tokenizer of its own."""
+    """Describe pretraining: from random weights, with a tokenizer of its own."""
 
     model: ModelRecipe = field(default_factory=ModelRecipe)
 
 
 @dataclass
 class FinetuneRecipe(Recipe):
-    """Fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
+    """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
 
     Attributes:
         base: the checkpoint to start from: a directory, or the id of a model on the Hub.

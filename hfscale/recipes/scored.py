@@ -1,4 +1,4 @@
-"""Texts that are scored or classified whole: pairs of which one is preferred, and texts with a class."""
+"""Encode texts that are scored or classified as a whole: preference pairs, and texts with a class."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from .schema import DataRecipe, RecipeError
 
 
 class Pair(NamedTuple):
-    """Tokens of the preferred text, and of the other."""
+    """Hold the tokens of the preferred and of the rejected text."""
 
     chosen: list[int]
     rejected: list[int]
 
 
 def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> tuple[list[Pair], int]:
-    """Pairs of at most ``data.sequence_length`` tokens each, those left out whose texts are then the same.
+    """Encode pairs of at most ``data.sequence_length`` tokens each; drop pairs whose texts are equal after the cut.
 
     Returns:
         the pairs, and how many were left out.
@@ -45,9 +45,8 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
         return list(tokenizer(whole, verbose=False)["input_ids"])
     if not isinstance(whole, list):
         raise RecipeError(
-            f"{where} holds neither texts nor conversations: a pair is two of one kind, behind a prompt of that kind "
-            "where there is one; correct the data, or change data.chosen_column, data.rejected_column and "
-            "data.prompt_column"
+            f"{where} must have two texts or two conversations, after a prompt of the same kind if there is one: "
+            "correct the data, or change data.chosen_column, data.rejected_column and data.prompt_column"
         )
     try:
         return list(render(tokenizer, whole)["input_ids"])
@@ -58,7 +57,7 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
 
 
 def encode_classes(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> dict[str, list[Any]]:
-    """Tokens of every text, at most ``data.sequence_length``, and the number of its class.
+    """Encode every text, up to ``data.sequence_length`` tokens, and the number of its class.
 
     Raises:
         RecipeError: a record's class is none of ``data.classes``.

@@ -1,4 +1,4 @@
-"""What a format of data asks of a model: its class, its loss, what is measured besides, and the words for it."""
+"""Define the task of each data format: model class, loss, metrics, and their names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .schema import DataRecipe, RecipeError
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how it is spoken of.
+    """Define a task: its classes, loss, metrics and names.
 
     Attributes:
         auto_class: of transformers, which finds the model's class.
@@ -49,22 +49,22 @@ class Task:
 
     @property
     def baseline_key(self) -> str:
-        """Of :attr:`baseline`, in a line of metrics."""
+        """The metrics key of :attr:`baseline`."""
         return self.baseline.replace(" ", "_")
 
     @property
     def class_name(self) -> str:
-        """Of :attr:`auto_class`."""
+        """The class name of :attr:`auto_class`."""
         return str(self.auto_class.__name__)
 
 
 def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores of preferred and of rejected texts, which take turns, and which pairs count."""
+    """Return the scores of preferred and rejected texts, which alternate, and which pairs count."""
     scores = outputs.logits[:, 0].float()
     if len(scores) % 2:
         raise RecipeError(
             f"a microbatch of {len(scores)} texts has half a pair: the pipeline cut between a pair's texts; use a "
-            "parallel.num_microbatches that divides the pairs of training.batch_size that a data rank has"
+            "parallel.num_microbatches that divides the pairs that a data rank has in a step"
         )
     return scores[::2], scores[1::2], batch["counted"][::2].to(scores.device)
 
@@ -78,19 +78,19 @@ def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def preferred(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Pairs of which the preferred text has the higher score."""
+    """Count the pairs whose preferred text has the higher score."""
     chosen, rejected, counted = _scores(outputs, batch)
     return ((chosen > rejected) & counted).sum()
 
 
 def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the classes."""
+    """Compute the cross entropy of the classes."""
     logits, labels = outputs.logits.float(), batch["labels"].to(outputs.logits.device)
     return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
 
 
 def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Texts whose class has the highest logit."""
+    """Count the texts whose class has the highest logit."""
     return (outputs.logits.argmax(-1) == batch["labels"].to(outputs.logits.device)).sum()
 
 
@@ -129,7 +129,7 @@ def task_of(data: DataRecipe) -> Task:
 
 
 def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
-    """Keyword arguments for ``from_pretrained``: the class, and what its head takes from the config.
+    """Return keyword arguments for ``from_pretrained``: the class, and the config fields of its head.
 
     Args:
         pad_token_id: that a decoder with such a head finds the last token of each row by.

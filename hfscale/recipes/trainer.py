@@ -1,4 +1,4 @@
-"""``hfscale.Trainer`` as a recipe configures it: its rows, its evaluation, and what a line of metrics says."""
+"""Configure ``hfscale.Trainer`` by a recipe: its rows, evaluation and metrics."""
 
 import time
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from .utilization import utilization
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training run measured.
+    """Hold the measurements of a training run.
 
     Losses are in nats per label, which in text is every token; tokens leave padding out; memory is that of the largest
     process, in bytes.
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class RecipeTrainer(hfscale.Trainer):
-    """The trainer of a recipe; its loss is the model's own, or the task's, a mean over the labels of a whole step.
+    """Train by a recipe; the loss is the model's own or the task's, a mean over the labels of a whole step.
 
     Args:
         tokenizer: the processor of the model, where rows have pictures.
@@ -87,7 +87,7 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def fit(self) -> Outcome:
-        """Train from the beginning, or from what was saved; call it on every rank.
+        """Train from the beginning or from a saved state; call it on every rank.
 
         Raises:
             Preempted: the processes were told to stop, and have saved.
@@ -116,11 +116,11 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return the order of the recipe, in which the rows are already."""
+        """Return a sequential sampler: the rows are in the recipe's order already."""
         return SequentialSampler(range(self._order.numel()))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run a step over all of its microbatches at the last one."""
+        """Collect microbatches until the last of a step, then run the step."""
         self._waiting_batches.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -129,11 +129,11 @@ class RecipeTrainer(hfscale.Trainer):
         return hfscale.train_step(model, batches, self._task.loss).float().to(self.args.device)
 
     def measured(self, model: Any) -> tuple[float, float | None]:
-        """Measure a model on the validation rows, in steps as those of training: see :func:`measure`."""
+        """Measure a model on the validation rows, in steps like those of training: see :func:`measure`."""
         return measure(model, self._task, self._rows_to_validate, self._microbatches, self._size)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Log what the validation rows measure, beside the task's baseline."""
+        """Measure the validation rows, and log the result beside the task's baseline."""
         loss, accuracy = self.measured(self.trained)
         metrics = {"validation_loss": loss, self._task.baseline_key: self._baseline}
         if accuracy is not None:
@@ -143,7 +143,7 @@ class RecipeTrainer(hfscale.Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log a line; of training with speed, memory, tokens and seconds so far, and the model's own metrics."""
+        """Log a line of metrics; in training with speed, memory, tokens and seconds so far, and the model's metrics."""
         super().log(self._measured(logs) if "loss" in logs else logs, *args, **kwargs)
 
     def _measured(self, logs: dict[str, float]) -> dict[str, float]:
@@ -207,18 +207,18 @@ def arguments_of(recipe: Recipe, microbatches: int, size: int, precision: str) -
 
 
 class Clock(TrainerCallback):
-    """The seconds of training, without those of evaluations and saves."""
+    """Count the seconds of training, without evaluations and saves."""
 
     def __init__(self) -> None:
         self.seconds, self._since = 0.0, time.perf_counter()
 
     def count(self) -> None:
-        """Bring :attr:`seconds` up to date."""
+        """Update :attr:`seconds`."""
         now = time.perf_counter()
         self.seconds, self._since = self.seconds + now - self._since, now
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Go on from the last line of a saved run."""
+        """Continue from the last line of a resumed run."""
         self.seconds = max((record.get("seconds", 0.0) for record in state.log_history), default=0.0)
         self._since = time.perf_counter()
 
@@ -227,20 +227,20 @@ class Clock(TrainerCallback):
         self.count()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave out the time since the step."""
+        """Exclude the time since the step."""
         self._since = time.perf_counter()
 
     on_save = on_evaluate
 
 
 class Watch(TrainerCallback):
-    """What a recipe asks of a run besides training: to watch for ranks that hang, to stop when told, to try a save."""
+    """Run the recipe's checks during training: watchdog, preemption, and a trial save."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._check = recipe, recipe.save_check
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Begin to listen, and to watch."""
+        """Start listening for signals, and the watchdog."""
         training = self._recipe.training
         if training.save_every:
             hfscale.preempted(model)
@@ -250,7 +250,7 @@ class Watch(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Try a save out behind the first step; save and stop where the processes were told to; end with a log line."""
+        """Try a save after the first step; save and stop when processes are told to; end with a log line."""
         if self._check:
             self._check = False
             check = hfscale.check_save(model, optimizer.optimizer, self._recipe.directory)
@@ -280,8 +280,8 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
 
 
 def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> tuple[float, float | None]:
-    """Return the mean loss over all labels of ``data``, the same for every layout, and the share of them that the model
-    has right, where the task counts that. Call it on every rank.
+    """Return the mean loss over all labels of ``data``, equal in every layout, and the fraction that the model gets
+    right, if the task counts it. Call it on every rank.
 
     A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
     other.

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: how much of what devices could multiply goes into the model (Chowdhery et al. 2022, PaLM).
+"""Compute model FLOPs utilization: the model's FLOPs as a fraction of the devices' peak (Chowdhery et al. 2022, PaLM).
 
 Of one token, in products and sums: ``2`` per weight of the matrices it meets, and ``4 x width x tokens`` per layer for
 the attention of a sequence; once forward and twice backward, or once where weights are frozen under adapters. What is
@@ -15,7 +15,7 @@ from .schema import FinetuneRecipe, Recipe
 
 
 def utilization(config: Any, recipe: Recipe, devices: int, tokens_per_second: float) -> dict[str, float]:
-    """Return ``mfu``, a share of what so many devices could do at most, where it is known."""
+    """Return ``mfu``, a fraction of the devices' peak, if that is known."""
     adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
     told = recipe.training.peak_tflops
     peak = devices * (peak_flops() if told is None else 1e12 * told)
@@ -27,7 +27,7 @@ def utilization(config: Any, recipe: Recipe, devices: int, tokens_per_second: fl
 
 
 def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
-    """Products and sums that training needs for one token.
+    """Return the FLOPs that training needs per token.
 
     Args:
         adapted: whether weights stay as they are, under adapters.
@@ -42,7 +42,7 @@ def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
 
 
 def peak_flops() -> float:
-    """Dense products and sums in 16 bits per second of this process's device; 0 where it is not known."""
+    """Return the peak dense FLOPs per second of this process's device in 16 bits; 0 if unknown."""
     if not accelerators().is_available():
         return 0.0
     name = accelerators().get_device_name().lower()

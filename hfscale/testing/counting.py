@@ -15,7 +15,7 @@ from ..cost.model.links import ring_share
 
 @dataclass
 class Traffic:
-    """The collectives of one rank."""
+    """Hold the collectives of one rank."""
 
     calls: Counter[str] = field(default_factory=Counter)  # collective -> number of calls
     # collective -> bytes of its inputs (for an all-gather this rank's piece, for a reduce-scatter the full input)

@@ -1,4 +1,4 @@
-"""Tiny configs of causal-LM families, with the fields that clones need to build and train."""
+"""List tiny configs of causal-LM families, with the fields that clones need to build and train."""
 
 from typing import Any
 

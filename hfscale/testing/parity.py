@@ -41,7 +41,7 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Case:
-    """The model, data and options of one comparison."""
+    """Hold the model, data and options of one comparison."""
 
     config: PreTrainedConfig  # the stock model's config, tiny
     steps: int = 2  # optimizer steps
@@ -109,7 +109,7 @@ class Case:
 
 @dataclass
 class Parity:
-    """Largest differences, relative to the largest entry of each reference tensor."""
+    """Hold the largest differences, relative to the largest entry of each reference tensor."""
 
     loss: float
     gradient: float

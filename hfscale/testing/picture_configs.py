@@ -1,4 +1,4 @@
-"""Tiny configs of vision-language families, with towers, texts and placeholders that fit one another."""
+"""Make tiny configs of vision-language families, with matching towers, texts and placeholders."""
 
 from typing import Any
 
@@ -172,7 +172,7 @@ def with_pictures(family: Any, **changes: Any) -> Any:
 
 
 def _sizes_for_pictures(fields: dict[str, Any], seeing: bool, besides: dict[str, Any]) -> dict[str, Any]:
-    """Return changes to a config and nested ones; ``seeing`` if it, or one around it, reads pictures."""
+    """Return changes to a config and nested ones; ``seeing``: the config, or one around it, reads pictures."""
     wanted = {**(_TOWER if seeing else {}), **besides, **_tokens(fields)}
     found: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():

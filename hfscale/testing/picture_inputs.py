@@ -63,7 +63,7 @@ def beside_text(given: Any, ids: Tensor, token: int) -> Picture:
 
 
 def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture | None:
-    """Return a picture that its family takes as patches, and what says where they are; ``None`` for other families."""
+    """Return a picture as patches with their positions, for families that take patches; else ``None``."""
     sides, width = torch.tensor([[GRID, GRID]]), channels * PATCH**2
     match way:
         case "image_grid_thw":  # all pictures of a batch are packed into one dim
@@ -100,7 +100,7 @@ def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -
 
 
 def _squares(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture:
-    """Return a picture that its family takes as pixels."""
+    """Return a picture as pixels, for families that take pixels."""
     square = (channels, SIDE, SIDE)
     match way:
         case "qformer_input_ids":  # with a question; a video of four frames if the config is for videos

@@ -1,4 +1,4 @@
-"""Tiny vision-language models, and batches of texts with pictures for them.
+"""Make tiny vision-language models, and batches of texts with pictures for them.
 
 Families differ in the format of pictures; a tower's features replace placeholders in the text. The number of
 placeholders per picture is not computed here: the model computes features, and they are counted.
@@ -23,7 +23,7 @@ from .plain import PlainCase
 
 @dataclass
 class PictureCase(Case):
-    """A case with texts, some of which have a picture in the middle."""
+    """Define a case with texts, some of which have a picture in the middle."""
 
     auto_class: Any = AutoModelForImageTextToText
     # which ``(step, distinct batch, microbatch)`` have no pictures
@@ -60,7 +60,7 @@ class PictureCase(Case):
 
     @property
     def _token(self) -> int:
-        """The placeholder; a token that is never drawn if attention reads pictures without placeholders."""
+        """The placeholder's token id; a token that is never drawn if attention reads pictures without placeholders."""
         fields = self.config.to_dict()
         names = [name for name in PLACEHOLDERS if isinstance(fields.get(name), int)]
         return int(fields[names[0]]) if names else IMAGE_TOKEN
@@ -74,7 +74,7 @@ class PictureCase(Case):
         }
 
     def _typed(self, batch: Batch) -> Batch:
-        """Return a batch with the further inputs that the class takes, and without those that it does not take."""
+        """Return a batch with the additional inputs of the class, and without inputs that it does not take."""
         batch = {**batch, **beside_text(self._arguments, batch["input_ids"], self._token)}
         left_out = LABELS_ONLY.get(self.config.model_type, ())
         return {name: value for name, value in batch.items() if name in self._arguments and name not in left_out}
@@ -97,7 +97,7 @@ class PictureCase(Case):
 
 @dataclass
 class PlainPictureCase(PictureCase, PlainCase):
-    """A case with pictures and a loss computed by the class, trained by a plain loop."""
+    """Define a case with pictures and a loss computed by the class, trained by a plain loop."""
 
 
 _ROWS: dict[str, int] = {}

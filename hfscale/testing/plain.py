@@ -1,4 +1,4 @@
-"""Parity of models that keep their own loss, trained by a plain loop: ``loss = model(**batch).loss; loss.backward()``.
+"""Measure parity of models with their own loss in a plain loop: ``loss = model(**batch).loss; loss.backward()``.
 
 Classification, masked tokens, translation, speech, images, pairs of images and texts. Such a loss is a mean over its
 batch, and the loop's is the mean over microbatches; the data axes average over distinct batches.
@@ -28,7 +28,7 @@ def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Bat
 
 @dataclass
 class PlainCase(Case):
-    """A case whose model computes its own loss, trained by a plain loop."""
+    """Define a case whose model computes its own loss, trained by a plain loop."""
 
     make_batch: Maker = causal_lm  # makes a microbatch of some length: a function of this module, or a similar one
     rows: int = 3  # samples of a microbatch; three test a contrastive loss better than two
@@ -70,7 +70,7 @@ class PlainCase(Case):
 
 @dataclass
 class OwnLossCase(PlainCase):
-    """A case with the model's own loss in :func:`hfscale.train_step`: the mean over all rows, or labels, of a step."""
+    """Define a case with the model's own loss in :func:`hfscale.train_step`: a mean over a step's rows or labels."""
 
     over: str = "rows"  # ``"rows"`` or ``"labels"``
 
@@ -89,7 +89,7 @@ class OwnLossCase(PlainCase):
 
 @dataclass
 class UserLossCase(PlainCase):
-    """A case with a loss of the user's own in :func:`hfscale.train_step`."""
+    """Define a case with a user's loss in :func:`hfscale.train_step`."""
 
     # maps a model's outputs and the batch to sum and count; defined at the top of a module
     loss_fn: LossOfOutputs | None = None

@@ -1,4 +1,4 @@
-"""A pool of rank processes that stays alive between tests.
+"""Run functions on a pool of rank processes that stays alive between tests.
 
 Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
 and ranks are started once per world size and are sent functions. They rendezvous through a file, not a port. If a rank
@@ -41,7 +41,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """A pool of ``world`` processes in one process group.
+    """Run functions on ``world`` processes in one process group.
 
     Args:
         world: how many ranks.
@@ -158,7 +158,7 @@ class RankPool:
 
 @dataclass
 class _Surroundings:
-    """The path, environment and directory that a rank takes from the calling process; the server's are outdated."""
+    """Copy the path, environment and directory of the calling process to a rank; the server's are outdated."""
 
     path: list[str] = field(default_factory=lambda: list(sys.path))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))

@@ -1,4 +1,4 @@
-"""Random texts for tiny models."""
+"""Make random texts for tiny models."""
 
 from typing import Any
 

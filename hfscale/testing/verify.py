@@ -1,4 +1,4 @@
-"""``hfscale verify``: train a tiny clone of a model in a layout and in one process, and compare.
+"""Train a tiny clone of a model in a layout and in one process, and compare (``hfscale verify``).
 
 It needs no GPU and no weights, and takes less than a minute.
 """

@@ -10,12 +10,12 @@ from ..errors import HFScaleError, check_count
 
 
 class BadStepError(HFScaleError, RuntimeError):
-    """Too many steps in a row had a loss or gradients that were not finite."""
+    """Raised if too many steps in a row had a loss or gradients that were not finite."""
 
 
 @dataclass
 class BadSteps:
-    """A counter of steps that are not finite, which decides whether the optimizer may step::
+    """Count steps that are not finite, and decide whether the optimizer may step::
 
         bad = hfscale.BadSteps(limit=10)
         loss = hfscale.train_step(model, batch)
@@ -53,9 +53,9 @@ class BadSteps:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         if self.in_a_row >= self.limit:
             raise BadStepError(
-                f"{self.in_a_row} steps in a row had a loss or gradients that are no numbers (the last: loss "
-                f"{float(loss)}, norm {float(norm)}): go on from an earlier state with a lower learning rate, or look "
-                "at the data of these steps"
+                f"{self.in_a_row} steps in a row had a loss or gradients that were not finite (the last: loss "
+                f"{float(loss)}, norm {float(norm)}): go on from an earlier state with a lower learning rate, or "
+                "look at the data of these steps"
             )
         return False
 

@@ -1,4 +1,4 @@
-"""The global norm of gradients whose shards are on many ranks, and clipping by it."""
+"""Compute the global norm of gradients that are sharded over ranks, and clip by it."""
 
 import torch
 import torch.distributed as dist

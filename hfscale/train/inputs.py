@@ -239,9 +239,9 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
         )
     if unknown := runtime.unplanned_parameters():
         raise ConfigError(
-            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so nobody would sum "
-            "their gradients: give adapters to hfscale.get_peft_model(model, config), and change a model otherwise "
-            "before it is parallelized"
+            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
+            "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "
+            "otherwise before it is parallelized"
         )
     return loss
 
@@ -274,7 +274,7 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLo
         check_microbatch(runtime, microbatch, loss)
     filled = [_without_gaps(runtime, microbatch) for microbatch in given]
     if not loss.needs_labels and any(new is not old for new, old in zip(filled, given, strict=True)):
-        raise ConfigError("this rank's batch has no rows, and loss_fn would be given padding: pass a row at least")
+        raise ConfigError("this rank's batch has no rows for loss_fn: pass at least one row")
     given = runtime.executor.share_out([dict(microbatch) for microbatch in filled])
     for part in runtime.parts:
         part.check_step(runtime, given, user_loss=not loss.needs_labels)

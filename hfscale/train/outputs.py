@@ -49,7 +49,7 @@ def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dic
 
 
 class KeptOutputs:
-    """The tensors that a model returned besides its loss, by microbatch, on the rank that has the head."""
+    """Keep a model's outputs other than its loss, by microbatch, on the rank that has the head."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

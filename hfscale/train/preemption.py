@@ -1,4 +1,4 @@
-"""Preempted machines: a signal announces the end, and all ranks stop after the same step.
+"""Stop all ranks after the same step when a signal announces the end of a preempted machine.
 
 The signal reaches processes at different moments, some of them never (Slurm signals one per node). So every step ends
 with the question whether any rank was signalled, an all-reduce of one number on the host. A rank that waits for a dead
@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(SystemExit):
-    """Raise it to end a process that got a stop signal, once its state is saved: with exit code 75, "try again"."""
+    """Raise this to end a process that got a stop signal, once its state is saved: exit code 75, "try again"."""
 
     def __init__(self) -> None:
         super().__init__(_CODE)
@@ -56,7 +56,7 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
 
 
 class _Listener:
-    """Signal handlers, and a thread that ends the process if nobody reacts to a signal.
+    """Install signal handlers, and a thread that ends the process if nobody reacts to a signal.
 
     Attributes:
         told: whether a signal came.
@@ -117,7 +117,7 @@ _listener: list[_Listener] = []
 def _listening(patience: float) -> _Listener:
     if not _listener:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("preempted listens to signals, which the main thread alone can: call it there first")
+            raise ConfigError("preempted must first be called in the main thread, which alone can handle signals")
         _listener.append(_Listener(patience))
     _listener[0].patience = patience
     return _listener[0]

@@ -1,4 +1,4 @@
-"""Training and evaluation steps: the same few lines for every layout."""
+"""Run training and evaluation steps: the same few lines for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -87,11 +87,11 @@ def _check_losses(loss_fn: Any, score_loss: Any, label_smoothing: float, items: 
     if score_loss is not None and divided:
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
-        raise ConfigError(f"temperature={temperature} is for score_loss, and there is none: leave it out")
+        raise ConfigError(f"temperature={temperature} needs a score_loss, and there is none: leave it out")
 
 
 def _refuse_beside(loss: str, names: str) -> None:
-    raise ConfigError(f"{loss} is all of the loss: leave {names} out")
+    raise ConfigError(f"{loss} replaces the model's loss: leave {names} out")
 
 
 def drain(model: nn.Module) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of every token, for users' and TRL's losses."""
+"""Compute log-probabilities and entropies of every token, for users' and TRL's losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,8 +74,9 @@ def loss_of_scores(
         raise ConfigError(f"{schedule} takes no score_loss, whose microbatches end in later steps: use '1f1b' or 'zbv'")
     if given != passes:
         raise ConfigError(
-            f"score_loss is about the {given} batch(es) that were given, and the schedule would cut them into {passes} "
-            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
+            f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "
+            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches "
+            "out"
         )
 
     def read(found: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A user's loss of the model's outputs, summed during the step and divided at its end.
+"""Sum a user's loss of the model's outputs during the step, and divide it at the end.
 
 The divisor is known only after the last microbatch of the last rank. Gradients are linear in the loss, so a step runs
 the sums backward, and divides gradients and loss afterwards::
@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class UserFunction:
-    """A user's function whose failure on one rank does not leave other ranks waiting.
+    """Call a user's function so that its failure on one rank does not leave other ranks waiting.
 
     A rank on which it failed continues with a value that counts nothing, until all ranks meet at the end of the step.
 
@@ -44,7 +44,7 @@ class UserFunction:
 
     def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
         if not callable(function) or not _takes(function, len(arguments)):
-            raise ConfigError(f"{name}={function!r} is impossible: pass a function of {' and '.join(arguments)}")
+            raise ConfigError(f"{name}={function!r} is invalid: pass a function of {' and '.join(arguments)}")
         self.name, self._runtime, self._function = name, runtime, function
         self._error: Exception | None = None
 
@@ -90,12 +90,12 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class _Rows:
-    """The :class:`hfscale.train.runtime.StepLoss` of a user's loss, as far as preparing the step needs one."""
+    """Count the rows of a user's loss while a step is prepared: a :class:`hfscale.train.runtime.StepLoss`."""
 
     shift, expected_gradient, needs_labels, ignores, divides = 0, 1.0, False, False, False
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count the rows, in any tensor that has some."""
+        """Count the rows, in the first tensor that has any."""
         found = next((value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
         if found is None:
             raise ConfigError(f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}")
@@ -104,7 +104,7 @@ class _Rows:
 
 
 class UserLoss:
-    """The steps of one ``loss_fn``.
+    """Run the steps of one ``loss_fn``.
 
     Args:
         kept: records the model's outputs if they were asked for.

@@ -64,7 +64,7 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
 
 @dataclass(frozen=True)
 class RankState:
-    """The state that one rank writes to the store.
+    """Hold the state that one rank writes to the store.
 
     Attributes:
         beat: number of entries it has written.
@@ -82,7 +82,7 @@ class RankState:
 
 
 class _Watchdog(threading.Thread):
-    """A daemon thread, stopped before the interpreter exits."""
+    """Watch this rank in a daemon thread, which is stopped before the interpreter exits."""
 
     def __init__(self, mesh: Mesh, patience: float, end: bool) -> None:
         super().__init__(name="hfscale-watchdog", daemon=True)
@@ -116,7 +116,7 @@ class _Watchdog(threading.Thread):
                     continue
             except RuntimeError as error:  # of the store, which may rightly end before this process
                 if late:
-                    _say(f"{_HEAD.format(self.patience)}. The place where the ranks met is out of reach: {error}")
+                    _say(f"{_HEAD.format(self.patience)}. The rendezvous store cannot be reached: {error}")
                     _say("\n".join(_lines({self.rank: _in_words(seen)})))
             if late:
                 self._reported = seen.seconds

@@ -74,7 +74,7 @@ def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture
     assert main(["plan", llama, "--optimizer", "adamw_8bit", "--gpu", "0.0001"]) == 0
     assert "fits 0.0001 GB: no, 0.0 GB, most of it" in capsys.readouterr().out
     assert "q_prj" in _refused(capsys, "plan", llama, "--lora", "q_prj")
-    assert "--rank 4 is of adapters" in _refused(capsys, "plan", llama, "--rank", "4")
+    assert "with --lora, got 4" in _refused(capsys, "plan", llama, "--rank", "4")
     assert "--tokens 0 is no number of tokens" in _refused(capsys, "plan", llama, "--tokens", "0")
 
 
@@ -140,7 +140,7 @@ def test_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--schedule", "interleaved1f1b", "--microbatches", "5"], "use 4 or 6"),
         (["--virtual-stages", "2"], "virtual_stages=2 does not fit 1f1b: use 1"),
-        (["--microbatches", "0"], "--microbatches=0 is impossible: use a whole number of at least 1"),
+        (["--microbatches", "0"], "--microbatches=0 is invalid: use a whole number of at least 1"),
         (["--stage-layers", "1,1,1"], "use one number per stage"),
         (["--stage-layers", "2,2"], "use numbers that sum up to 2"),
         (["--schedule", "absent.csv"], "no schedule could be read from absent.csv"),
@@ -155,12 +155,12 @@ def test_impossible_pipelines(
 
 def test_a_pipeline_of_one_stage_is_refused(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = _refused(capsys, "plan", llama, "--tp", "2", "--schedule", "gpipe", "--microbatches", "4")
-    assert "--schedule, --microbatches is about pipeline stages, and there is one: give --pp 2" in message
+    assert "--schedule, --microbatches needs several pipeline stages: give --pp 2" in message
 
 
 def test_an_impossible_size(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = _refused(capsys, "plan", llama, "--tp", "two")
-    assert message == "hfscale plan: tp_size='two' is impossible: use a whole number of at least 1\n"
+    assert message == "hfscale plan: tp_size='two' is invalid: use a whole number of at least 1\n"
 
 
 def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,11 +191,11 @@ def test_a_damaged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hidden_size", 33, "is impossible: The hidden size (33) is not a multiple of the number of attention heads"),
+        ("hidden_size", 33, "is invalid: The hidden size (33) is not a multiple of the number of attention heads"),
         ("hidden_size", "wide", "Field 'hidden_size' expected int"),
         ("num_attention_heads", 0, "one of its sizes is 0"),
-        ("num_hidden_layers", -3, "num_hidden_layers=-3 of this llama config is impossible: use at least 1"),
-        ("vocab_size", 0, "vocab_size=0 of this llama config is impossible"),
+        ("num_hidden_layers", -3, "num_hidden_layers=-3 of this llama config is invalid: use at least 1"),
+        ("vocab_size", 0, "vocab_size=0 of this llama config is invalid"),
     ],
 )
 def test_impossible_sizes(llama: str, capsys: pytest.CaptureFixture[str], name: str, value: Any, message: str) -> None:
@@ -288,7 +288,7 @@ def test_what_commands_find_is_there_as_json(llama: str, tmp_path: Path, capsys:
     assert main([*again, "--num-experts", "4", "--max-shard-size", "1MiB", "--overwrite"]) == 0
     capsys.readouterr()
     again[-1] = again[-2]
-    assert "is MODEL as well, which is read" in _refused(capsys, *again, "--overwrite")
+    assert "must not be MODEL, which is read" in _refused(capsys, *again, "--overwrite")
 
 
 def test_with_debug_an_error_is_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,5 +315,5 @@ def test_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "pp_size=0 is impossible" in done.stderr
+    assert "pp_size=0 is invalid" in done.stderr
     assert "Traceback" not in done.stderr

@@ -49,7 +49,7 @@ def test_sections_are_options_of_their_classes() -> None:
     made = OptionSections(memory={"recompute": "full"}).sections("no")
     assert made == {"memory": hfscale.MemoryConfig(recompute="full")}
     assert OptionSections(float8={"recipe": "rowwise"}).sections("fp8")["float8"].recipe == "rowwise"
-    with pytest.raises(ConfigError, match=r"float8 is for training.mixed_precision=fp8"):
+    with pytest.raises(ConfigError, match=r"float8 needs training.mixed_precision=fp8"):
         OptionSections(float8={"recipe": "rowwise"}).sections("bf16")
     with pytest.raises(ConfigError, match=r"no field 'recomputed'; did you mean 'recompute'"):
         OptionSections(memory={"recomputed": "full"}).sections("no")

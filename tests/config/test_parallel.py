@@ -70,10 +70,10 @@ def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...])
     ("sizes", "message"),
     [
         ({"ep_size": 3, "tp_size": 2}, "ep_size=3 does not fit tp_size=2: .* use a multiple of 2, or expert_tp_size=2"),
-        ({"ep_size": 2, "tp_size": 4, "expert_tp_size": 2}, "expert_tp_size=2 is impossible .* use 1 .* or 4"),
+        ({"ep_size": 2, "tp_size": 4, "expert_tp_size": 2}, "expert_tp_size=2 is invalid .* use 1 .* or 4"),
         (
             {"ep_size": 2, "expert_tp_size": 2},
-            r"expert_tp_size=2 is impossible with tp_size=1: use 1 \(whole experts\)$",
+            r"expert_tp_size=2 is invalid with tp_size=1: use 1 \(whole experts\)$",
         ),
         ({"ep_size": 4, "dp_shard_size": 6}, "ep_size=4 needs the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or"),
         ({"ep_size": 4, "dp_shard_size": 3, "dp_replicate_size": 2}, "use ep_size 1, 3, 6, or leave dp_shard_size out"),
@@ -99,7 +99,7 @@ def test_environment_fills_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_environment_is_checked_like_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "many")
-    with pytest.raises(ConfigError, match="tp_size='many' is impossible"):
+    with pytest.raises(ConfigError, match="tp_size='many' is invalid"):
         ParallelConfig()
 
 
@@ -153,10 +153,10 @@ def test_stage_layers(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "message"),
     [
         ([5, 6], r"stage_layers=\[5, 6\] has 2 stages, and pp_size=3 x virtual_stages=1 makes 3: use one number per"),
-        ([5, 0, 6], r"stage_layers\[1\]=0 is impossible: use a whole number of at least 1"),
-        ([5, 1.5, 6], r"stage_layers\[1\]=1\.5 is impossible"),
-        ("5,many,6", r"stage_layers\[1\]='many' is impossible"),
-        (5, r"stage_layers=5 is impossible: use one whole number per stage, as in \[5, 6, 6, 5\]"),
+        ([5, 0, 6], r"stage_layers\[1\]=0 is invalid: use a whole number of at least 1"),
+        ([5, 1.5, 6], r"stage_layers\[1\]=1\.5 is invalid"),
+        ("5,many,6", r"stage_layers\[1\]='many' is invalid"),
+        (5, r"stage_layers=5 is invalid: use one whole number per stage, as in \[5, 6, 6, 5\]"),
     ],
 )
 def test_impossible_stage_layers(given: object, message: str) -> None:

@@ -43,4 +43,4 @@ def test_links_of_a_known_machine(document: dict[str, Any]) -> None:
 
 def test_impossible_times_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--seconds", "9"]) == 2
-    assert "--seconds 9 is impossible" in capsys.readouterr().err
+    assert "--seconds 9 is invalid" in capsys.readouterr().err

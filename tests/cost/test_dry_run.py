@@ -95,7 +95,7 @@ def test_stages_of_a_kind_are_run_once(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_a_dry_run_refuses() -> None:
-    with pytest.raises(ConfigError, match="sequence_length=0 is impossible"):
+    with pytest.raises(ConfigError, match="sequence_length=0 is invalid"):
         of({"tp_size": 2}, sequence_length=0)
 
 

@@ -130,7 +130,7 @@ def test_shapes_have_the_models_weights(config: PreTrainedConfig) -> None:
 def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'h10' is unknown.*nearest by name: 'h100'"):
         of(hardware="h10")
-    with pytest.raises(ConfigError, match="sequence_length=0 is impossible"):
+    with pytest.raises(ConfigError, match="sequence_length=0 is invalid"):
         of(sequence_length=0)
     with pytest.raises(ConfigError, match="give the config instead of the plan"):
         hfscale.estimate(hfscale.plan(tiny("llama")), ParallelConfig(tp_size=2))

@@ -60,4 +60,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     titles = [table["title"] for table in json.loads(capsys.readouterr().out)]
     assert len(titles) == 4
     assert main(["explain", str(tmp_path), "--tp", "0"]) == 2
-    assert "tp_size=0 is impossible" in capsys.readouterr().err
+    assert "tp_size=0 is invalid" in capsys.readouterr().err

@@ -249,7 +249,9 @@ def test_a_rank_that_is_gone_is_named(
     except RuntimeError as error:
         hook(RuntimeError, error, error.__traceback__)
     line, *more = capsys.readouterr().err.splitlines()
-    assert f"hfscale: rank 1 ended ({told}), and this rank cannot go on without it: it was at {__file__}, line" in line
+    assert (
+        f"hfscale: rank 1 ended ({told}), and this rank cannot continue without it: it was at {__file__}, line" in line
+    )
     assert not more
     assert bool(shown) == traceback
     hook(ValueError, ValueError("of its own"), None)

@@ -130,7 +130,7 @@ def _in_time(refused: Ended) -> bool:
     """Whether a refusal came before anything was computed in vain."""
     early = refused.phase in _EARLY or (refused.phase == "step 0" and _OF_THE_BATCH.search(refused.error))
     # A budget meets its first tokens there, and transformers' own switch may be turned once a model is built.
-    early = early or re.search("recompute=.* cannot be kept|gradient_checkpointing_enable", refused.error)
+    early = early or re.search("recompute=.* is too small|gradient_checkpointing_enable", refused.error)
     return bool(early) or refused.phase in ("eval", "generate", "outputs", "scores", "save", "save_state")
 
 

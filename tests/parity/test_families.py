@@ -167,7 +167,7 @@ def test_interleaved_gates_are_cut_in_pairs() -> None:
 def test_a_norm_in_a_mixture_is_not_taken_for_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the host's plan does not name is shared in a mixture, and a norm may read the parts of a sum.
     monkeypatch.delitem(FAMILIES_OF_PLAN, "axk1")
-    with pytest.raises(PlanError, match=r"post_mlp_layernorm may compute on the output of its block"):
+    with pytest.raises(PlanError, match=r"post_mlp_layernorm may read its block's output"):
         plan(case("axk1").config, ParallelConfig(tp_size=2))
 
 

@@ -114,7 +114,7 @@ def _steps(config: Any) -> tuple[float, list[float], str]:
     batch = {"input_ids": ids, "labels": labels}
     losses = [float(hfscale.eval_step(model, [batch, {"input_ids": ids, "labels": ignored}]))]
     losses.append(float(model(**batch).loss.detach()))
-    with pytest.raises(ConfigError, match="is of losses over a vocabulary") as refused:
+    with pytest.raises(ConfigError, match="needs a loss over a vocabulary") as refused:
         hfscale.train_step(model, batch, label_smoothing=0.1)
     return empty + norm, losses, str(refused.value)
 

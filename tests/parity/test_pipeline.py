@@ -261,7 +261,7 @@ def _tied_copies(directory: str) -> list[str]:
 def test_tied_copies_stay_equal_or_are_refused(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(deep("gpt2")).save_pretrained(tmp_path)
     for drifted, hooked, kept in pools(2).run(_tied_copies, str(tmp_path)):
-        assert "transformer.wte.weight = lm_head.weight is one tensor" in drifted
+        assert "transformer.wte.weight = lm_head.weight is one tied tensor" in drifted
         assert "the same optimizer options under all of its names" in drifted
         assert "hook that runs when its gradient is accumulated" in hooked
         assert "leave it out" in kept
@@ -343,7 +343,7 @@ def test_schedules_that_cannot_run_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     for text, words in (
         ("0F0,0B0,0U0\n1F0,1B0\n", "has updates"),
-        ("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n2F0,3F0,3B0,2B0\n", "take them apart"),
+        ("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n2F0,3F0,3B0,2B0\n", "split the pair"),
     ):
         path.write_text(text)
         layout = {"pp_size": 2, "virtual_stages": 2 if "3F0" in text else 1}

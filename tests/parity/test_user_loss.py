@@ -146,7 +146,7 @@ def test_what_is_no_sum_and_count() -> None:
     batch = case.batches(1)[0][0][0]
     with pytest.raises(ConfigError, match="return the sum of the microbatch's losses, and how many they are"):
         hfscale.train_step(model, batch, lambda outputs, _: outputs.logits.sum())
-    with pytest.raises(ConfigError, match="loss_fn is all of the loss"):
+    with pytest.raises(ConfigError, match="loss_fn replaces the model's loss"):
         hfscale.train_step(model, batch, odd_tokens, label_smoothing=0.1)
     with pytest.raises(ConfigError, match="has no rows"):
         hfscale.train_step(model, {name: value[:0] for name, value in batch.items()}, odd_tokens)

@@ -82,7 +82,7 @@ def test_everything_or_nothing_has_labels(chatml):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(chatml):
     chatml.chat_template = REWRITES
-    with pytest.raises(RecipeError, match=r"row:7: where the assistant's turn \(message 2\).*data.train_on=all"):
+    with pytest.raises(RecipeError, match=r"row:7: the assistant's turn \(message 2\).*data.train_on=all"):
         encode_chat(chatml, CONVERSATION, "completions", "row:7")
     assert encode_chat(chatml, CONVERSATION, "all", "row:7").input_ids
 

@@ -76,7 +76,7 @@ def test_the_demo_runs_under_another_name_and_number_of_processes(tmp_path):
         ("training.stepz=3", "training.stepz .* is not a key.*did you mean 'steps'"),
         ("nmae=x", "nmae .* is not a key.*did you mean 'name'"),
         ("training.steps=many", "training.steps .* impossible value"),
-        ("training.steps=0", "training.steps=0 is impossible"),
+        ("training.steps=0", "training.steps=0 is invalid"),
         ("training.steps", "write key=value"),
         ("data.validation_fraction=1", "leaves nothing"),
         ("data.include=asyncio", "include .* impossible value"),

@@ -121,9 +121,9 @@ def test_only_the_assistants_words_have_labels(pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.format=text"], "is for conversations, a row each"),
-        (["data.packing=true"], "is for conversations, a row each"),
-        (["parallel.pp_size=2"], "for layouts without stages"),
+        (["data.format=text"], "needs conversations, one per row"),
+        (["data.packing=true"], "needs conversations, one per row"),
+        (["parallel.pp_size=2"], "and a layout without stages"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:

@@ -198,7 +198,7 @@ def test_a_run_goes_on_with_a_saved_adapter_and_says_what_it_needs(
     run(start, "second", "further", {})
     assert losses(start, "second")[STEPS] == pytest.approx(losses(start, "first")[STEPS + 1], rel=1e-6)
     assert not (runs / "second" / "checkpoint").exists()
-    with pytest.raises(RecipeError, match=r"is where name=.*will be written"):
+    with pytest.raises(RecipeError, match=r"would be overwritten by name="):
         run(start, "first", "further", {})
     with pytest.raises(RecipeError, match=r"--max-memory=1e-06: a rank would need about"):
         run(start, "third", "full", {}, limit=1e-6)
@@ -253,7 +253,7 @@ _QUANTIZED = (*_ADAPTED, "quantization.load_in_4bit=true")
         (["adapter.path=x", "adapter.r=4"], "leave out adapter.r"),
         (["quantization.load_in_4bit=true"], "without an adapter: weights in 4 or 8 bits cannot be trained"),
         (["merge=true"], "without an adapter: there is nothing to merge"),
-        (["parallel.pp_size=2"], "where they can generate: set data.samples=0"),
+        (["parallel.pp_size=2"], "a layout without stages: set data.samples=0"),
         ([*_ADAPTED, "merge=maybe"], "merge='maybe' is not known"),
         ([*_ADAPTED, "merge=bfloat16"], "the base is not quantized: use merge=true"),
         ([*_QUANTIZED, "merge=true"], "does not say what type its weights are unpacked into: use merge=bfloat16"),

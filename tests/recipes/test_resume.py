@@ -132,7 +132,7 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
     (directory / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RecipeError, match=r"runs/x has a run already \(metrics.jsonl\): choose another name, or"):
         check_places(recipe())
-    with pytest.raises(RecipeError, match=r"has metrics.jsonl but no saved state to go on from"):
+    with pytest.raises(RecipeError, match=r"has metrics.jsonl but no saved state to resume from"):
         check_places(recipe(resume=True))
     (directory / "state" / "checkpoint-2").mkdir(parents=True)
     with pytest.raises(RecipeError, match=r"go on with it \(training.resume=true\), or replace it \(replace=true\)"):
@@ -150,7 +150,7 @@ def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
     (directory / "metrics.jsonl").write_text("{}\n")
     check_places(recipe(resume=True))
     (directory / "checkpoint").mkdir()
-    with pytest.raises(RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to go on from"):
+    with pytest.raises(RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to resume from"):
         check_places(recipe(resume=True))
 
 
@@ -171,7 +171,7 @@ def test_a_state_goes_on_as_what_it_was(directory: Path) -> None:
     (directory / "state" / "checkpoint-2").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(recipe()), directory / "recipe.yaml")
     check_places(recipe(resume=True, save_every=3, log_every=1))
-    with pytest.raises(RecipeError, match=r"with training.learning_rate=0.001, and the recipe says 0.5: give it as it"):
+    with pytest.raises(RecipeError, match=r"with training.learning_rate=0.001, and the recipe has 0.5: use the saved"):
         check_places(recipe(resume=True, learning_rate=0.5))
     other = FinetuneRecipe(name="x", base="y")
     other.training.resume = True

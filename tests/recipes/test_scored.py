@@ -64,7 +64,7 @@ def test_records_of_pairs_are_texts_or_conversations_behind_a_prompt(tokenizer: 
     assert dropped == 1
     assert text == conversation
     assert text.chosen == tokenizer("One? Two, of course.")["input_ids"][:6]
-    with pytest.raises(RecipeError, match="x holds neither texts nor conversations"):
+    with pytest.raises(RecipeError, match="x must have two texts or two conversations"):
         encode_pairs(data, tokenizer, [Document("x", {**columns, "prompt": said["prompt"]})])
 
 
@@ -85,8 +85,8 @@ def test_a_rejected_text_has_the_words_of_the_chosen_one() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": "classes"}, "classes are named where, and only where"),
-        ({"format": "pairs", "classes": ["a"]}, "classes are named where, and only where"),
+        ({"format": "classes"}, "data.format=classes need each other"),
+        ({"format": "pairs", "classes": ["a"]}, "data.format=classes need each other"),
         ({"format": "pairs", "source": "stdlib-docs", "packing": True}, "data.packing=true does not go with"),
         ({"format": "pairs", "source": "stdlib"}, "has no records for data.format=pairs: use text"),
     ],

@@ -72,7 +72,7 @@ def test_a_recipe_of_no_kind_or_two_is_refused(
         (["demo_lora.yaml"], "demo_lora.yaml: there is no such file"),
         (["demo_lora", "training.stepz=3"], "did you mean 'steps'"),
         (["demo_lora"], "is not there: pretrain first (hfscale train demo_pretrain"),
-        (["demo_pretrain", "parallel.tp_size=two"], "tp_size='two' is impossible"),
+        (["demo_pretrain", "parallel.tp_size=two"], "tp_size='two' is invalid"),
         (["demo_pretrain", "--max-memory=40", "steps"], "unrecognized arguments: steps"),
     ],
 )

@@ -98,7 +98,7 @@ def test_words() -> None:
 
 def test_patience_is_a_time() -> None:
     model = hfscale.from_config(tiny("llama", num_hidden_layers=1))
-    with pytest.raises(ConfigError, match="patience=0 is impossible: use a finite number above 0"):
+    with pytest.raises(ConfigError, match="patience=0 is invalid: use a finite number above 0"):
         hfscale.watchdog(model, patience=0)
     hfscale.watchdog(model)  # one process waits for nobody
     assert not [thread for thread in threading.enumerate() if thread.name == "hfscale-watchdog"]

@@ -100,7 +100,7 @@ def is_host_model(module: nn.Module) -> bool:
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Return whether a model's loss function is that of causal language models, whatever the class's name."""
+    """Return whether a model's loss function is that of causal language models, regardless of the class's name."""
     return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is LOSS_MAPPING["ForCausalLM"]
 
 

@@ -116,7 +116,7 @@ def is_within_packing() -> bool:
 
 
 class _DocumentMasks:
-    """Transformers' table of mask functions, each of which also keeps the documents of one batch apart."""
+    """Wrap transformers' mask functions so that each also separates the documents of one batch."""
 
     def __init__(self, masks: Any, batch: Mapping[str, Any]) -> None:
         self._masks = masks

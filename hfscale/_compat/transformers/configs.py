@@ -21,7 +21,7 @@ def made_or_explained(source: str) -> Iterator[None]:
     except StrictDataclassError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         kind, _, words = reason.partition(": ")
-        raise ConfigError(f"{source} is impossible: {words if kind.endswith('Error') else reason}") from error
+        raise ConfigError(f"{source} is invalid: {words if kind.endswith('Error') else reason}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"no config could be read from {source}: {reason}") from error

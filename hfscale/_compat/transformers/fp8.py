@@ -25,8 +25,8 @@ class Fp8Encoder:
     def __init__(self, model: Any, config: Any) -> None:
         if not isinstance(config, FineGrainedFP8Config):
             raise ConfigError(
-                f"quantization_config={type(config).__name__} is not what weights are streamed in: give a "
-                "transformers.FineGrainedFP8Config, or leave it out"
+                f"quantization_config must be a transformers.FineGrainedFP8Config, got {type(config).__name__}: "
+                "pass one, or leave it out"
             )
         quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
         whole = empty_copy(model)

@@ -16,12 +16,12 @@ from .classes import class_name, empty_copy, stock_class
 
 
 def never_stored(model: Any) -> set[str]:
-    """Return the names of tensors that ``save_pretrained`` leaves out, since the model computes them."""
+    """Return the names of tensors that ``save_pretrained`` leaves out because the model computes them."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 class AsStored:
-    """A converter of a model's own tensors to those of a plain Hugging Face checkpoint.
+    """Convert a model's own tensors to those of a plain Hugging Face checkpoint.
 
     Tensors get their stored names; fused ones are taken apart, and separate ones are fused, as stored. Works on the
     meta device too.
@@ -49,8 +49,8 @@ class AsStored:
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
-                f"the host stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which this "
-                "version cannot write: save the model with one process"
+                f"transformers stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), "
+                "which several ranks cannot write: save the model with one process"
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class AsStored:
 
 @contextmanager
 def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
-    """Let ``model.get_parameter`` return full tensors inside the ``with`` block: transformers reads shapes from it."""
+    """Make ``model.get_parameter`` return full tensors in the ``with`` block: transformers reads shapes from it."""
     known = dict(contents)
     model.get_parameter = lambda name: known[name] if name in known else type(model).get_parameter(model, name)
     try:
@@ -78,7 +78,7 @@ def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return name -> all names that are stored together with it, itself among them, in order.
+    """Map each tensor to all tensors stored together with it, itself included, in order.
 
     Such tensors get the same stored name, or a converter of several patterns gives them one key (two mixtures of a
     layer that are stored as one list of experts; transformers refuses to convert them one by one).
@@ -99,7 +99,7 @@ def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, .
 def _after_another(
     model: Any, contents: dict[str, Tensor], known: dict[str, tuple[str, ...]], expected: set[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return such groups for parameters whose stored name depends on a sibling being converted first.
+    """Return groups of parameters whose stored name depends on a sibling being converted first.
 
     For example ``norm0`` and ``norm1`` in the checkpoint, which are ``norm1`` and ``norm2`` in the model.
     """
@@ -126,7 +126,7 @@ def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _note_conversions(model: Any) -> None:
-    """Record the conversions for saving on a model that was not loaded, as loading would.
+    """Record the conversions needed for saving on a model that was not loaded, as loading would.
 
     Transformers would look them up by the name of the class, which FSDP2 changes.
     """

@@ -104,7 +104,7 @@ def kernels_left_alone() -> AbstractContextManager[None]:
 
 
 def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Trainer's prediction step without its request, for Liger's models, to leave logits out."""
+    """Return Trainer's prediction step, called so that Liger's models do not leave logits out."""
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         with attribute_replaced(trainer.args, "use_liger_kernel", False):
@@ -114,7 +114,7 @@ def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
-    """Let a quantized model with adapters inside, but no ``PeftModel``, pass as adapted inside the ``with`` block."""
+    """Make a quantized model with adapters inside, but no ``PeftModel``, pass as adapted in the ``with`` block."""
     return attribute_replaced(model, "_hf_peft_config_loaded", True)
 
 
@@ -170,7 +170,7 @@ def labels_of_step(trainer: Any, batches: Any) -> Any:
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:
-    """Return a batch as a subclass prepares it; without one, as the loader gave it, on the CPU."""
+    """Return a batch as a subclass prepares it; otherwise as the loader gave it, on the CPU."""
     known = (TrainerHooks, transformers.Trainer)
     own = any("_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known)
     return trainer._prepare_inputs(inputs) if own else inputs

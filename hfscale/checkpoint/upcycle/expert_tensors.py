@@ -80,7 +80,7 @@ def _in_memory(model: Any) -> WholeModel:
     if any(tensor.is_meta for tensor in tensors.values()):
         reason = "it has no weights (meta device)"
     if reason:
-        raise ConfigError(f"this {kind} is not whole in memory: {reason}. Save it, and give the directory")
+        raise ConfigError(f"this {kind} is not a full model in memory ({reason}): save it, and give the directory")
     return WholeModel(model.config, tensors, getattr(model, "generation_config", None), None)
 
 
@@ -103,7 +103,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise CheckpointError(
-            f"{name!r} is neither a directory here nor a model that the Hub gave ({type(error).__name__}: {error}): "
+            f"{name!r} is neither a directory here nor a model on the Hub ({type(error).__name__}: {error}): "
             "correct it, or download the model first"
         ) from error
 
@@ -263,13 +263,13 @@ class Upcycling:
         types = {self.dense.tensors[self.stored[name]].dtype for name in self._projections()}
         if len(types) > 1:
             raise CheckpointError(
-                f"the MLPs of the dense checkpoint have several types, {', '.join(sorted(map(str, types)))}, and the "
-                "experts of a layer are one tensor in the host: load it with one dtype and save it again"
+                f"the MLPs of the dense checkpoint have several types, {', '.join(sorted(map(str, types)))}, and "
+                "the experts of a layer are one tensor in transformers: load it with one dtype and save it again"
             )
         return types.pop()
 
     def _projections(self) -> set[str]:
-        """Return the names of the dense tensors that experts are made of."""
+        """Return the names of the dense tensors that become experts."""
         return {_prefix(layer) + DENSE.format(projection=p) for layer in self.layers for p in INTERMEDIATE_DIM}
 
 

@@ -41,7 +41,7 @@ class ExpertWeight:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert of the target that computes every token, besides the routed ones, times the sigmoid of a gate.
+    """Describe an expert that computes every token in addition to the routed ones, times the sigmoid of a gate.
 
     It gets a copy of the MLP too. Its gate starts at zero, whose sigmoid is a half, and the routed experts' ``down``
     starts halved: two halves of the dense output, exact in any floating-point type, and everything trains.
@@ -198,7 +198,7 @@ def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, e
             carried[name] = value
         elif name in ours and (allowed := family.neutral.get(name, ())) is not None and value not in allowed:
             without = f"with {name}={allowed[0]!r}" if allowed else "without it"
-            problems.append(f"{name}={value!r} cannot be said in a {family.target} config: upcycle a model {without}")
+            problems.append(f"{name}={value!r} does not fit a {family.target} config: upcycle a model {without}")
     if family.one_window:
         carried.update(_one_window(config, family, problems))
     if problems:
@@ -221,9 +221,9 @@ def _fields(kind: type[PreTrainedConfig]) -> set[str]:
 def _arguments(config: PreTrainedConfig, family: Family, num_experts: int, top_k: int, every: int) -> list[str]:
     problems = []
     if not 1 <= top_k <= num_experts:
-        problems.append(f"top_k={top_k} of num_experts={num_experts} is impossible: use 1 to {num_experts}")
+        problems.append(f"top_k={top_k} of num_experts={num_experts} is invalid: use 1 to {num_experts}")
     if not 1 <= every <= config.num_hidden_layers:
-        problems.append(f"every={every} is impossible with {config.num_hidden_layers} layers: use 1 to that many")
+        problems.append(f"every={every} is invalid with {config.num_hidden_layers} layers: use at most that")
     elif every != 1 and family.every_field is None:
         problems.append(
             f"every={every} leaves layers dense, and in a {family.target} model every layer is a mixture: use every=1"
@@ -232,7 +232,7 @@ def _arguments(config: PreTrainedConfig, family: Family, num_experts: int, top_k
 
 
 def _one_window(config: Any, family: Family, problems: list[str]) -> dict[str, Any]:
-    """Return the sliding window of all layers; the dense family may mix layers with and without one."""
+    """Return the one sliding window of all layers; the dense family may mix layers with and without one."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

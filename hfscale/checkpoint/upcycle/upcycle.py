@@ -68,8 +68,8 @@ def upcycle(
     config = upcycled_config(dense.config, num_experts=num_experts, top_k=top_k, every=every)
     if top_k == 1 and num_experts > 1:
         warnings.warn(
-            "top_k=1: normalized routing weights are then 1 whatever the router says, so only a load-balancing loss "
-            "(output_router_logits=True) trains it; use top_k=2 or more to train it by what the experts do",
+            "top_k=1: normalized routing weights are then always 1, so only a load-balancing loss "
+            "(output_router_logits=True) trains the router; use top_k=2 or more to train it by the model's loss",
             stacklevel=2,
         )
     job = Upcycling(dense, config, every, variation)
@@ -92,7 +92,7 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
             "training is launched"
         )
     if source is not None and target.resolve() == source.resolve():
-        raise ConfigError(f"{target} is where the dense model lies: name another directory, so that it is kept")
+        raise ConfigError(f"{target} holds the dense model, which would be overwritten: name another")
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
         for name, tensor in job.with_progress():

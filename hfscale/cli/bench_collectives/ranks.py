@@ -50,7 +50,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
                 process.join()
             receiving.close()
     if kind == "failed":
-        raise MeasurementError(f"{world} processes could not talk to each other: {value}")
+        raise MeasurementError(f"{world} processes could not communicate: {value}")
     return value
 
 

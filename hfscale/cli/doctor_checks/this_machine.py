@@ -133,6 +133,6 @@ def accelerate_config(path: Path | None = None) -> Finding:
 
 
 def environment() -> list[Finding]:
-    """Return the environment variables that change what a launch line or a layout means."""
+    """Return the environment variables that change the meaning of a launch line or a layout."""
     names = [name for name in sorted(os.environ) if name in _TOLD or name.startswith(_LAYOUT)]
     return [Finding("environment", "note", f"{name}={os.environ[name]}") for name in names]

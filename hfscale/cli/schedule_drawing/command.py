@@ -1,4 +1,4 @@
-"""``hfscale schedule``: see a pipeline schedule before it runs, and beside it how it ran."""
+"""Show a pipeline schedule before it runs, or beside a recorded run (``hfscale schedule``)."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timelin
 
 
 def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
-    """Return the recorded run, with name and microbatches to compare with its plan."""
+    """Return the recorded run, and the name and microbatches of the plan to compare with."""
     if measured.num_ranks != planned.num_ranks:
         raise ConfigError(
             f"{trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: use --pp {measured.num_ranks}"
@@ -168,7 +168,7 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
-    """Return how many steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
+    """Return the number of steps to draw: those of a recorded run without flushes, or enough to see them overlap."""
     if measured and schedule in ASYNCHRONOUS:
         run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
         return max(1, run // microbatches)

@@ -41,7 +41,7 @@ class _Task:
 
 @dataclass
 class _Rank:
-    """Build the queues of one rank from its program.
+    """Build the queue of one rank from its program.
 
     Attributes:
         communicator: (kind of transfer, this rank, other rank) -> the communicator.
@@ -165,7 +165,7 @@ def _play(queues: dict[Hashable, list[_Task]]) -> bool:
 
 
 class _Play:
-    """Queues whose tasks run one after the other; the two halves of a transfer run together.
+    """Run the tasks of queues one after the other; the two halves of a transfer run together.
 
     Attributes:
         at: how many tasks of each queue have run.
@@ -178,7 +178,7 @@ class _Play:
         self._queue_of = {id(task): key for key, tasks in queues.items() for task in tasks}
 
     def advance(self, key: Hashable) -> int:
-        """Run the tasks of a queue up to one that waits; return how many ran."""
+        """Run a queue's tasks until one must wait; return how many ran."""
         before = self.at[key]
         while (task := self._next(key)) is not None and self._run([task, *([task.other] if task.other else [])]):
             pass
@@ -188,7 +188,7 @@ class _Play:
         return self.queues[key][self.at[key]] if self.at[key] < len(self.queues[key]) else None
 
     def _run(self, halves: list[_Task]) -> bool:
-        """Run the tasks if it is their turn and their inputs are there."""
+        """Run the tasks if it is their turn and their inputs have arrived."""
         keys = [self._queue_of[id(half)] for half in halves]
         needs = [need.end for half in halves for need in half.needs]
         ready = [end for end in needs if end is not None]

@@ -1,4 +1,4 @@
-"""Timelines in the terminal: a row of characters per rank, in colours where asked."""
+"""Render timelines in the terminal: a row of characters per rank, optionally in colours."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""Bytes of a rank by kind, and seconds of a step by what they go to, from a plan. Nothing runs."""
+"""Compute the bytes of a rank by kind and the seconds of a step by term, from a plan alone."""

@@ -1,6 +1,6 @@
-"""What a rank keeps for backward passes, and which layers to compute again so that they keep less: no run.
+"""Compute the activation bytes of a rank, and choose the layers to recompute under a budget; nothing runs.
 
-Of a layer that is recomputed the input is kept, and all that it would keep while its own backward pass runs::
+A recomputed layer keeps its input, and during its own backward pass everything it would have kept::
 
     kept        sum over layers of   in flight x tokens x (input where recomputed, else all)
                 + tokens x the largest of those recomputed, but its input
@@ -25,7 +25,7 @@ from .situation import LayerBytes, Situation
 
 @dataclass(frozen=True)
 class LayerHeld:
-    """A layer on a rank."""
+    """Hold one layer on this rank and its activation bytes."""
 
     name: str
     bytes: LayerBytes  # what it keeps of one token
@@ -33,12 +33,12 @@ class LayerHeld:
     again: float  # what it keeps beside its input while it is computed again, as it is
 
     def kept(self, chosen: Collection[str]) -> float:
-        """Return the bytes of one token and microbatch: of its input alone where it is among those recomputed."""
+        """Return the bytes kept per token and microbatch: only the input if the layer is recomputed."""
         return self.bytes.stream if self.name in chosen else self.bytes.kept
 
 
 def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[str]]:
-    """Return the bytes on the device and on the host, and what is to be said of them."""
+    """Return the activation bytes on the device and on the host, and notes on them."""
     held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
     chosen = _layers_recomputed(plan, situation)
     tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
@@ -55,7 +55,7 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[s
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
-    """Return what is to be said of what layers keep."""
+    """Return notes on what the layers keep."""
     again, counted = recomputed(plan), all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
     scores = "scores of attention are not kept"
@@ -78,7 +78,7 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
 
 
 def _around_layers(plan: Plan, situation: Situation, types: Types) -> float:
-    """Return what lies in front of the layers and behind them."""
+    """Return the bytes kept before the first layer and after the last."""
     total, seen = 0.0, situation.measured
     for index, in_flight, _ in _stages(plan, situation):
         one = in_flight * situation.tokens
@@ -90,7 +90,7 @@ def _around_layers(plan: Plan, situation: Situation, types: Types) -> float:
 
 
 def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
-    """Return what final norm and loss keep of a token: the norm's input twice, and the gradient by its output."""
+    """Return the bytes per token that final norm and loss keep: the norm's input twice, and its output's gradient."""
     if not plan.layers:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
@@ -100,7 +100,7 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
 
 
 def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collection[str]) -> float:
-    """Return what stages were sent and have sent, but where a rank's own stage or first layer keeps the same tensor."""
+    """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
     total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
     for index, (in_flight, names) in stages.items():
         if names and plan.stages is not None:
@@ -112,7 +112,7 @@ def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collec
 
 
 def _keep_inputs(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> set[str]:
-    """Return the layers that keep their input as it is; where there is no formula it is in what they keep."""
+    """Return the layers whose input is kept unchanged; without a formula their counted bytes contain it."""
     if offloaded(plan).activations is not None or compressed(plan) is not None:
         return set()
     formula = situation.measured is None
@@ -122,7 +122,7 @@ def _keep_inputs(plan: Plan, situation: Situation, held: Sequence[LayerHeld], ch
 
 
 def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> tuple[float, int]:
-    """Return what is on the device during backward passes, a layer and the next, and what waits on the host."""
+    """Return the bytes on the device in backward (a layer and the next one), and those waiting on the host."""
     one = [tokens * each.kept(chosen) for each in held]
     layers = sum(each.in_flight * size for each, size in zip(held, one, strict=True))
     pieces = (tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held)
@@ -131,7 +131,7 @@ def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> 
 
 
 def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Return the layers of which the input alone is kept, of this rank's at least."""
+    """Return the layers that keep only their input, at least those of this rank."""
     if situation.all_recomputed:
         return frozenset(plan.layers)
     if recomputed(plan).budget is None:
@@ -142,8 +142,8 @@ def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Choose as few layers of a pipeline rank as bring what its layers keep below the plan's budget, the cheapest to
-    compute for a byte that they save first. All ranks of a stage come to the same answer.
+    """Choose the fewest layers of a pipeline rank to recompute so that its activations fit the plan's budget, those
+    with the least compute per byte saved first. All ranks of a stage choose the same.
 
     Raises:
         ConfigError: recomputing all of them is not enough.
@@ -166,15 +166,15 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
         chosen.add(each.name)
     if kept() > planned.budget:
         raise ConfigError(
-            f"recompute='{human(planned.budget)}' cannot be kept with {tokens:,} tokens in a microbatch: recomputing "
-            f"all {len(held)} layers of this rank still keeps {human(round(kept()))}: use smaller microbatches, more "
-            "ranks, or a larger budget"
+            f"recompute='{human(planned.budget)}' is too small for {tokens:,} tokens in a microbatch: recomputing "
+            f"all {len(held)} layers of this rank still keeps {human(round(kept()))}: use smaller microbatches, "
+            "more ranks, or a larger budget"
         )
     return frozenset(chosen)
 
 
 def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
-    """Return every layer of the rank, in order."""
+    """Return every layer of this rank, in order."""
     plain = types_of(plan, situation.mixed)
     found = []
     for _, in_flight, layers in _stages(plan, situation):
@@ -189,7 +189,7 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
 
 
 def _stages(plan: Plan, situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """Yield number, microbatches in flight and layers of every stage of the rank."""
+    """Yield index, microbatches in flight and layers of every stage on this rank."""
     places = [(0, plan.layers)]
     if plan.stages is not None:
         places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(situation.pp_rank)]
@@ -216,30 +216,30 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
 
 
 def around_layers(plan: Plan) -> list[str]:
-    """Return the names of the parameters around the layers."""
+    """Return the names of the parameters outside the layers."""
     inside = tuple(f"{layer}." for layer in plan.layers)
     return [planned.name for planned in plan.owned() if not planned.name.startswith(inside)]
 
 
 def trained_names(plan: Plan) -> frozenset[str]:
-    """Return the parameters that train unless somebody says otherwise: adapters, or all that is not quantized."""
+    """Return the parameters that train by default: adapters, or all that are not quantized."""
     adapters = frozenset(adapter.name for adapter in plan.adapters)
     quantized = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     return adapters or frozenset(p.name for p in plan.owned()) - quantized
 
 
 def has_head(plan: Plan, rank: int) -> bool:
-    """Return whether a pipeline rank has the head."""
+    """Return whether a pipeline rank holds the head."""
     return plan.head is not None and plan.is_local(rank, plan.head)
 
 
 def is_matrix(plan: Plan, name: str) -> bool:
-    """Return whether a parameter has rows and columns."""
+    """Return whether a parameter is a matrix."""
     return len(plan.by_name[name].shape) > 1
 
 
 def _flops(plan: Plan, layer: str, situation: Situation) -> float:
-    """Return the operations of a forward pass of one token: two for each entry of a matrix that it meets."""
+    """Return the FLOPs of a forward pass for one token: two per entry of each matrix that it uses."""
     total = 0.0
     for planned in plan.owned():
         if planned.name.startswith(f"{layer}.") and len(planned.shape) > 1:

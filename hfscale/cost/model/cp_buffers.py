@@ -1,4 +1,4 @@
-"""What context ranks hold of one another while attention runs, one layer at a time: bytes, no run.
+"""Compute the peak bytes of other ranks' keys and values that context parallelism buffers in one layer's attention.
 
 With ``kv`` bytes of keys and values of a token and ``q`` of its queries, on one tensor rank, ``s`` tokens of all
 context ranks and ``s/n`` on each, at the most, which is in the backward pass::
@@ -17,7 +17,7 @@ from ...plan.sequence_split import choose
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:
-    """Return the bytes of the layer that holds most, of ``tokens`` of which ``own`` are this rank's; see above."""
+    """Return the buffer bytes of the largest layer, for ``tokens`` of which ``own`` are this rank's; see above."""
     context = plan.feature(ContextPlan)
     if context is None:
         return 0.0
@@ -28,14 +28,14 @@ def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> f
 
 
 def method_of(context: ContextPlan, size: int) -> str:
-    """Return how the attention of a layer reads other ranks' tokens."""
+    """Return the context-parallel method of a layer's attention."""
     if not context.heads:
         return "gather" if context.method == "auto" else context.method
     return choose(context.method, context.heads, context.key_heads, size)
 
 
 def replicas(plan: Plan) -> float:
-    """Return on how many ranks each key head is, where heads are shared out to more ranks than there are."""
+    """Return how many ranks hold each key head when there are more ranks than key heads."""
     context = plan.feature(ContextPlan)
     size = plan.layout.cp
     if context is None or not context.key_heads or not shares_heads(plan):
@@ -45,6 +45,6 @@ def replicas(plan: Plan) -> float:
 
 
 def shares_heads(plan: Plan) -> bool:
-    """Return whether ranks attend with some heads each, and exchange the result for their own tokens'."""
+    """Return whether context ranks exchange heads (Ulysses) instead of passing keys."""
     context = plan.feature(ContextPlan)
     return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

@@ -1,4 +1,4 @@
-"""What a step is asked to do: sizes of the axes and of the batch, what is computed twice, what each rank has."""
+"""Describe a step for the time model: axis sizes, batch, recomputation, and the contents of each rank."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _PACKED = {4: 0.5 + 4 / 64, 8: 1.0}  # bytes of a weight by bits, with a scale f
 
 @dataclass(frozen=True)
 class Job:
-    """One step of one layout, as far as its time depends on it."""
+    """Describe one step of one layout, as far as its time depends on it."""
 
     layout: ParallelConfig
     sequence: int  # tokens of a sequence
@@ -44,12 +44,12 @@ class Job:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a microbatch, on one context rank."""
+        """Tokens of a microbatch on one context rank."""
         return self.sequence * self.batch / self.layout.cp
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens of a step over all ranks."""
         return self.sequence * self.batch * self.microbatches * self.layout.batch_world
 
     @property
@@ -59,19 +59,19 @@ class Job:
 
     @property
     def virtual(self) -> int:
-        """Stages of one pipeline rank."""
+        """Stages per pipeline rank."""
         return self.layout.virtual_stages or 1
 
     def shard_of(self, weights: float, experts: float) -> float:
-        """Return one data rank's share of so many entries of weights and of experts."""
+        """Return one data rank's share of the given numbers of weight and expert entries."""
         return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
     def shard_traffic(self) -> float:
-        """Return the bytes between device and host of each weight of a shard that lies there: gathers, and gradient."""
+        """Return the bytes between device and host per offloaded weight: gathers and its gradient."""
         return self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
-        """Return the job with ``activations`` bytes, or a shard of ``entries`` weights, that lie on the host."""
+        """Return the job with ``activations`` bytes and a shard of ``entries`` weights offloaded to the host."""
         moved = activations * ("activations" in what) + self.shard_traffic() * entries * ("parameters" in what)
         handed = (self.gradient_bytes + self.gathered_bytes) * self.trained * entries * ("optimizer" in what)
         steps = "optimizer" in what or "parameters" in what
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """What a pipeline rank has. Entries are of parameters on one of its ranks, over its data ranks together."""
+    """Hold the contents of one pipeline rank. Entries are summed over its data ranks."""
 
     layers: int
     embedding: bool
@@ -95,17 +95,17 @@ class Place:
 
     @property
     def ends(self) -> int:
-        """How many of embedding and head."""
+        """The number of embeddings and heads on this rank."""
         return self.embedding + self.head
 
     @property
     def weights(self) -> float:
-        """Entries of all but experts."""
+        """Entries of all weights except experts."""
         return self.layer_weights + self.table_weights
 
 
 def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
-    """Return what a step of this plan is; ``mixed``: whether 16 bits compute over the weights' own type."""
+    """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
     layout, again = plan.layout, recomputed(plan)
     fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
     entries = _entries(plan)
@@ -129,12 +129,12 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
 
 
 def _entries(plan: Plan) -> dict[str, int]:
-    """Return the entries of each matrix."""
+    """Return the number of entries of each matrix."""
     return {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
 
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:
-    """Return the bytes of a matrix's weight as data ranks gather it: as it is computed with, in 8 bits, or packed."""
+    """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or packed."""
     packed, size = frozenset[str](), 0.0
     if plan.quantized is not None:
         packed, size = frozenset(plan.quantized.weights), _PACKED[plan.quantized.bits]
@@ -146,7 +146,7 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
 
 
 def with_host_of(plan: Plan, job: Job) -> Job:
-    """Return the job with what goes between device and host, of the pipeline rank where that is most."""
+    """Return the job with the host traffic of the pipeline rank that has most."""
     on_host, ranks = offloaded(plan), range(plan.layout.pp)
     what = {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
     activations = 0.0
@@ -157,7 +157,7 @@ def with_host_of(plan: Plan, job: Job) -> Job:
 
 
 def _activations(plan: Plan, rank: int, job: Job) -> float:
-    """Return the bytes of what a pipeline rank's layers keep, to the host and back, in a step."""
+    """Return the bytes per step that activation offload moves to the host and back on a pipeline rank."""
     names = frozenset(p.name for p in plan.owned())
     held = layers_held(plan, Situation(round(job.tokens), rank, trained=names))
     again = recomputed(plan).layers
@@ -166,7 +166,7 @@ def _activations(plan: Plan, rank: int, job: Job) -> float:
 
 
 def places_of(plan: Plan) -> list[Place]:
-    """Return what each pipeline rank has."""
+    """Return the contents of each pipeline rank."""
     return [_place(plan, rank) for rank in range(plan.layout.pp)]
 
 
@@ -195,7 +195,7 @@ def _place(plan: Plan, rank: int) -> Place:
 
 
 def _trained(plan: Plan, here: dict[str, int]) -> tuple[int, int]:
-    """Return how many of the entries here train, and the bytes of gradients that are partial over tensor ranks."""
+    """Return the number of trainable entries here, and the bytes of gradients that are partial over tensor ranks."""
     trained = [plan.by_name[name] for name in trained_names(plan) & here.keys()]
     partial = sum(here[p.name] * p.dtype.itemsize for p in trained if "tp" in p.partial)
     return sum(here[p.name] for p in trained), partial

@@ -1,6 +1,6 @@
-"""What the layers keep for their backward pass, from the shapes of a plan: bytes per token, no run.
+"""Compute the activation bytes per token of a layer from the shapes of a plan; nothing runs.
 
-For LLaMA's layer it is counted (Korthikanti et al. 2022, section 4, recounted), in units of one value per token and
+LLaMA's layer has a formula (Korthikanti et al. 2022, section 4, recounted) in units of one value per token and
 hidden unit, with ``k`` key/value heads per head, ``f`` intermediate over hidden size, ``t`` tensor ranks; all trained,
 in one type::
 
@@ -18,9 +18,9 @@ Under autocast over weights of 32 bits, blocks compute in 16, and what is betwee
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
 adapter.
 
-Any other layer is counted (:class:`.situation.MeasuredLayers`), or, where nobody did, estimated from above: twice the
-rows and columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is
-sent to; four times every vector. Dropout in front of adapters is not in such an estimate.
+Any other layer is measured (:class:`.situation.MeasuredLayers`) or else estimated from above: twice the rows and
+columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to;
+four times every vector. Dropout in front of adapters is not in such an estimate.
 
 SDPA and flash attention keep no scores. Eager attention keeps one for each head and token of the sequence, in 32 bits
 and, where the layer computes in another type, in that as well; and keys and values once for each head of queries.
@@ -51,7 +51,7 @@ _HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousa
 
 @dataclass(frozen=True)
 class Types:
-    """What a forward pass computes in, in bytes of a value."""
+    """Hold the bytes per value of each tensor in a forward pass."""
 
     size: int  # within blocks
     adapters: int  # of adapters' factors, as they are multiplied
@@ -60,16 +60,16 @@ class Types:
 
     @property
     def stream(self) -> int:
-        """Bytes of a value between blocks."""
+        """Bytes of one value of the hidden states between blocks."""
         return self.autocasts or self.size
 
     def as_kept(self, size: float) -> float:
-        """Return the bytes of a value of ``size`` bytes, as a layer keeps it."""
+        """Return the bytes at which a layer keeps a value of ``size`` bytes."""
         return size if self.kept is None else self.kept
 
 
 def types_of(plan: Plan, mixed: bool) -> Types:
-    """Return what the plan's model computes in, and its adapters."""
+    """Return the sizes of the types that the plan's model and its adapters compute in."""
     size = next((p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan))
     if mixed and plan.layout.data_world > 1:
         return Types(2, 2)
@@ -79,17 +79,17 @@ def types_of(plan: Plan, mixed: bool) -> Types:
 
 
 def widest(plan: Plan) -> int:
-    """Return the bytes of the plan's widest number."""
+    """Return the bytes of the plan's widest dtype."""
     return max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
 
 
 def sequence_ranks(plan: Plan) -> int:
-    """Return over how many tensor ranks the hidden states between blocks are cut."""
+    """Return the number of tensor ranks that shard the hidden states between blocks."""
     return plan.layout.tp if plan.sequence_regions else 1
 
 
 def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False) -> LayerBytes:
-    """Return what ``layer`` keeps of one token; ``first``: whether nothing in front of it trains."""
+    """Return the activation bytes per token of ``layer``; ``first``: whether nothing before it trains."""
     hidden, sequence = stream_width(plan, layer), sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(plan, layer)
@@ -103,12 +103,12 @@ def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, f
 
 
 def is_known(plan: Plan, layer: str) -> bool:
-    """Return whether a formula says what ``layer`` keeps: LLaMA's."""
+    """Return whether ``layer`` has a formula: it is LLaMA's."""
     return _llama_roles(plan, layer) is not None
 
 
 def stream_width(plan: Plan, layer: str) -> int:
-    """Return the width of the stream between layers: the length that most sides of a layer's matrices have."""
+    """Return the width of the hidden states: the most frequent side length of a layer's matrices."""
     counts: dict[int, int] = {}
     for planned in plan.of_layers[layer]:
         if len(planned.shape) >= 2:
@@ -128,13 +128,13 @@ class _Llama:
 
     @cached_property
     def scores(self) -> float:
-        """Scores of one token, where attention keeps them."""
+        """Scores per token, if attention keeps them."""
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
         return self.situation.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
-        """Weight -> ranks of its low-rank adapters."""
+        """Ranks of the low-rank adapters of each weight."""
         found = Counter[str]()
         for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:
@@ -142,11 +142,11 @@ class _Llama:
         return found
 
     def keeps_input(self, first: bool) -> bool:
-        """Return whether the first norm keeps the layer's input as it is, and no copy in 32 bits."""
+        """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
         return self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
 
     def norms(self, first: bool) -> float:
-        """Return the bytes of inputs and normed inputs of both norms, per token of the whole sequence."""
+        """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
         total = 0.0
         for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
             trains, wide = self._trains(name), max(4, self.types.size)
@@ -156,7 +156,7 @@ class _Llama:
         return total / self.sequence
 
     def blocks(self) -> tuple[float, float]:
-        """Return what the blocks keep with their inputs, and the most that one keeps that is recomputed by itself."""
+        """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
         total, again = 0.0, 0.0
         blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
         for output, kept, readers in blocks:
@@ -169,7 +169,7 @@ class _Llama:
         return total, again
 
     def piece(self) -> float:
-        """Return what the operation reads of one token that reads most: the product in the MLP, or attention."""
+        """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
         size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
         if not self._is_alone("down_proj"):
             found.append(2 * self._kept(self._out("gate_proj"), size))
@@ -181,7 +181,7 @@ class _Llama:
 
     @property
     def attention_again(self) -> bool:
-        """Whether attention between its projections is recomputed."""
+        """Return whether the core attention, without its projections, is recomputed."""
         return recomputed(self.plan).attention
 
     def _is_alone(self, output: str) -> bool:
@@ -217,7 +217,7 @@ class _Llama:
         return total + self._read_stream(_MLP[:2])
 
     def _kept(self, values: float, size: float) -> float:
-        """Return the bytes of so many values of a token; few stay as they are."""
+        """Return the bytes of ``values`` values per token; small tensors are kept as they are."""
         return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
 
     def _heads(self, queries: int) -> float:
@@ -231,7 +231,7 @@ class _Llama:
         return self.roles[name].name in self.situation.trained
 
     def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Return the bytes that projections keep of a norm's output, of which a rank may gather the rest again."""
+        """Return the bytes that projections keep of a norm's output: only this rank's shard if it is gathered again."""
         if self.sequence > 1 and self.plan.layout.sequence_regather:
             trains, adapted = self._adapted(readers)
             size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
@@ -242,7 +242,7 @@ class _Llama:
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
     def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
-        """Return the bytes that projections keep of ``width`` values, ``kept`` by something else or not."""
+        """Return the bytes that projections keep of ``width`` input values; ``kept``: another module keeps these."""
         (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
         casts = wide != size or bool(self.types.autocasts)
         own = self._kept(width, size) * (trains or bool(adapted and not casts))
@@ -251,18 +251,18 @@ class _Llama:
 
 
 def _score_bytes(types: Types) -> int:
-    """Return the bytes of a score of eager attention: softmax is in 32 bits."""
+    """Return the bytes per score of eager attention, whose softmax is in 32 bits."""
     return 4 + (types.size if types.size != 4 else 0)
 
 
 def _ranks_of_heads(plan: Plan, layer: str) -> int:
-    """Return how many tensor ranks cut a layer's heads, as far as its blocks say: not where its MLP alone is one."""
+    """Return the number of tensor ranks that shard a layer's heads; 1 if only one of its blocks is sharded."""
     blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
     return plan.layout.tp if len(blocks) > 1 else 1
 
 
 def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
-    """Return the parameters of LLaMA's layer by name; ``None`` of any other layer."""
+    """Return the parameters of a LLaMA layer by name; ``None`` for any other layer."""
     owned = own_parameters(plan, layer)
     expected = {f"{layer}.self_attn.{name}.weight": name for name in (*_ATTENTION, "q_norm", "k_norm")}
     expected |= {f"{layer}.mlp.{name}.weight": name for name in _MLP}
@@ -274,7 +274,7 @@ def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
 
 
 def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> float:
-    """Return an upper estimate of what any layer keeps."""
+    """Return an upper estimate of what a layer of any kind keeps."""
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(situation.routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
@@ -293,7 +293,7 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
 
 
 def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) -> int:
-    """Return the values that adapters keep: those between their factors, and copies of inputs in another type."""
+    """Return the values that adapters keep: those between their factors, and copies of inputs in another dtype."""
     low_rank = [a for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")]
     kept = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
     copied = low_rank if types.adapters != types.size else ()

@@ -1,4 +1,4 @@
-"""Machines and the constants of time on them: data files with sources, or what ``hfscale calibrate`` measured.
+"""Look up machines and their timing constants: data files with sources, or a file of ``hfscale calibrate``.
 
 ``constants.json`` is written by ``scripts/bench/fit_planner.py`` from the runs of 1B and 3B models of the Ultra-Scale
 Playbook's sweep (Tazi et al. 2025; nanotron on H100). Fractions are of what a machine's data file says, so that they
@@ -23,7 +23,7 @@ _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidt
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, and how it reaches the others. Bandwidths are in bytes per second and in one direction."""
+    """Describe one accelerator and its links. Bandwidths are in bytes per second and in one direction."""
 
     name: str  # as in hardware=
     flops: float  # products and sums of dense 16-bit matrix products, per second
@@ -39,12 +39,12 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """Its title, or else its name."""
+        """The title, or the name if there is no title."""
         return self.title or self.name
 
     @property
     def budget(self) -> float:
-        """Bytes up to which a run is not slowed down by an allocator that is short of memory."""
+        """Bytes that a run may use without being slowed down by an allocator short of memory."""
         return _BUDGET * self.memory
 
     def verdict(self, needed: float, likely: float, budget: float | None = None) -> str:
@@ -54,7 +54,7 @@ class Machine:
         return TIGHT if likely > (self.budget if budget is None else budget) else FITS
 
     def to_json(self) -> str:
-        """Return the text of a data file."""
+        """Return the machine as the text of a data file."""
         return json.dumps(asdict(self), indent=2)
 
 
@@ -64,7 +64,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def find_machine(hardware: str | Machine) -> Machine:
-    """Return the machine of a name, of a JSON file, or the machine itself.
+    """Return the machine for a name or a JSON file; a :class:`Machine` is returned unchanged.
 
     Raises:
         ConfigError: the name is unknown, or a file lacks what is needed.
@@ -89,7 +89,7 @@ def find_machine(hardware: str | Machine) -> Machine:
 
 
 def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
-    """Return the machine of a data file's content, or raise :class:`ConfigError`."""
+    """Return the machine in a data file's content, or raise :class:`ConfigError`."""
     wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
     if wrong:
         raise ConfigError(f"{source} describes no machine: {', '.join(wrong)} must be positive numbers")
@@ -101,7 +101,7 @@ def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
 
 @dataclass(frozen=True)
 class Constants:
-    """What a software stack makes of a machine."""
+    """Hold the timing constants of a software stack on a machine."""
 
     products: float  # fraction of the peak that matrix products reach
     attention: float  # likewise the attention kernel
@@ -128,12 +128,12 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
-    """Return the constants of the committed file."""
+    """Return the constants of the committed file, fitted on public runs."""
     return read_constants(CONSTANTS)
 
 
 def constants_of(hardware: str | Machine) -> Constants:
-    """Return what a calibration measured, or what was fitted on public runs."""
+    """Return the constants that a calibration measured, or those fitted on public runs."""
     path = Path(hardware) if isinstance(hardware, str) else None
     if path is not None and path.is_file() and '"time"' in path.read_text():
         return read_constants(path)
@@ -141,7 +141,7 @@ def constants_of(hardware: str | Machine) -> Constants:
 
 
 def read_constants(path: Path) -> Constants:
-    """Read the constants of a file, under ``"time"`` in it, or raise :class:`ConfigError`."""
+    """Read the constants under ``"time"`` in a file, or raise :class:`ConfigError`."""
     found, names = json.loads(path.read_text()).get("time", {}), [field.name for field in fields(Constants)]
     missing = [name for name in names if name not in found]
     if missing:

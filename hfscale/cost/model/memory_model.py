@@ -1,4 +1,4 @@
-"""What a rank holds while it trains, from a plan: integers in, bytes out; no weights, no run.
+"""Estimate the bytes that a rank holds in training, from a plan; no weights, no run.
 
 ::
 
@@ -47,7 +47,7 @@ def likely_bytes(needed: float, activations: float) -> float:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank by kind; ``print`` it for one line per kind."""
+    """Hold the bytes of one rank by kind; ``print`` it for one line per kind."""
 
     weights: int  # of the model's parameters; packed bytes and scales of quantized ones
     adapters: int
@@ -62,17 +62,17 @@ class MemoryEstimate:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind, on the device."""
+        """Bytes on the device by kind."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("on_host", "notes")}
 
     @property
     def total(self) -> int:
-        """All of it: an upper estimate of the peak, which not all kinds reach at the same time."""
+        """Bytes of all kinds: an upper bound of the peak, since not all kinds peak at the same time."""
         return sum(self.kinds.values())
 
     @property
     def needed(self) -> float:
-        """Bytes without which a rank does not run: all kinds at once, and what libraries take."""
+        """Bytes that a rank needs to run: all kinds at once, and the libraries' own."""
         return self.total + OVERHEAD
 
     @property
@@ -99,7 +99,7 @@ def estimate_memory(
     chunk_rows: int | None = None,
     **further: Any,
 ) -> MemoryEstimate:
-    """Return what one rank holds.
+    """Estimate the bytes that one rank holds in training.
 
     Args:
         ranks: its coordinates, axis -> rank; those left out are 0. Its stages are those of ``pp_rank``.
@@ -137,7 +137,7 @@ def estimate_memory(
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
-    """Return how many older versions of what trains there are between steps, and how many gradients of it.
+    """Return the number of older versions of trained weights between steps, and of gradients of each.
 
     PipeDream stashes the weights of every microbatch under way. In 2BW that is one version on all stages but the last,
     and gradients of a step wait for the end of the next one (Narayanan et al. 2019, 2021).
@@ -150,7 +150,7 @@ def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
 
 
 def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
-    """Return what is left on the device where shards lie on the host."""
+    """Return the bytes left on the device when shards are offloaded to the host."""
     away = found.weights + found.adapters + found.gradients + found.optimizer
     note = f"on the host: shards, gradients and optimizer of {human(away)}"
     none = dict.fromkeys(("weights", "adapters", "gradients", "optimizer"), 0)
@@ -158,7 +158,7 @@ def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
 
 
 def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool) -> int:
-    """Return what PowerSGD has left out of this rank's gradients so far, in 32 bits at least, and its factors."""
+    """Return the bytes of PowerSGD's error feedback, in 32 bits at least, and of its factors."""
     if plan.layout.gradient_compression != "powersgd":
         return 0
     total, rank = 0, int(plan.layout.powersgd_rank or 1)
@@ -174,7 +174,7 @@ def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[s
 
 
 def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
-    """Return the bytes of one parameter on the rank at ``ranks``, as if it were whole over ``axes``.
+    """Return the bytes of one parameter on the rank at ``ranks``, unsharded over ``axes``.
 
     Data ranks have shards of one size: the last ones are padded.
     """
@@ -190,7 +190,7 @@ def _padded(shape: Sequence[int], cuts: Sequence[Cut], ranks: dict[str, int]) ->
 
 
 def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Return the packed bytes and scales of this rank's share, which data ranks hold in rows of one size."""
+    """Return the packed bytes and scales of this rank's shard; data ranks hold rows of equal size."""
     assert plan.quantized is not None
     transposed, double = planned.name in plan.quantized.transposed, plan.quantized.double
     sharded = plan.layout.data_world > 1
@@ -207,7 +207,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of autocast's copies of matrices of 32 bits, one for all microbatches with the same weights."""
+    """Return the bytes of autocast's copies of 32-bit matrices; microbatches with the same weights share one."""
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
@@ -218,7 +218,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
 
 
 def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
-    """Return how many copies of a weight there are: one per version in flight, or one per microbatch."""
+    """Return the number of copies of a weight: one per version in flight, or one per microbatch."""
     count = situation.held_by(planned.stage)
     if len(planned.shape) > 2 and not planned.name.startswith(tuple(f"{each.name}." for each in plan.mixtures)):
         return count  # stacked weights of a mixture that nobody described, which the host casts in every pass
@@ -227,7 +227,7 @@ def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of whole weights around the layers and of the largest layer, or of all where none is freed."""
+    """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed."""
     layout, mixed = plan.layout, situation.mixed
     if layout.data_world == 1:
         return _copied(plan, held, situation) if mixed else 0
@@ -246,7 +246,7 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
 
 
 def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
-    """Return the buffers of a layer whose projections have LLaMA's names, or are as wide as the hidden states."""
+    """Return the context-parallel buffers of a layer with LLaMA's names or projections as wide as hidden states."""
     if not plan.layers or plan.layout.cp == 1:
         return 0
     size = types_of(plan, situation.mixed).size

@@ -1,4 +1,4 @@
-"""The numbers of a decoder that its time depends on, from a config of transformers or from the weights of a plan."""
+"""Read the sizes of a decoder that its step time depends on, from a transformers config or from a plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from .layer_bytes import stream_width
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with layers of one kind."""
+    """Describe a decoder whose layers are all of one kind."""
 
     layers: int
     hidden: int  # width of the stream between the blocks
@@ -35,31 +35,31 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Width inside of the MLP that one token meets."""
+        """Width inside the MLP per token: over all experts that it is sent to."""
         return self.ffn * max(self.routed, 1) + self.shared if self.experts else self.ffn
 
     @property
     def active_weights(self) -> int:
-        """Entries of matrices that one token meets in one layer."""
+        """Entries of the matrices in one layer that a token uses."""
         return self._dense(self.mlp_width)
 
     @property
     def expert_weights(self) -> int:
-        """Entries of matrices of one layer's experts."""
+        """Entries of the matrices of one layer's experts."""
         return self._matrices * self.hidden * self.ffn * self.experts
 
     @property
     def layer_weights(self) -> int:
-        """Entries of matrices of one layer."""
+        """Entries of the matrices of one layer."""
         return self._dense(self.shared if self.experts else self.ffn) + self.expert_weights
 
     def held(self, tp: int) -> float:
-        """Return the entries of one layer on one of ``tp`` tensor ranks, without its experts."""
+        """Return the entries of one layer, without its experts, on one of ``tp`` tensor ranks."""
         return (self.layer_weights - self.expert_weights) / tp
 
     @property
     def table_weights(self) -> int:
-        """Entries of the embedding, and of the head."""
+        """Entries of the embedding or the head."""
         return self.vocabulary * self.hidden
 
     @property
@@ -72,7 +72,7 @@ class ModelShape:
         return 3 if self.gated else 2
 
     def _dense(self, width: int) -> int:
-        """Return the entries of attention, of an MLP of this width, and of the router."""
+        """Return the entries of attention, an MLP of the given width, and the router."""
         return self.attention_weights + self._matrices * self.hidden * width + self.hidden * self.experts
 
 
@@ -89,8 +89,8 @@ def shape_of(config: Any) -> ModelShape:
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     if not (layers and hidden):
         raise ConfigError(
-            f"a {type(config).__name__} names no layers or width that times could be estimated from: "
-            "use hfscale.memory_estimate, which needs none of them"
+            f"{type(config).__name__} has no number of layers or width, which time estimates need: use "
+            "hfscale.memory_estimate, which needs neither"
         )
     head = _first(text, "head_dim") or hidden // max(heads, 1)
     experts = _first(text, *EXPERT_FIELDS)
@@ -111,12 +111,12 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def _first(config: Any, *names: str) -> int:
-    """Return the first of these numbers that a config has, of layers that differ the smallest; 0 where it has none."""
+    """Return the first of the fields ``names`` that a config has, the minimum if layers differ; 0 if it has none."""
     return min(counts(config, names), default=0)
 
 
 def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
-    """Return the shape of the decoder of a plan: its layers have, in the mean, as many weights as the plan's.
+    """Return the shape of a plan's decoder, with the mean number of weights per layer.
 
     Args:
         config: of the model, which says how wide heads are; without it they are as wide as the stream together.
@@ -143,14 +143,14 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
 
 
 def _gates(plan: Plan) -> bool:
-    """Return whether the MLP of the first layer has a gate: a matrix of its own, or fused with another."""
+    """Return whether the MLP of the first layer is gated, by a matrix of its own or a fused one."""
     names = [name for name, _, _ in _matrices(plan)]
     fused = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
     return fused or any("gate" in name.removeprefix(plan.layers[0]) for name in names)
 
 
 def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, entries, and whether they are of experts (or stack as many), of the matrices of all layers."""
+    """Yield name, number of entries, and whether it belongs to experts, for each matrix of the layers."""
     adapters = {adapter.name for adapter in plan.adapters}
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)

@@ -1,6 +1,6 @@
-"""Bytes of the state that an optimizer keeps of this rank's shares, and the table of bitsandbytes' optimizers.
+"""Compute the bytes of optimizer state for this rank's shards, and list bitsandbytes' optimizers.
 
-Per entry of a share, once there has been a step::
+Per entry of a shard, after the first step::
 
     torch AdamW     2 of the weight's own type, and 4 bytes for a count of steps per parameter
     8 bits          one byte per moment, and 4 bytes of scale per moment and 256 entries (Dettmers et al. 2022)
@@ -31,7 +31,7 @@ _COUNT = 4  # bytes of a count of steps
 
 @dataclass(frozen=True)
 class BitsAndBytesOptimizer:
-    """What a name stands for."""
+    """Describe one of bitsandbytes' optimizers."""
 
     stock: str  # the class in bitsandbytes
     bits: int  # of its state
@@ -102,7 +102,7 @@ def _entries(planned: ParameterPlan, ranks: dict[str, int]) -> int:
 
 
 def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
-    """Return the bytes of ``tensors`` of the share's size and type; an empty share has no state."""
+    """Return the bytes of ``tensors`` tensors of the shard's size and dtype; an empty shard has no state."""
     entries = _entries(planned, ranks)
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 

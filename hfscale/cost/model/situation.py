@@ -1,4 +1,4 @@
-"""What bytes depend on beside a plan: a rank's place and batch, and what its layers were seen to keep."""
+"""Describe what memory depends on besides the plan: rank, batch, and measured layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Kind = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer keeps of one token."""
+    """Hold the bytes that one layer keeps per token."""
 
     kept: float  # bytes for the backward pass
     stream: float  # bytes of its input alone, which is kept where activations are recomputed
@@ -24,7 +24,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """Bytes of a token that layers of a model's own class were seen to keep, on one rank of a layout."""
+    """Hold the measured bytes per token of a model's own layers, on one rank of a layout."""
 
     first: LayerBytes  # the first layer's, whose input may need no gradient; with those of the plan's first stage alone
     layers: Mapping[Kind, LayerBytes]  # any other layer's
@@ -34,13 +34,13 @@ class MeasuredLayers:
     in_8_bits: "MeasuredLayers | None" = None  # the same where layers keep it in 8 bits, if that was asked for
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
-        """Return what a layer keeps; ``None`` of a kind that was not seen."""
+        """Return the bytes of a layer; ``None`` if no layer of its kind was measured."""
         return self.first if layer == plan.layers[0] else self.layers.get(kind_of(plan, layer))
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan does not know of a run."""
+    """Describe a run as far as the plan does not: rank, tokens, schedule."""
 
     tokens: int  # of one microbatch on one rank
     pp_rank: int = 0  # whose stages are meant
@@ -56,7 +56,7 @@ class Situation:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens per sequence."""
         return self.sequence_length or self.tokens
 
     def held_by(self, stage: int) -> int:
@@ -71,6 +71,6 @@ def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
 
 
 def kind_of(plan: Plan, layer: str) -> Kind:
-    """Return the kind of a layer, whatever the layout."""
+    """Return the kind of a layer, the same for every layout."""
     owned = own_parameters(plan, layer)
     return tuple(sorted((planned.name.removeprefix(f"{layer}."), tuple(planned.shape)) for planned in owned))

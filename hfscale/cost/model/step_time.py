@@ -1,6 +1,6 @@
-"""Seconds of a step by what they go to: the parts of a decoder, the pipeline's bubble, data ranks, the update.
+"""Estimate the seconds of a step by term: parts of the decoder, pipeline bubble, data ranks, optimizer.
 
-Of a layer, a microbatch's forward and backward pass::
+Per layer, for forward and backward of one microbatch::
 
     products      2 for every token and weight forward, 4 backward, 2 more where a layer is recomputed
     attention     2 s q forward for every token where it is causal, 2.5 times that backward (Dao 2023)
@@ -9,7 +9,7 @@ Of a layer, a microbatch's forward and backward pass::
     accumulation  12 bytes for every weight: the gradient is written, read, and added in 32 bits
     exchange      what the blocks' collectives send within the layer, exposed
 
-Products of one shape are as fast as of another: that they are not could not be told from the runs.
+Products are taken to be equally fast for every shape: the runs show no difference.
 
 A pipeline with a flush takes ``sum(t_s) + (m - 1) max(t_s)`` with ``t_s`` a stage's forward and backward pass of one
 microbatch: with uneven stages as well, within 3.6% of playing 1F1B through. With ``v`` stages on a rank the first
@@ -28,7 +28,7 @@ from .traffic import data_traffic, edge_traffic, layer_traffic
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of one part of a model, for one microbatch."""
+    """Hold the seconds of one part of a model for one microbatch."""
 
     products: float = 0.0  # matrix products
     attention: float = 0.0  # scores and weighted sums
@@ -40,11 +40,11 @@ class Seconds:
 
     @property
     def device(self) -> float:
-        """All that the device does."""
+        """Seconds of the device's work."""
         return self.products + self.attention + self.elementwise + self.loss + self.accumulation + self.exchange
 
     def stage(self, constants: Constants) -> float:
-        """Return what it takes: as long as the device, or the host that launches."""
+        """Return the seconds that a part takes: the longer of the device's work and the host's kernel launches."""
         p = constants.sharpness
         most = max(self.device, self.host)
         return most * ((self.device / most) ** p + (self.host / most) ** p) ** (1 / p) if most else 0.0
@@ -103,7 +103,7 @@ Parts = tuple[Seconds, Seconds, Seconds]
 
 
 def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:
-    """Return the seconds of the parts that stages are made of."""
+    """Return the seconds of each part that stages are made of."""
     edge = edge_traffic(shape, job) / tensor_bus(job.layout.tp, machine, constants)
     given = shape, job, machine, constants
     return layer_seconds(*given), head_seconds(*given), Seconds(exchange=edge)
@@ -117,7 +117,7 @@ def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
 
 @dataclass(frozen=True)
 class StepTime(Seconds):
-    """Seconds of one step, by term; their sum is :attr:`total`.
+    """Hold the seconds of one step by term; their sum is :attr:`total`.
 
     Those of a part are the slowest stage's, and ``host`` what its device waits for the host.
     """
@@ -150,7 +150,7 @@ def step_time(
     experts: Sequence[float] | None = None,
     parts: int | None = None,
 ) -> StepTime:
-    """Return the seconds of one step.
+    """Estimate the seconds of one step.
 
     Args:
         stages: for each pipeline rank, a microbatch's forward and backward pass.
@@ -185,7 +185,7 @@ def step_time(
 def _data_seconds(
     weights: float, experts: float, backward: float, job: Job, machine: Machine, constants: Constants
 ) -> float:
-    """Return the seconds that a step waits for its data ranks, after what the last ``backward`` pass hides."""
+    """Return the seconds that a step waits for its data ranks, beyond what the last ``backward`` pass hides."""
     layout, shards = job.layout, job.layout.dp_shard
     ranks = layout.data_world
     if ranks == 1:

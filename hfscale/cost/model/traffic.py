@@ -1,4 +1,4 @@
-"""Bytes that a rank sends to the others of an axis, from the shape of a model and what a step is asked to do.
+"""Compute the bytes that a rank sends over each axis, from the shapes of model and step.
 
 Collectives run as rings: with ``n`` ranks, ``(n-1)/n`` of a gather's or a scatter's whole tensor, twice that for an
 all-reduce. With ``x`` the bytes of a microbatch's stream and ``w`` those of a rank's weights, were they not sharded::
@@ -29,7 +29,7 @@ from .model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends over each axis."""
+    """Hold the bytes that a rank sends over each axis."""
 
     tp: float = 0.0
     ep: float = 0.0
@@ -45,7 +45,7 @@ def stream_bytes(shape: ModelShape, job: Job) -> float:
 
 
 def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
-    """Return the bytes that one layer exchanges for a microbatch, forward and backward."""
+    """Return the bytes that one layer exchanges per microbatch, forward and backward."""
     layout, stream, experts = job.layout, stream_bytes(shape, job), 0.0
     if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
         times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
@@ -56,26 +56,26 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
-    """Return whether tensor ranks sum their own experts over all tokens, in fewer bytes than routes take."""
+    """Return whether all-reducing experts' outputs over tensor ranks takes fewer bytes than sending routes."""
     layout = job.layout
     alone = layout.slices_tokens and not job.sequence_parallel and layout.expert_batches == 1
     return alone and 2 * shape.routed >= layout.tp
 
 
 def _between_tensor_ranks(shape: ModelShape, job: Job) -> float:
-    """Return how often a layer's tensor ranks exchange hidden states; a gather or a scatter counts as once."""
+    """Return how often a layer's tensor ranks exchange hidden states; a gather or a scatter counts one."""
     if not (shape.experts and job.layout.slices_tokens) or sums_experts(shape, job):
         return job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
     return job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
 
 
 def edge_traffic(shape: ModelShape, job: Job) -> float:
-    """Return the bytes between tensor ranks at the embedding, or at the head, for one microbatch."""
+    """Return the bytes between tensor ranks at the embedding, or at the head, per microbatch."""
     return 2 * sent(job.layout.tp) * stream_bytes(shape, job)
 
 
 def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traffic:
-    """Return the bytes that data ranks exchange in a step, of entries of a rank's matrices, were they not sharded."""
+    """Return the bytes that data ranks exchange in a step, given a rank's matrix entries before data sharding."""
     layout, sharded, replicated = job.layout, 0.0, 0.0
     dense = layers, tables, layout.dp_shard, layout.dp_replicate
     spread = experts, 0.0, layout.size("edp_shard"), layout.size("edp_replicate")
@@ -89,7 +89,7 @@ def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traf
 
 
 def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
-    """Return the bytes that one rank exchanges in a step."""
+    """Return the bytes that one rank sends in a step."""
     layer, layers, count = layer_traffic(shape, job), place.layers, job.microbatches
     edges = count * place.ends * edge_traffic(shape, job) + 2 * sent(job.layout.tp) * place.partial
     handed = stream_bytes(shape, job) / (job.layout.tp if job.sequence_parallel else 1)

@@ -1,1 +1,1 @@
-"""What is asked of the models of cost: estimates, a search over layouts, dry runs, calibration, and their reports."""
+"""Estimate, search layouts, dry-run, calibrate and report, by the cost models."""

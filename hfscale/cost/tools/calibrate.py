@@ -1,4 +1,4 @@
-"""Measure a machine for :func:`hfscale.estimate`: products, attention, a copy, a real layer, the loss, the optimizer.
+"""Measure a machine for :func:`hfscale.estimate`: matmuls, attention, copies, a layer, the loss, the optimizer.
 
 One stock LLaMA layer at the shapes of :class:`Sizes` is what constants are taken from: what its forward and backward
 pass takes beside its products and its attention is elementwise work; with a few tokens it is what the host takes to
@@ -32,7 +32,7 @@ _UNKNOWN_LINK, _UNKNOWN_LATENCY = 1e9, 1e-4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Hold the sizes of the measured layer."""
 
     hidden: int = 512  # width of the stream
     ffn: int = 1376  # width inside of the MLP
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def shape(self) -> ModelShape:
-        """The layer's, for the time model."""
+        """The shape of the layer, for the time model."""
         return ModelShape(1, self.hidden, self.hidden, self.hidden, self.ffn, self.vocabulary)
 
 
@@ -58,7 +58,7 @@ def calibrate(
     sizes: Sizes | None = None,
     reference: Machine | None = None,
 ) -> dict[str, Any]:
-    """Measure a document that ``hardware=`` takes: a machine and its constants.
+    """Measure this machine; return a document that ``hardware=`` accepts: the machine and its constants.
 
     Args:
         links: bytes per second of a large all-reduce between its ranks, and seconds of a small one.
@@ -116,13 +116,13 @@ def _memory(device: torch.device) -> float:
 
 
 class _Meter:
-    """Times things on a device; operations and bytes are per second, forward and backward."""
+    """Time operations on a device. Rates are operations or bytes per second, forward and backward."""
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes, self.device, self.dtype = sizes, device, dtype
 
     def products(self) -> float:
-        """Return the operations of a layer's products."""
+        """Return the measured FLOPs per second of a layer's matrix products."""
         tokens, h, f = self.sizes.sequence * self.sizes.batch, self.sizes.hidden, self.sizes.ffn
         seconds, operations = 0.0, 0
         for rows, inner, columns in ((tokens, h, h), (tokens, h, f), (tokens, f, h), (h, tokens, f)):
@@ -132,7 +132,7 @@ class _Meter:
         return operations / seconds
 
     def attention(self) -> float:
-        """Return the operations of causal attention."""
+        """Return the measured FLOPs per second of causal attention."""
         s = self.sizes
         shape = (s.batch, s.heads, s.sequence, s.hidden // s.heads)
         q, k, v = (self._random(*shape).requires_grad_() for _ in range(3))
@@ -144,23 +144,23 @@ class _Meter:
         return 7 * s.batch * s.sequence**2 * s.hidden / self._time(both)
 
     def copy(self) -> float:
-        """Return the bytes that are read and written."""
+        """Return the bytes read and written per second by a copy on the device."""
         source = self._random((1 << 26) if is_accelerator(self.device) else (1 << 23))
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._time(lambda: target.copy_(source))
 
     def to_host(self) -> float:
-        """Return the bytes to the host's memory."""
+        """Return the bytes per second of copies to the host's memory."""
         source = self._random(1 << 23)
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(self.device))
         return source.nbytes / self._time(lambda: target.copy_(source))
 
     def layer(self, sequence: int, batch: int) -> float:
-        """Return the seconds of a stock LLaMA layer, forward and backward: of three, less one, by two."""
+        """Return the seconds of a stock LLaMA layer, forward and backward: half of three layers minus one."""
         return max(1e-6, (self._layers(3, sequence, batch) - self._layers(1, sequence, batch)) / 2)
 
     def loss(self, flops: float) -> float:
-        """Return the seconds of head and cross entropy beside the head's products, for each logit."""
+        """Return the seconds per logit of head and cross entropy, without the head's matrix product."""
         s = self.sizes
         tokens = s.sequence * s.batch
         hidden, weight = self._random(tokens, s.hidden).requires_grad_(), self._random(s.vocabulary, s.hidden)
@@ -174,7 +174,7 @@ class _Meter:
         return max(0.0, self._time(both) - products) / (tokens * s.vocabulary)
 
     def update(self) -> float:
-        """Return the seconds of a step of fused AdamW for each weight."""
+        """Return the seconds per weight of a step of fused AdamW."""
         weight = self._random(1 << 22).float().requires_grad_()
         weight.grad = torch.ones_like(weight)
         optimizer = torch.optim.AdamW([weight], fused=True)
@@ -199,7 +199,7 @@ class _Meter:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def _time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Return the median seconds of a call, over about as long as one measurement may take.
+        """Return the median seconds of a call, repeated for about the time allowed per measurement.
 
         One thread's are those of its processor, which others on the machine do not lengthen.
         """

@@ -1,4 +1,4 @@
-"""Every layout that a number of GPUs and a global batch leave open, as plain numbers."""
+"""List every layout for a number of GPUs and a global batch, as plain numbers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,24 +19,24 @@ _OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("pa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A step in one layout; with tensor ranks the sequence is cut as well."""
+    """Describe a step in one layout; tensor ranks imply sequence parallelism."""
 
     job: Job
     offload: tuple[str, ...] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule, with one stage as well."""
+        """The pipeline schedule, also if there is only one stage."""
         return str(self.job.layout.pipeline_schedule)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks by axis, neighbours first."""
+        """Number of ranks by axis, innermost first."""
         return {axis: self.job.layout.asked(axis) for axis in reversed(AXES)}
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are computed again."""
+        """Return whether layers are recomputed."""
         return self.job.recompute > 0
 
     @property
@@ -48,7 +48,7 @@ class Candidate:
         return " x ".join(used) or "replicas" if layout.total_size > 1 else "one process"
 
     def describe(self) -> str:
-        """Return its sizes, as in ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
+        """Describe the layout, as in ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
         job = self.job
         named = " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1) or "one process"
         extra = f", {self.schedule}" if job.layout.pp > 1 else ""
@@ -68,7 +68,7 @@ class Candidate:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers and words."""
+        """Return all fields as plain numbers and strings."""
         sizes = {axis.removeprefix("dp_"): size for axis, size in self.sizes.items()}
         step = {name: getattr(self.job, name) for name in ("batch", "microbatches", "virtual")}
         levers = {"recompute": self.recomputes, "offload": self.offload}
@@ -76,7 +76,7 @@ class Candidate:
 
 
 def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: int) -> Iterator[Candidate]:
-    """Yield every layout of ``gpus`` ranks for so many sequences a step."""
+    """Yield every layout of ``gpus`` ranks for ``sequences`` sequences per step."""
     for tp in _tensor_sizes(summary, machine, gpus):
         for pp in _divisors(gpus // tp):
             if pp > summary.shape.layers:
@@ -88,7 +88,7 @@ def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: in
 
 
 def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the same with the host's memory, for where nothing fits without; of schedules, 1F1B alone."""
+    """Yield layouts that offload to the host, for models that fit in no other way; only with 1F1B."""
     for each in found:
         for what in _OFFLOADS if each.schedule == SCHEDULES[0][0] else ():
             if "parameters" not in what or each.job.layout.dp_shard > 1:
@@ -98,7 +98,7 @@ def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
 def _of_sizes(
     summary: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
 ) -> Iterator[Candidate]:
-    """Yield every batch, schedule, spread of experts, sharding and recomputation of these sizes of axes."""
+    """Yield every batch, schedule, expert axis, sharding and recomputation for given axis sizes."""
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
@@ -126,7 +126,7 @@ def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
 
 
 def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: float) -> Job:
-    """Return a step of the model in a layout, with the sequence cut over tensor ranks."""
+    """Return the job of a model's step in a layout, with sequence parallelism over tensor ranks."""
     sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches, "recompute": recompute}
     gathers = layout.dp_shard > 1 and layout.pp == 1
     return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)

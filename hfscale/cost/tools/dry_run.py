@@ -1,4 +1,4 @@
-"""A step of every kind of pipeline rank, run without weights, processes or GPUs, beside what the estimate says of it.
+"""Run one step per kind of pipeline rank without weights, processes or GPUs, and compare it with the estimate.
 
 One rank for each kind of stage is built by the code that trains, on the meta device, as one of all ranks of the layout
 over torch's fake process group (:mod:`.simulated_rank`), and takes a step. What it hands to collectives, and
@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes that a rank sends over one axis in a step, or keeps."""
+    """Hold counted and estimated bytes that a rank sends over one axis, or keeps."""
 
     axis: str  # of the layout; ``pp`` is the stream between stages
     calls: int  # collectives
@@ -44,13 +44,13 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """The estimate over what was counted; 1 where there is neither."""
+        """The estimate divided by the count; 1 if both are 0."""
         return 1.0 if self.counted == self.estimated else self.estimated / max(self.counted, 1e-9)
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """The step of one pipeline rank."""
+    """Hold the counts of one pipeline rank's step."""
 
     rank: int
     like: tuple[int, ...]  # ranks that have the same
@@ -61,13 +61,13 @@ class StageRun:
 
     @property
     def compared(self) -> list[Compared]:
-        """All that was counted beside an estimate."""
+        """Every count beside its estimate."""
         return [*self.traffic, *([self.activations] if self.activations else [])]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What was counted. ``print`` it for a table."""
+    """Hold the counts of a dry run. ``print`` it for a table."""
 
     layout: str
     ranks: int
@@ -76,7 +76,7 @@ class DryRun:
     stages: tuple[StageRun, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers and words."""
+        """Return all fields as plain numbers and strings."""
         found = asdict(self)
         for stage, run in zip(found["stages"], self.stages, strict=True):
             rows = [{**asdict(each), "ratio": each.ratio} for each in run.compared]
@@ -149,7 +149,7 @@ def dry_run(
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
-    """Return pipeline ranks that have the same, the first of each kind being the one that is run."""
+    """Group the pipeline ranks with equal contents; the first of each group is run."""
     found: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
         own = () if plan.stages is None else tuple(len(stage.layers) for stage in plan.stages.of_rank(rank))
@@ -158,7 +158,7 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
 
 
 def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
-    """Return what was sent over each axis beside the estimate, without axes that neither knows."""
+    """Return the bytes sent over each axis beside the estimate, without axes that have neither."""
     sent, calls = defaultdict[str, float](float), Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):
         sent[_NAMES.get(axis, axis)] += counted.sent[axis]
@@ -168,7 +168,7 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """``(1, 2, 3, 5)`` -> ``1-3, 5``."""
+    """Format integers as ranges: ``(1, 2, 3, 5)`` -> ``1-3, 5``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:

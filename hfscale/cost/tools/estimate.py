@@ -1,4 +1,4 @@
-"""Seconds and bytes of a layout of a model: :func:`estimate`."""
+"""Estimate the seconds and bytes of a model in a layout: :func:`estimate`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _NOTE = "seconds: estimated with constants of other code on GPUs; hfscale was no
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One pipeline rank."""
+    """Hold the estimate of one pipeline rank."""
 
     rank: int
     layers: int
@@ -42,7 +42,7 @@ class StageEstimate:
 
     @property
     def needed(self) -> float:
-        """Bytes without which it does not run: all kinds at once, and what libraries take."""
+        """Bytes that it needs to run: all kinds at once, and the libraries' own."""
         return self.memory.needed
 
     @property
@@ -53,7 +53,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes and holds. ``print`` it for a table."""
+    """Hold the estimated seconds and bytes of a step. ``print`` it for a table."""
 
     hardware: Machine
     layout: str  # in words
@@ -67,17 +67,17 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.time.total
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Tokens per second over all ranks."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Fraction of the peak that the model's own operations are (Chowdhery et al. 2022)."""
+        """Model FLOPs utilization: the model's FLOPs as a fraction of the peak (Chowdhery et al. 2022)."""
         return self.flops / (self.seconds * self.ranks * self.hardware.flops)
 
     @property
@@ -87,7 +87,7 @@ class Estimate:
 
     @property
     def needed(self) -> float:
-        """Bytes of the fullest rank without which it does not run."""
+        """Bytes that the fullest rank needs to run."""
         return self.fullest.needed
 
     @property
@@ -101,11 +101,11 @@ class Estimate:
         return self.hardware.verdict(self.needed, self.likely)
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Return all of it as JSON: bytes and seconds."""
+        """Return the estimate as JSON, in bytes and seconds."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers and words."""
+        """Return all fields as plain numbers and strings."""
         machine, names = self.hardware, ("rank", "layers", "seconds", "needed", "likely")
         return {
             "hardware": machine.name,
@@ -212,7 +212,7 @@ def costs(
     mixed_precision: str,
     **of_optimizer: Any,
 ) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
-    """Return a plan's shape, step and bytes of each pipeline rank; ``spec`` runs layers without a formula."""
+    """Return shape, job and memory of each pipeline rank of a plan; ``spec`` measures layers without a formula."""
     count = microbatches or plan.layout.num_microbatches or plan.layout.pp
     shape, mixed = shape_of_plan(plan, None if spec is None else spec.config), mixed_precision != "no"
     job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed)
@@ -257,8 +257,8 @@ def _of_plan(
 
 
 def _step_flops(shape: ModelShape, job: Job) -> float:
-    """Return the operations of a step as they are usually counted: 6 for every weight that trains and token, 4 for
-    others, 12 s q for attention, half of it where it is causal; nothing twice.
+    """Return the model's FLOPs per step: per token 6 for a weight that trains, 4 for others, 12 s q for attention (half
+    if causal); recomputation is not counted.
     """
     weights = shape.layers * shape.active_weights + shape.table_weights
     attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
@@ -266,7 +266,7 @@ def _step_flops(shape: ModelShape, job: Job) -> float:
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
-    """Play the plan's schedule with each rank's own seconds, where there is one that can be played through."""
+    """Simulate the plan's schedule with each rank's own seconds, if it can be simulated."""
     if plan.stages is None or plan.layout.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
         return None
     again = 1 + job.recompute

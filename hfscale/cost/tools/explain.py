@@ -1,4 +1,4 @@
-"""The accounting of the sources, for one model: where 16 bytes per parameter, ZeRO's shares and activations come from.
+"""Tabulate the papers' memory formulas for one model: 16 bytes per parameter, ZeRO, activations, LoRA.
 
 Formulas as they are in the papers, of their models and types; what hfscale holds of this class is the last line of a
 table, where the two can be compared.
@@ -27,7 +27,7 @@ NF4_BITS, SCALE_BITS, DOUBLE_BITS = 4.0, 32 / 64, 8 / 64 + 32 / (64 * 256)
 
 @dataclass(frozen=True)
 class Table:
-    """One table."""
+    """Hold one table."""
 
     title: str  # with its source
     rows: tuple[tuple[str, float, str], ...]  # name, bytes, how they come about
@@ -38,7 +38,7 @@ class Table:
 
 
 def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
-    """Return the bytes of a rank by stage of ZeRO (Rajbhandari et al. 2020, figure 1), with mixed-precision Adam."""
+    """Return the bytes of a rank per ZeRO stage (Rajbhandari et al. 2020, figure 1), with mixed-precision Adam."""
     weights, gradients, states = 2 * parameters, 2 * parameters, _STATES * parameters
     return {
         "replicas": weights + gradients + states,
@@ -49,7 +49,7 @@ def zero_stages(parameters: float, ranks: int) -> dict[str, float]:
 
 
 def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> dict[str, float]:
-    """Return the bytes of one layer of GPT in 16 bits with dropout (Korthikanti et al. 2022, table 2)."""
+    """Return the activation bytes of a GPT layer in 16 bits with dropout (Korthikanti et al. 2022, table 2)."""
     unit, scores = sequence * batch * hidden, 5 * heads * sequence / hidden
     return {
         "no parallelism": unit * (34 + scores),
@@ -62,7 +62,7 @@ def activations(hidden: int, heads: int, sequence: int, batch: int, tp: int) -> 
 
 
 def lora_parameters(summary: ModelSummary, rank: int) -> int:
-    """Return the entries of factors on all linear layers (Hu et al. 2021): ``r`` for a row and a column of a matrix."""
+    """Return the entries of LoRA factors on all linear layers (Hu et al. 2021): ``r`` per matrix row and column."""
     shape = summary.shape
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     mlp = (3 if shape.gated else 2) * (shape.hidden + shape.mlp_width)
@@ -72,7 +72,7 @@ def lora_parameters(summary: ModelSummary, rank: int) -> int:
 def explain(
     summary: ModelSummary, *, ranks: int = 64, tp: int = 8, sequence: int = 4096, batch: int = 1, rank: int = 16
 ) -> list[Table]:
-    """Return the tables of a model: ZeRO over ``ranks``, ``tp`` tensor ranks, and factors of ``rank``."""
+    """Return a model's tables: ZeRO over ``ranks``, activations over ``tp``, and LoRA factors of rank ``rank``."""
     count, layers, states = summary.shape.weights, summary.shape.layers, summary.states
     adam: list[tuple[str, float, str]]
     adam = [(name, size * count, f"{size} bytes x {count:,} parameters") for name, size in ADAM]

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a candidate by arithmetic on a model's summary: what a search can afford for thousands of them.
+"""Compute the seconds and bytes of a candidate from a model's summary, fast enough to search thousands.
 
 Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a test
 compares the two. What is the same for many candidates is computed once: a layer's seconds, the cut into stages.
@@ -21,7 +21,7 @@ from .model_summary import ModelSummary
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """A candidate with what it takes and holds, on the fullest rank."""
+    """Hold a candidate with its seconds and the bytes of its fullest rank."""
 
     candidate: Candidate
     seconds: float  # of a step
@@ -32,7 +32,7 @@ class CandidateCost:
 
     @property
     def mostly(self) -> str:
-        """What most of its bytes are, in words."""
+        """The kind that takes most of its bytes, in words."""
         return "weights, gradients and optimizer" if self.states > self.activations else "activations"
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class CandidateCost:
 
 
 class FastCost:
-    """Estimates candidates of one model on one machine."""
+    """Estimate candidates of one model on one machine."""
 
     def __init__(self, summary: ModelSummary, machine: Machine, constants: Constants) -> None:
         self.summary, self.machine, self.constants = summary, machine, constants
@@ -71,7 +71,7 @@ class FastCost:
         return job.with_host(c.offload, activations, own)
 
     def _kept(self, job: Job) -> tuple[float, float]:
-        """Return the bytes that a layer keeps of a token, and of these its input."""
+        """Return the bytes per token that a layer keeps, and those of its input."""
         found, layout = self.summary, job.layout
         kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
         return kept.over(layout.tp), found.stream / layout.tp
@@ -94,7 +94,7 @@ class FastCost:
         return found
 
     def _layers(self, c: Candidate) -> tuple[int, ...]:
-        """Return how many layers each pipeline rank gets, by the planner's own costs and balance."""
+        """Return the number of layers per pipeline rank, by the planner's own costs and balance."""
         shape, p, virtual = self.summary.shape, c.job.layout.pp, c.job.virtual
         key = (p, virtual, c.schedule)
         if key not in self._stages:
@@ -109,7 +109,7 @@ class FastCost:
         return self._stages[key]
 
     def _bytes(self, c: Candidate, rank: int, place: Place) -> tuple[float, float, float]:
-        """Return states, activations, and all that one rank needs."""
+        """Return the bytes of states, of activations, and of all that one rank needs."""
         found, shape, job, layers = self.summary, self.summary.shape, c.job, place.layers
         tp, pp, sharded = job.layout.tp, job.layout.pp, job.layout.dp_shard > 1
         on_host = found.states if "parameters" in c.offload else found.optimizer if "optimizer" in c.offload else 0.0

@@ -1,6 +1,6 @@
-"""An estimate or a search as one HTML page with pictures: no scripts, nothing loaded from elsewhere.
+"""Render an estimate or a search as one HTML page with pictures: no scripts, no external files.
 
-Pictures are SVG in the page; what a mark stands for is in its ``<title>``, which browsers show under the pointer.
+Pictures are SVG in the page; each mark has a ``<title>``, which browsers show under the pointer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +66,7 @@ def _bars(
     say: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Stacked bars, one for each row."""
+    """Draw stacked bars, one per row."""
     scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + (20 if marks else 2)
     parts = []
     for number, (name, values) in enumerate(rows):
@@ -99,7 +99,7 @@ def _schedule(timeline: Timeline) -> str:
 
 
 def _scatter(found: Search) -> str:
-    """Seconds over memory, both by their logarithms: layouts differ by factors."""
+    """Plot seconds over memory on logarithmic axes, since layouts differ by factors."""
     shown: list[tuple[CandidateCost, str]] = [(each, _COLORS[0]) for each in found.frontier]
     shown += [(each, _COLORS[1]) for each in found.best if each not in found.frontier]
     right, bottom, gib = _WIDTH - 30, 320, 2**30
@@ -123,19 +123,19 @@ def _scatter(found: Search) -> str:
 
 
 class _Scale:
-    """By the logarithm, with a margin on both sides."""
+    """Map values to positions on a logarithmic axis with a margin on both sides."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         self._low, self._high = log10(min(values) / 1.1), log10(max(values) * 1.1)
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """Return its position."""
+        """Return the position of a value."""
         share = (log10(value) - self._low) / (self._high - self._low)
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Round numbers within: ones, twos and fives, or, where these are few, more of them."""
+        """Return round tick values in range: ones, twos and fives, or more if these are few."""
         decades = range(floor(self._low), floor(self._high) + 1)
         few, many = (1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
         found = self._within(decades, few)

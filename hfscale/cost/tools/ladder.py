@@ -1,4 +1,4 @@
-"""``hfscale memory-ladder``: what a rank holds as one lever after the other is added to a run.
+"""Measure and estimate a rank's memory as memory-saving options are added one by one (``hfscale memory-ladder``).
 
 Measured on a small clone of the model that takes a step with each rung (storages of parameters, gradients and the
 optimizer's state; saved tensors), beside the estimate for that clone, and the estimate for the model itself, which
@@ -37,7 +37,7 @@ _SIZES |= {"head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 256}
 
 @dataclass(frozen=True)
 class Rung:
-    """A run with all levers up to one."""
+    """Describe a run with all options up to one."""
 
     name: str  # of the lever that is added
     dtype: torch.dtype = torch.bfloat16  # of the weights
@@ -84,7 +84,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Step:
-    """What was found on one rung, of the rank that holds most."""
+    """Hold the result of one rung, for the rank that holds most."""
 
     name: str  # of the lever that is added
     counted: dict[str, int]  # bytes by kind, of the clone
@@ -95,17 +95,17 @@ class Step:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Bytes of all kinds that are counted: counted, and estimated."""
+        """Bytes of all counted kinds: counted, and estimated."""
         return sum(self.counted.values()), sum(self.estimated[kind] for kind in self.counted)
 
     @property
     def ratio(self) -> float:
-        """The estimate over what was counted."""
+        """The estimate divided by the count."""
         counted, estimated = self.totals
         return estimated / counted
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers and words."""
+        """Return all fields as plain numbers and strings."""
         names = ("counted", "estimated", "on_host", "allocated", "ratio")
         model = None if self.model is None else {**self.model.kinds, "total": self.model.total}
         return {"lever": self.name, **{name: getattr(self, name) for name in names}, "model": model}
@@ -130,7 +130,7 @@ def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = 
 
 
 def _measured(directory: str, rung: Rung) -> Step:
-    """Run a step of the clone with a rung."""
+    """Run a step of the clone with the options of a rung."""
     held, estimated, kept, peak = _stepped(directory, rung)
     if rung.recompute != "none":  # saved-tensor hooks do not see what a layer keeps while it is recomputed
         _, _, whole, _ = _stepped(directory, replace(rung, recompute="none"))
@@ -141,7 +141,7 @@ def _measured(directory: str, rung: Rung) -> Step:
 
 
 def _stepped(directory: str, rung: Rung) -> tuple[dict[str, int], dict[str, int], SavedBytes, int]:
-    """Return bytes held, estimated and saved in a step of the clone, and the allocator's peak."""
+    """Return the bytes held, estimated and saved in a step of the clone, and the allocator's peak."""
     model = from_pretrained(directory, **rung.choices()).train()
     runtime = runtime_of(model)
     device, rows = runtime.mesh.device, ROWS // batch_world(model)

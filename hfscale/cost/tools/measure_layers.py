@@ -1,4 +1,4 @@
-"""Count what a model's own layers keep for their backward passes, in their real sizes, on a rank of a layout.
+"""Measure the activation bytes of a model's own layers in full size, on a rank of a layout.
 
 The first layers of the model's own class are built by the code that trains, on the meta device and as one rank of the
 layout (:mod:`.meta_model`), and take a step on one sequence, in which saved-tensor hooks see what each layer keeps. Of
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def measured_layers(
     plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
-    """Count what the layers of a model keep on a rank; ``None`` where a formula says it, or where they cannot run so.
+    """Measure the layers of a model on a rank; ``None`` if a formula covers them or they cannot run on the meta device.
 
     The layout is by default the plan's. Several sequences keep as many times what two do; one may keep less.
     """
@@ -74,7 +74,7 @@ def measured_layers(
 
 
 def _layers_to_run(plan: Plan) -> int:
-    """Return how many layers show every kind of layer behind another one."""
+    """Return the number of layers needed to run every kind of layer after another one."""
     first: dict[Kind, int] = {}
     for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
         first.setdefault(kind_of(plan, layer), index)
@@ -82,7 +82,7 @@ def _layers_to_run(plan: Plan) -> int:
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout with as few stages and data ranks as leave a layer what it keeps."""
+    """Return the layout with the fewest stages and data ranks that do not change a layer's bytes."""
     data = max(layout.expert_batches, min(2, layout.batch_world))
     few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
     few |= {"pipeline_schedule": "1f1b", "virtual_stages": 1, "stage_layers": None, "num_microbatches": None}
@@ -90,7 +90,7 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 
 
 def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
-    """Count once for each that differs."""
+    """Measure layers of each kind once."""
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
     config += implementation_of(spec.config)
     key = (config, repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
@@ -98,14 +98,14 @@ def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Measu
         try:
             _SEEN[key] = _count(spec, layout, sizes)
         except Exception as error:  # whatever a class of anybody's says on a device without numbers
-            _log.info("layers of %s cannot be counted: %s", spec.config.model_type, error)
+            _log.info("layers of %s cannot be measured: %s", spec.config.model_type, error)
             _SEEN[key] = None
     return _SEEN[key]
 
 
 def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
-        raise ConfigError("ranks that are not there cannot be asked beside those of a run")
+        raise ConfigError("simulated ranks need a process in which torch.distributed is not initialized")
     with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
         job = job_of(plan, **sizes, mixed=spec.mixed_precision != "no")
@@ -135,7 +135,7 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
 
 
 def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
-    """Return what is kept where parts of layers are recomputed, and what such a part keeps while it is."""
+    """Return the bytes with partial recomputation, and the bytes that a recomputed part keeps meanwhile."""
 
     def of(part: LayerBytes, all_of_it: LayerBytes) -> LayerBytes:
         return replace(part, again=max(0.0, all_of_it.kept - part.kept))
@@ -145,7 +145,7 @@ def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
 
 
 class _LayerCounter(SavedCounter):
-    """Bytes by the layer that saved them first, when the backward pass begins.
+    """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass.
 
     Attributes:
         kept: layer, or what is no layer -> bytes.
@@ -167,7 +167,7 @@ class _LayerCounter(SavedCounter):
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note that a layer begins."""
+        """Record that a layer begins."""
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
         self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
@@ -179,12 +179,12 @@ class _LayerCounter(SavedCounter):
         self._inputs[self._place] = storage_key(stream)
 
     def leave(self, *args: Any) -> None:
-        """Note that a layer is done."""
+        """Record that a layer is done."""
         super().leave(*args)
         self._place = _BEHIND
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the layer, or what is no layer."""
+        """Return the layer, or the kind of anything outside the layers."""
         if storage_key(tensor) in self._given:
             return _SHARED
         if self._place == _BEHIND and (self.is_of_head(tensor) or self._vocabulary in tensor.shape[-1:]):
@@ -192,7 +192,7 @@ class _LayerCounter(SavedCounter):
         return self._place
 
     def unpack(self, saved: Any) -> Tensor:
-        """Note that the backward pass has begun."""
+        """Record that the backward pass has begun."""
         if not self._done:  # norms that widen their input keep a copy of it instead
             self._done = True
             self.inputs = Counter({name: self.inputs[name] for name, key in self._inputs.items() if self.saved_as(key)})
@@ -205,12 +205,12 @@ class _LayerCounter(SavedCounter):
         return found
 
     def freed(self, key: int) -> None:
-        """Note that nobody reads it any more."""
+        """Record that nothing reads a tensor any more."""
         kind, size = self._reading.pop(key, ("", 0))
         self._reads(kind, -size)
 
     def follow(self, part: KeptActivations | None) -> None:
-        """Count what that keeps in 8 bits, out of sight of other hooks."""
+        """Count the tensors that ``part`` stores in 8 bits, which other hooks do not see."""
         if part is None or not part.rounds:
             return
         store, known, self._rounds = part.store, set[int](), True

@@ -1,4 +1,4 @@
-"""Memory of one rank: as the plan predicts it, and as it is.
+"""Report the memory of one rank: predicted by the plan, and measured.
 
 The prediction is :mod:`hfscale.cost.model.memory_model`'s, with what only a model or a schedule knows filled in. What
 is held is counted by storages, each once: those of parameters, gradients and the optimizer's state. What the forward
@@ -63,7 +63,7 @@ def memory_estimate(
     if gradient_checkpointing is not None:
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if not isinstance(model_or_plan, nn.Module | Plan):
-        raise ConfigError(f"memory_estimate got {model_or_plan!r}: pass a model that hfscale parallelized, or a plan")
+        raise ConfigError(f"memory_estimate needs a model that hfscale parallelized, or a plan, got {model_or_plan!r}")
     runtime = None if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan)
     plan = model_or_plan if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan).plan
     if offloaded(plan).optimizer:
@@ -89,14 +89,14 @@ def memory_estimate(
 
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
-    """Return what :func:`memory_estimate` says of each pipeline rank of a plan."""
+    """Return the :func:`memory_estimate` of each pipeline rank of a plan."""
     return [_memory_of_rank(plan, rank, torch.device("cpu"), **given) for rank in range(plan.layout.pp)]
 
 
 def _memory_of_rank(
     plan: Plan, pp_rank: int, device: torch.device, *, tokens: int, num_microbatches: int | None, **given: Any
 ) -> MemoryEstimate:
-    """Estimate a rank with the loss's chunks as they are on a device, and the schedule's microbatches in flight."""
+    """Estimate one rank, with the device's loss chunks and the schedule's microbatches in flight."""
     rows = 0
     if plan.head is not None:
         weight = plan.by_name[f"{plan.head}.weight"]
@@ -110,7 +110,7 @@ def _memory_of_rank(
 def check_asked(
     count: Any, microbatches: Any, mixed_precision: Any, optim_args: Any, tokens: str = "tokens", **counts: Any
 ) -> None:
-    """Refuse what nothing can be estimated for; ``tokens`` is the name of ``count``, and ``None`` is a default."""
+    """Refuse invalid arguments of an estimate; ``tokens`` is the name of ``count``, and ``None`` is a default."""
     check_count(tokens, count)
     for name, value in {"num_microbatches": microbatches, **counts}.items():
         if value is not None:
@@ -149,7 +149,7 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
 
 
 def _storage_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of the memory of all tensors among ``values``, each piece once."""
+    """Return the bytes of the distinct storages behind ``values``."""
     found: dict[int, int] = {}
     with torch.no_grad():
         for value in values:

@@ -1,4 +1,4 @@
-"""One rank of a run that nobody started: built by the code that trains, on the meta device, and let take a step."""
+"""Build one rank of a run that was never launched, by the training code on the meta device, and run a step."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from .simulated_rank import FusedAttention, SimulatedRank, SimulatedTraffic, lea
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What is to be built."""
+    """Describe the model and layout to build."""
 
     config: PreTrainedConfig
     mixed_precision: str = "no"
@@ -45,14 +45,14 @@ class RunSpec:
 
 
 def run_spec(config: PreTrainedConfig, **given: Any) -> RunSpec:
-    """Return the spec of arguments of :func:`hfscale.plan`; quantized weights are frozen ones to it."""
+    """Return the spec for arguments of :func:`hfscale.plan`; quantized weights count as frozen."""
     given.pop("quantization_config", None)
     own = {field.name: given.pop(field.name) for field in fields(RunSpec) if field.name in given}
     return RunSpec(config, **own, stock=tuple(given.items()))
 
 
 class _WithoutValues(FromSeed):
-    """Weights without numbers, of which a rank's share takes no memory however large it is."""
+    """Provide weights without values: shards on the meta device take no memory."""
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model and its weights on the meta device, in this rank's sizes."""
@@ -80,7 +80,7 @@ def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator
 def take_step(
     model: Any, job: Job, shape: ModelShape, counting: AbstractContextManager[Any], mixed_precision: str
 ) -> SimulatedTraffic:
-    """Let a meta model take a step of so many microbatches; what it keeps is seen by ``counting``."""
+    """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that it keeps."""
     runtime = runtime_of(model)
     leave_alone(runtime, torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype)
     ids = [torch.zeros((job.batch, job.sequence), dtype=torch.int64) for _ in range(job.microbatches)]
@@ -91,7 +91,7 @@ def take_step(
 
 
 def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
-    """Return what the host finds on the device: zeros, or routes ``[2, ranks, experts]``, as many for every expert.
+    """Return the values that the host would read from the device: zeros, or routes spread evenly over experts.
 
     Whoever has all experts of its tensor ranks has all of a batch's tokens, and whoever sends them to others its share.
     """
@@ -108,7 +108,7 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no warnings about a run that nobody starts."""
+    """Suppress warnings about a run that is never launched."""
     logger = logging.getLogger("hfscale")
     before = logger.level
     logger.setLevel(logging.ERROR)

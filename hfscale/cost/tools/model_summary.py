@@ -1,4 +1,4 @@
-"""What a search over layouts has to know of a model: read once from the plan of one process, then only arithmetic."""
+"""Summarize a model for a search over layouts: read the plan of one process once, then only arithmetic."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,19 +21,19 @@ from .meta_model import RunSpec, run_spec
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a layer keeps of a token."""
+    """Hold the bytes that a layer keeps per token."""
 
     cut: float  # what tensor ranks with sequence parallelism share out
     whole: float  # what each of them has
 
     def over(self, tp: int) -> float:
-        """Return them on each of ``tp`` tensor ranks; on a single one, what is gathered is what there is anyway."""
+        """Return the bytes on each of ``tp`` tensor ranks; one rank has nothing to gather."""
         return self.cut / tp + self.whole * (1 - 1 / tp)
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """A model and how it is trained."""
+    """Hold the summary of a model and how it is trained."""
 
     shape: ModelShape
     heads: int  # query heads, which tensor ranks share out
@@ -57,7 +57,7 @@ def summarize(
     sequence: int = 4096,
     **given: Any,
 ) -> ModelSummary:
-    """Summarize a model and its training from a plan for one process, which ``given`` goes to."""
+    """Summarize a model and its training; ``given`` are arguments of its plan for one process."""
     mixed, plan = mixed_precision != "no", make_plan(config, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, trained = shape_of_plan(plan, config), trained_names(plan)
@@ -83,7 +83,7 @@ def summarize(
 
 
 def _kept(plan: Plan, spec: RunSpec, layer: str, types: Types, situation: Situation) -> dict[str, Kept]:
-    """Return what a layer keeps by a formula, or counted on one and on two tensor ranks."""
+    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks."""
     mixed, data = spec.mixed_precision != "no", {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
@@ -101,6 +101,6 @@ def _kept(plan: Plan, spec: RunSpec, layer: str, types: Types, situation: Situat
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> float:
-    """Return the mean of the layers."""
+    """Return the mean over the layers."""
     found = [known.kept for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
     return sum(found) / len(found)

@@ -1,4 +1,4 @@
-"""A recipe of what a search found, for ``hfscale train``, and rules of thumb for its learning rate."""
+"""Write a recipe for the winner of a search, and suggest its learning rate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ def recipe_of(found: Search, model: str, **training: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What to do with the learning rate when the global batch changes."""
+    """Hold a rule for the learning rate when the global batch changes."""
 
     name: str
     learning_rate: float
@@ -59,11 +59,11 @@ _RULES = (
 
 
 def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tuple[Rule, ...]:
-    """Return what a learning rate that was right for ``tokens`` a step becomes for ``new_tokens``, by two rules."""
+    """Scale a learning rate tuned at ``tokens`` per step to ``new_tokens`` per step, by two rules."""
     if min(learning_rate, tokens, new_tokens) <= 0:
         raise ConfigError(
-            f"a learning rate of {learning_rate:g} for {tokens:,.0f} and {new_tokens:,.0f} tokens cannot be: "
-            "use positive numbers"
+            f"learning rate and tokens per step must be positive, got {learning_rate:g} for {tokens:,.0f} and "
+            f"{new_tokens:,.0f} tokens"
         )
     times = new_tokens / tokens
     return tuple(Rule(name, learning_rate * times**power, says) for name, power, says in _RULES)

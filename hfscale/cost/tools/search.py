@@ -1,4 +1,4 @@
-"""The best layout for a number of GPUs and a global batch: all candidates, what each kind is worth, and what fails."""
+"""Search for the best layout for a number of GPUs and a global batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _MOST_TIMES = 256  # as many GPUs as asked for, tried where nothing fits
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found. ``print`` it for tables."""
+    """Hold the result of a search. ``print`` it for tables."""
 
     machine: Machine
     gpus: int
@@ -31,21 +31,21 @@ class Search:
 
     @property
     def winner(self) -> CandidateCost:
-        """The fastest."""
+        """The fastest candidate."""
         return self.best[0]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens of a step over all ranks."""
         return self.sequences * self.sequence
 
     @property
     def uses_host(self) -> bool:
-        """Whether nothing fits but with something in the host's memory."""
+        """Return whether models fit only with offload to the host's memory."""
         return bool(self.winner.candidate.offload)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers and words."""
+        """Return all fields as plain numbers and strings."""
         return {
             "hardware": self.machine.name,
             "gpus": self.gpus,
@@ -86,9 +86,9 @@ def search(
     max_memory: float | None = None,
     constants: Constants | None = None,
 ) -> Search:
-    """Estimate all layouts of a model on so many GPUs, and return the best of them.
+    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best of them.
 
-    What needs the host's memory is tried only where nothing else fits.
+    Offload to the host is tried only if nothing else fits.
 
     Args:
         tokens_per_step: of all ranks; sequences are whole, so it may be a little less.
@@ -126,7 +126,7 @@ def search(
 
 
 class _Trial:
-    """Candidates of one model on one machine, judged by a budget of memory."""
+    """Judge candidates of one model on one machine by a memory budget."""
 
     def __init__(self, summary: ModelSummary, machine: Machine, constants: Constants, budget: float | None) -> None:
         self.summary, self.machine = summary, machine
@@ -134,33 +134,31 @@ class _Trial:
         self._cost = FastCost(summary, machine, constants)
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
-        """Refuse impossible sizes, and budgets that the machine does not have."""
+        """Refuse impossible sizes, and memory budgets beyond the machine's."""
         machine, sequence = self.machine, self.summary.job.sequence
         check_count("gpus", gpus)
         if tokens_per_step < sequence:
-            raise ConfigError(
-                f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use at least so many"
-            )
+            raise ConfigError(f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use more")
         if not 0 < self.budget <= machine.memory:
             raise ConfigError(
-                f"a budget of {human(round(self.budget))} is impossible on {machine.label}: use more than none, and at "
+                f"a budget of {human(round(self.budget))} is invalid on {machine.label}: use more than 0, and at "
                 f"most its {human(round(machine.memory))}"
             )
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
-        """Estimate every candidate; with ``on_host`` those that keep something in the host's memory instead."""
+        """Estimate every candidate; with ``on_host`` those that offload to the host instead."""
         plain = candidates(self.summary, self.machine, gpus, sequences)
         return [self._cost.estimate(each) for each in (offloading(plain) if on_host else plain)]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:
-        """Return those that fit, the fastest first."""
+        """Return the candidates that fit, the fastest first."""
         return sorted((each for each in found if self._verdict(each) == FITS), key=lambda each: each.seconds)
 
     def _verdict(self, found: CandidateCost) -> str:
         return self.machine.verdict(found.needed, found.likely, self.budget)
 
     def why(self, every: Iterable[CandidateCost]) -> dict[str, str]:
-        """Say for each kind of layout what the one with least memory needs, and most of what."""
+        """Return, per kind of layout, why it does not fit: the bytes of its smallest candidate."""
         least: dict[str, CandidateCost] = {}
         for each in every:
             known = least.setdefault(each.candidate.kind, each)
@@ -172,7 +170,7 @@ class _Trial:
         }
 
     def nothing_fits(self, every: Sequence[CandidateCost], gpus: int, sequences: int) -> str:
-        """Say what holds least, what works (a larger budget, more GPUs, another machine), and what else to try."""
+        """Return a message with the candidate closest to fitting, and what would fit: a larger budget, more GPUs."""
         machine, budget = self.machine, self.budget
         least = min(every, key=lambda each: each.likely)
         nearest = [f"a budget of {human(round(least.likely))}"] if least.likely <= machine.budget else []
@@ -201,9 +199,8 @@ class _Trial:
 def _no_candidates(summary: ModelSummary, gpus: int, sequences: int) -> str:
     divisor = next(count for count in range(gpus, 0, -1) if sequences % count == 0)
     return (
-        f"no layout of {gpus} GPUs has whole sequences for each: {sequences} sequences a step, {summary.heads} heads "
-        f"and {summary.shape.layers} layers leave none. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a "
-        "step"
+        f"no layout of {gpus} GPUs fits {sequences} sequences a step, {summary.heads} heads and "
+        f"{summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a step"
     )
 
 

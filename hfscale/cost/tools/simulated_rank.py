@@ -1,7 +1,7 @@
-"""A rank of a run that nobody started: the real code on the meta device, among ranks that are not there.
+"""Simulate one rank of a run that was never launched: the training code on the meta device, without other ranks.
 
-A step runs as it does on GPUs, without numbers: it takes the branches that are not the CPU's, collectives are noted and
-not sent, and where the host would wait for the device, or for another host, it is given an answer that was made up.
+A step runs as it does on GPUs, without numbers: it takes the branches that are not the CPU's, collectives are recorded
+and not sent, and the host gets made-up answers instead of waiting for the device or another host.
 """
 
 from collections import Counter
@@ -38,8 +38,8 @@ Answer = Callable[[Tensor], Tensor]
 
 @dataclass
 class SimulatedTraffic:
-    """What one rank handed to collectives, by axis; ``"host"`` are those between the hosts, ``"stages"`` those that
-    hand the stream from stage to stage, ``"ties"`` those of gradients of a tensor that several stages hold.
+    """Hold the bytes that one rank passed to collectives, by axis; ``"host"``: between hosts, ``"stages"``: hidden
+    states between stages, ``"ties"``: gradients of tied tensors.
     """
 
     calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
@@ -49,7 +49,7 @@ class SimulatedTraffic:
 
 @contextmanager
 def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[dict[int, Any]]:
-    """Let this process be a rank of ``world`` without a device; yield the memory of autocast's copies of weights."""
+    """Make this process one of ``world`` ranks without a device; yield the memory of autocast's copies of weights."""
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
         stack.enter_context(meta_as_accelerator())
@@ -60,7 +60,7 @@ def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[di
 
 
 def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
-    """Let a model take for agreed what ranks agree on before their first step: ``dtype`` of stages, randomness."""
+    """Skip the agreements between ranks before a model's first step: the ``dtype`` between stages, random seeds."""
     streams = runtime.part(RandomStreams)
     if streams is not None:
         streams.agreed = True
@@ -70,9 +70,9 @@ def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
 
 
 class SimulatedRank(TorchDispatchMode):
-    """A mode in which what a model's rank does is noted in :attr:`traffic`.
+    """Record in :attr:`traffic` what a model's rank sends, as a dispatch mode.
 
-    Where the host looks at a tensor on the device, it finds what ``answer`` returns.
+    If the host reads a tensor on the device, it gets what ``answer`` returns.
     """
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
@@ -81,13 +81,13 @@ class SimulatedRank(TorchDispatchMode):
         self._axes = _names_of_groups(runtime.mesh)
 
     def looked(self, name: str) -> None:
-        """React to the host's waiting for the device."""
+        """Handle a read by the host, which waits for the device."""
 
     def takes(self, func: Any, tensors: list[Tensor]) -> None:
-        """React to a collective that is handed these tensors, some of which are on the device."""
+        """Handle a collective over these tensors, some of which are on the device."""
 
     def mixes(self, func: Any) -> None:
-        """React to an operator that is given tensors on the device and on the CPU."""
+        """Handle an operator with tensors both on the device and on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,7 +116,7 @@ class SimulatedRank(TorchDispatchMode):
         return found.to(META) if isinstance(found, Tensor) else found
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Copy: from the device it is waited for; to it as well, unless somebody has said otherwise."""
+        """Copy a tensor between devices; record when the host waits for it."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
@@ -157,7 +157,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Return the shape of grouped products; the meta device has those of GPUs alone: 16 bits, aligned rows."""
+    """Return the shape of grouped products; the meta device supports only those of GPUs: 16 bits, aligned rows."""
     groups = list(left.shape[:1]) if left.ndim == right.ndim == 3 else []
     if left.ndim == right.ndim == 2 and ends is not None:
         groups = [len(ends)]
@@ -165,7 +165,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _names_of_groups(own: Mesh) -> dict[str, str]:
-    """Return the axis of each group of this rank, by its name; of several axes the first."""
+    """Map the name of each of this rank's groups to its axis, the first if it spans several."""
     axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))
     found = {str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None}
     found |= {str(group.group_name): "ties" for group in own.ties.values()}
@@ -173,7 +173,7 @@ def _names_of_groups(own: Mesh) -> dict[str, str]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode in which attention keeps no scores, as kernels of GPUs do not; what torch chooses on meta keeps them."""
+    """Make attention keep no scores, as GPU kernels do; torch's choice on the meta device keeps them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

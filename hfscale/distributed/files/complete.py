@@ -92,7 +92,7 @@ def read_mark(directory: Path) -> Mark:
         step, run = told.get("step"), told.get("run")
         return Mark(float(told["written"]), files, None if step is None else int(step), run)
     except FileNotFoundError as error:
-        raise CheckpointError("was never completed: the save was stopped before its end") from error
+        raise CheckpointError("is incomplete: the save was interrupted") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"has a damaged {MARK} ({error})") from error
 
@@ -102,7 +102,7 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
     found = []
     for name, file in mark.files.items():
         if Path(name).name != name:
-            found.append(f"{MARK} names {name}, which is not in it")
+            found.append(f"{MARK} names {name}, which is missing")
             continue
         try:
             size = (directory / name).stat().st_size

@@ -113,7 +113,7 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
 
 
 def discard(path: Path, target: Path) -> None:
-    """Remove ``path``, renamed first, so that a killed process leaves no half of it under its name."""
+    """Remove ``path`` after renaming it, so that a killed process leaves no partial directory under its name."""
     hidden = discarded_of(path, target)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -153,14 +153,14 @@ def finish_move(directory: str | Path) -> None:
         return  # another process was faster
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{target} holds a save that was stopped before its end, and could not be finished ({error}): run "
-            f"'hfscale inspect {target}' as a user who may write it"
+            f"{target} holds an interrupted save, which could not be finished ({error}): run 'hfscale inspect "
+            f"{target}' as a user who may write it"
         ) from error
     shutil.rmtree(source, ignore_errors=True)
 
 
 def _stays(target: Path) -> bool:
-    """Return whether a directory cannot or should not be exchanged, as far as known beforehand."""
+    """Return whether a directory is known not to be exchangeable, or should not be."""
     if not target.is_dir():
         return False
     with suppress(OSError):  # not a mount point, nor a directory that contains one
@@ -203,7 +203,7 @@ def _trade_names(one: Path, other: Path) -> None:
 
 
 def _hand_over(old: Path, new: Path, left_out: Collection[str], linked: dict[str, int]) -> None:
-    """Move to ``new`` what was made or replaced in ``old`` after its entries were linked."""
+    """Move entries that were created or replaced in ``old`` after the links were made to ``new``."""
     for folder, folders, files in os.walk(old):
         within = os.path.relpath(folder, old)
         folders[:] = [name for name in folders if os.path.normpath(os.path.join(within, name)) not in left_out]

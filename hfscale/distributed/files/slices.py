@@ -20,7 +20,7 @@ def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
 
 
 class PartOnDisk:
-    """The ``spans`` of each dim of a stored tensor, concatenated."""
+    """Select ``spans`` of each dim of a stored tensor, concatenated."""
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
         self.source, self.dtype, self.spans = source, source.dtype, spans
@@ -47,7 +47,7 @@ class PartOnDisk:
 
 
 class ShareOnDisk(PartOnDisk):
-    """The shard of a stored tensor that ``cuts`` give to the rank at coordinates ``ranks``."""
+    """Select the shard of a stored tensor that ``cuts`` give to the rank at coordinates ``ranks``."""
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])

@@ -229,7 +229,7 @@ def _exchanges(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Return whether ``dim`` is the outermost dim in memory (a batch of one sample, cut along its tokens).
+    """Return whether ``dim`` is outermost in memory, as for a batch of one sample cut along its tokens.
 
     The ranks' shards then lie in order already and need no copy.
     """

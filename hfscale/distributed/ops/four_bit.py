@@ -80,7 +80,7 @@ class Packing:
 
     @property
     def is_one_stream(self) -> bool:
-        """Whether the gathered bytes are those of one matrix, quantized as one sequence of blocks."""
+        """Return whether the gathered bytes are those of one matrix, quantized as one sequence of blocks."""
         if self.shape[0] != 1:
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)

@@ -43,11 +43,11 @@ class HeadRows(Protocol):
     reusable: bool
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """Compute logits ``[n, V/t]`` of rows ``[n, h]``, without a graph; ``gradients`` announces :meth:`backward`."""
+        """Compute logits ``[n, V/t]`` of rows ``[n, h]`` without a graph; ``gradients``: :meth:`backward` follows."""
         ...
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows' gradient ``[n, h]`` for that of the last logits, and add up the parameters' gradients."""
+        """Return the rows' gradient ``[n, h]``, given that of the last logits; accumulate the parameters' gradients."""
         ...
 
     def sums(self) -> list[Tensor | None]:
@@ -99,7 +99,7 @@ class LinearRows:
 
 
 class AnyRows:
-    """Any other head - with adapters, quantized, under autocast: autograd takes its gradients."""
+    """Run any other head (with adapters, quantized, under autocast) and get its gradients from autograd."""
 
     reusable = False  # unknown operations may keep what they returned
 
@@ -135,7 +135,7 @@ class AnyRows:
 
 
 class _Sum:
-    """The gradient of one parameter, added up in float32 at least: 16-bit sums would round once per chunk."""
+    """Sum the gradient of one parameter in float32 at least: 16-bit sums would round once per chunk."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter, self.trains = parameter, parameter.requires_grad
@@ -182,7 +182,7 @@ _CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then
 
 
 class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients are known already."""
+    """Return a loss whose gradients are known already."""
 
     @staticmethod
     def forward(
@@ -240,7 +240,7 @@ def _loss_and_gradients(
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Promise inside the ``with`` block that no backward pass reaches a loss twice for the same gradients.
+    """Promise, inside the ``with`` block, that no second backward pass needs a loss's saved gradients.
 
     :func:`_times` may then overwrite saved gradients even where the graph is kept.
     """

@@ -1,4 +1,4 @@
-"""Enter a tensor-parallel region with the backward collective hidden behind the weight gradients of its projections.
+"""Enter a tensor-parallel region with the backward collective overlapped by its projections' weight gradients.
 
 Backward through a projection makes two products: the gradient of its input, which the other ranks wait for, and that of
 its weight, which nobody waits for. The stock graph has both in one node. Here they are two, and autograd, which runs
@@ -34,7 +34,7 @@ _ATTRIBUTE = "_hfscale_products"
 
 
 class Products:
-    """Torch's own products. An instance serves one pass: it may note operands of the output for the gradients.
+    """Compute a projection's products with torch. One instance serves one pass and may keep operands for backward.
 
     Weights are ``[out, in]`` here, whichever way round a module keeps them.
     """
@@ -84,13 +84,13 @@ Derive = Callable[[Tensor], Tensor]
 
 @dataclass
 class _Flight:
-    """The collective between ``launch`` and ``await``."""
+    """Hold a collective between its launch and its wait."""
 
     started: Started | None = None
 
 
 class Regather:
-    """A second gather of a tensor in the backward pass, for projections that read it or a tensor derived from it."""
+    """Gather a tensor again in the backward pass, for projections that read it or a tensor derived from it."""
 
     def __init__(self, gather: Start, whole: Tensor | None = None) -> None:
         self.gather, self.readers, self.left = gather, 0, 0
@@ -106,7 +106,7 @@ class Regather:
         return next((derive for known, version, derive in self._known if _is_still(x, known(), version)), None)
 
     def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
-        """Note that ``found`` was derived from ``x``: a projection that reads ``found`` need not keep it either."""
+        """Record that ``found`` was derived from ``x``: a projection that reads ``found`` need not keep it either."""
         before = self.gives(x)
         if before is not None:
             self._know(found, lambda whole: derive(before(whole)))
@@ -115,7 +115,7 @@ class Regather:
         self._known.append((weakref.ref(x), version_of(x), derive))
 
     def start(self, x: Tensor) -> None:
-        """Start the gather, unless a reader in this backward pass has."""
+        """Start the gather, unless another reader in this backward pass has started it."""
         current = backward_pass()
         if self._pass != current:
             self._pass, self._started, self._whole = current, self.gather(x), None

@@ -53,7 +53,7 @@ def is_sharing() -> bool:
 
 
 def autocasted(x: Tensor) -> Tensor:
-    """Return ``x`` as autocast, where it is on, would give it to a matrix product; float64 stays."""
+    """Return ``x`` as autocast would pass it to a matrix product, if autocast is on; float64 is unchanged."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -61,7 +61,7 @@ def autocasted(x: Tensor) -> Tensor:
 
 
 def autocasted_weight(weight: Tensor) -> Tensor:
-    """Return a weight as autocast would give it to a matrix product, from the shared copies where there are any."""
+    """Return a weight as autocast would pass it to a matrix product, from the shared copies if there are any."""
     kind = weight.device.type
     if weight.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return weight
@@ -69,7 +69,7 @@ def autocasted_weight(weight: Tensor) -> Tensor:
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``weight.to(dtype)``, from the shared copies where there are any."""
+    """Return ``weight.to(dtype)``, from the shared copies if there are any."""
     if _current is None or weight.dtype == dtype or not weight.numel() or torch.compiler.is_compiling():
         return weight.to(dtype)
     key = weight.data_ptr(), weight.shape, weight.stride(), dtype
@@ -87,5 +87,5 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_shared_cast(tensor: Tensor) -> bool:
-    """Return whether the tensor lies in the memory of a shared copy."""
+    """Return whether the tensor uses the memory of a shared copy."""
     return _current is not None and storage_key(tensor.untyped_storage()) in _current.memory

@@ -167,7 +167,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Combine ``[k, n, 1]``, a slice's log-sum-exp and then sums over it, into those of the full vocabulary."""
+    """Combine a slice's log-sum-exp and sums, ``[k, n, 1]``, over ranks into those of the full vocabulary."""
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, terms, group=group)
     everyone = torch.stack(pieces)  # [t, k, n, 1]

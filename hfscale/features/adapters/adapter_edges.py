@@ -60,7 +60,7 @@ def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSum
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
-    """Save only the shard of a block's input for adapters too, if the input is gathered again for weight gradients."""
+    """Let adapters save only the shard of a block's input, too, if the input is gathered again for weight gradients."""
 
     def note(x: Tensor, found: Tensor) -> None:
         if overlap.gathered is not None:

@@ -38,7 +38,7 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
 
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
-    """Return a copy of the config that targets just the given modules, by their full names."""
+    """Return a copy of the config that targets only the given modules, by their full names."""
     result = copy.deepcopy(config)
     # PEFT needs a target, but this stage may have none.
     result.target_modules = list(targets) if targets or parameters else no_targets()
@@ -56,7 +56,7 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters that PEFT's model ``whole`` has besides those of the plan, in the model's order.
+    """Return the parameters of PEFT's model ``whole`` that are not in the plan, in the model's order.
 
     Raises:
         ConfigError: hfscale does not know the kind of one of them.

@@ -111,7 +111,7 @@ def _fill(
     shares: dict[str, Tensor],
     dequantized: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Gather the real weights into ``module``; return those of its parameters, in their own dtype."""
+    """Gather the real weights into ``module``; return its own parameters among them, in their own dtype."""
     weights = {}
     for key, parameter in module.named_parameters(recurse=False):
         planned = plan.by_name[f"{path}.{key}"]
@@ -127,7 +127,7 @@ def _fill(
 def _made_alone(
     module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]
 ) -> dict[str, Tensor]:
-    """Return PEFT's initial values of the adapters of ``module``, alone in a model in which it has the same name."""
+    """Return PEFT's initial values of the adapters of ``module``, in a model that holds this module alone."""
     import peft
 
     root = holder = nn.Module()

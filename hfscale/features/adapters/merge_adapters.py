@@ -71,7 +71,7 @@ def merge_local_weights(
 
 
 def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: dict[str, Tensor]) -> None:
-    """Merge the adapters of the module ``path``, which gets memory meanwhile, into the shards of its weights."""
+    """Merge the adapters of the module ``path`` into the shards of its weights; the module gets memory meanwhile."""
     plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
     group, bias = mesh.tp_group, f"{path}.bias"
     merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
@@ -138,7 +138,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 
 
 def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
-    """Put this rank's shard of a parameter, gathered over the data axes, in its place."""
+    """Replace a parameter by this rank's shard, gathered over the data axes."""
     share = shares[planned.tied_to or planned.name]
     shape = planned.model_shape(runtime.mesh.ranks)
     local = gather_full(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
@@ -169,7 +169,7 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """A merge of full tensors, weight by weight.
+    """Merge adapters into full tensors, weight by weight.
 
     Attributes:
         factors: names of the adapters' own parameters.

@@ -1,4 +1,4 @@
-"""Plan adapters: derive how PEFT's parameters are sharded from how the parameters of the adapted module are.
+"""Derive the sharding of PEFT's parameters from that of the adapted module's parameters.
 
 Low-rank adapters (LoRA, Hu et al. 2021) of a projection ``y = W x``, ``W [out, in]``, over ``t`` tensor ranks::
 
@@ -71,7 +71,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 
 def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
-    """Return the cut by expert of LoRA factors that hold all experts: ``A [experts r, in]``, ``B [out, r experts]``."""
+    """Return the cut by expert of stacked LoRA factors: ``A [experts r, in]``, ``B [out, r experts]``."""
     if adapter.kept_in == LORA_A:
         return replace(cut, dim=0)
     return replace(cut, dim=1, parts=(adapter.experts,) * (adapter.shape[1] // adapter.experts))

@@ -109,8 +109,8 @@ def _refuse_tying(config: Any, plan: Plan) -> None:
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):
         raise ConfigError(
-            f"ensure_weight_tying=True is not known to hfscale where weights are tied ({tied.name} is {tied.tied_to}): "
-            "leave it out, and adapt modules of the layers"
+            f"ensure_weight_tying=True is not supported for tied weights ({tied.name} is {tied.tied_to}): leave it "
+            "out, and adapt modules of the layers"
         )
 
 

@@ -89,7 +89,7 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
         found = [name for name in parts if parts[name] == asked]
         names = sorted({name.rpartition(".")[2] for name in found})
         draft.problem(
-            f"mixed_precision='fp8' with {asked}: each rank computes one term of the "
-            f"gradient of what {', '.join(dict.fromkeys(map(wild_name, found)))} compute, and rounding terms is not "
-            f"rounding their sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
+            f"mixed_precision='fp8' with {asked}: each rank computes one term of the weight gradients of "
+            f"{', '.join(dict.fromkeys(map(wild_name, found)))}, and rounding the terms is not rounding their sum: "
+            f"leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
         )

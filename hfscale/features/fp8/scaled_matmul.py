@@ -44,7 +44,7 @@ class Float8Weight(Tensor):
     scale: Tensor
 
     def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
-        """Make a tensor that poses as ``dtype``."""
+        """Make a tensor that reports ``dtype`` as its own."""
         made: Float8Weight = tensor_without_memory(cls, tuple(entries.shape), dtype, entries.device)
         made.entries, made.scale = entries, scale
         return made
@@ -98,7 +98,7 @@ _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 
 @dataclass(frozen=True)
 class Float8Groups:
-    """Ranks with other shards of a projection's tensors, along each of their dims; empty where the dim is not cut."""
+    """Hold the groups of ranks with other shards of a projection's tensors, per dim; empty for an uncut dim."""
 
     tokens: Sequence[dist.ProcessGroup] = ()
     inputs: Sequence[dist.ProcessGroup] = ()
@@ -107,7 +107,7 @@ class Float8Groups:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A matrix ``[n, m]`` as ``data / scale``; one scale, or one per row ``[n, 1]``, or one per column ``[1, m]``."""
+    """Hold a matrix ``[n, m]`` as ``data / scale``: one scale, one per row ``[n, 1]``, or one per column ``[1, m]``."""
 
     data: Tensor
     scale: Tensor
@@ -158,7 +158,7 @@ class Float8Projection:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that a weight passes through on its way to 8 bits: the compute type around the products."""
+    """Return the dtype that a weight is cast to before 8 bits: the compute dtype outside the products."""
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
@@ -317,7 +317,7 @@ def on_tensor_cores(
 
 
 def _by_rows(matrix: Tensor) -> Tensor:
-    """Return the matrix with rows side by side in memory, and strides that say so where it has one row or column."""
+    """Return the matrix in row-major memory, with valid strides if it has one row or column."""
     return matrix.contiguous().as_strided(matrix.shape, (matrix.shape[1], 1))
 
 

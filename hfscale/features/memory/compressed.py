@@ -24,7 +24,7 @@ from ...plan.compress_plan import BLOCK
 
 
 class Stored(Protocol):
-    """A saved tensor that is kept compressed or offloaded.
+    """Define a saved tensor that is kept compressed or offloaded.
 
     Attributes:
         readers: how many saved references to it have not been read.
@@ -42,7 +42,7 @@ class Stored(Protocol):
 
 
 class Here:
-    """A saved tensor that is kept unchanged: see :class:`Stored`."""
+    """Keep a saved tensor unchanged: see :class:`Stored`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.readers, self.size, self._tensor = 0, tensor.numel() * tensor.element_size(), tensor
@@ -56,7 +56,7 @@ class Here:
 
 
 class Compressed:
-    """A saved tensor of any shape in 8 bits: see :class:`Stored`.
+    """Keep a saved tensor of any shape in 8 bits: see :class:`Stored`.
 
     Args:
         keep: stores codes and scales, in place or offloaded.
@@ -107,7 +107,7 @@ def _values(device: torch.device) -> tuple[Any, int]:
 
 
 class OnHost:
-    """A tensor that is offloaded to the CPU: see :class:`.compressed.Stored`.
+    """Keep a tensor on the CPU: see :class:`.compressed.Stored`.
 
     Attributes:
         readers: how many saved references to it have not been read.

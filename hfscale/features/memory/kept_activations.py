@@ -31,7 +31,7 @@ from .compressed import Compressed, Here, OnHost, Stored
 
 
 class LayerPass:
-    """Saved-tensor hooks for one forward pass through one layer. Parameters, and tensors that ``store`` declines, stay.
+    """Pack and unpack a layer's saved tensors in one forward pass, except parameters and those that ``store`` declines.
 
     Tensors with one number per row of a previously saved tensor are kept exact: they normalize the rows, as logarithms
     of sums of exponentials (minus infinity if attention reads nothing) or a norm's statistics. Attention and norms save
@@ -166,7 +166,7 @@ class KeptActivations(Part):
 
     @property
     def rounds(self) -> bool:
-        """Whether any activation is kept in 8 bits."""
+        """Return whether any activation is kept in 8 bits."""
         return self._to_bytes is not None
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:

@@ -48,7 +48,7 @@ def plan_memory(draft: Draft) -> None:
 
 
 def _plan_scores(draft: Draft) -> None:
-    """Note attention that keeps its scores: asked for as eager, or the only one that a family has."""
+    """Record attention that keeps its scores: eager attention was requested, or is the family's only kind."""
     config = text_config(draft.config)
     heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
     if heads and implementation_of(config) == "eager":
@@ -120,7 +120,7 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Report models whose attention selective recomputation cannot find, and cut sequences."""
+    """Report ``cp_size``, and models whose attention selective recomputation cannot find."""
     if draft.layout.cp > 1:
         draft.problem(
             f"recompute='selective' with {draft.layout.cp_in_words}: attention over sharded sequences keeps no scores "
@@ -146,4 +146,4 @@ def _refuse_unknown_operators(draft: Draft) -> None:
         if found is None:
             draft.problem(f"recompute_keep: torch has no operator {name!r}: name one as 'aten.mm' or 'aten.mm.default'")
         elif not found:
-            draft.problem(f"recompute_keep: {name} changes a tensor in place, and returns nothing new to keep")
+            draft.problem(f"recompute_keep: {name} works in place and returns no new tensor to keep: leave it out")

@@ -189,7 +189,7 @@ class _Again:
 def _attend(
     host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> Any:
-    """Call attention under ``checkpoint``: queries, keys and values are kept, and nothing between them and output."""
+    """Call attention under ``checkpoint``: it keeps only queries, keys and values."""
     if not (module.training and torch.is_grad_enabled()):
         return host(module, query, key, value, mask, **kwargs)
 

@@ -17,7 +17,7 @@ from ...train.runtime import find_runtime, local_tensor, memory_of
 
 
 class _Saved:
-    """A holder of a saved tensor; autograd frees it with the node that saved it."""
+    """Hold a saved tensor; autograd frees it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # a saved output would otherwise keep its own node alive

@@ -42,8 +42,8 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
         raise ConfigError(f"{said} needs Liger's kernels, which are not installed: pip install liger-kernel")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try it with TRITON_INTERPRET=1, "
-            "by which Triton's kernels run in Python, slowly"
+            f"{said} needs a GPU, and this rank computes on the CPU: leave it out, or try TRITON_INTERPRET=1, which "
+            "runs Triton's kernels slowly in Python"
         )
     known = switches_of_family(family)
     if known is None:
@@ -56,10 +56,10 @@ def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.d
 
 
 class LigerKernels(Part):
-    """A part that gives the model Liger's kernels if they were asked for."""
+    """Install Liger's kernels as a part, if the user requested them."""
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the user asked for them."""
+        """Return whether the user requested the kernels."""
         return runtime.options.use_liger_kernel is not False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
@@ -82,8 +82,8 @@ class LigerKernels(Part):
         changes = look_again().changes
         if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
             raise ConfigError(
-                f"use_liger_kernel={asked!r}: of Liger's kernels for {class_name(model)} none is left but the loss: "
-                "leave it out"
+                f"use_liger_kernel={asked!r}: Liger has only the loss for {class_name(model)}, which hfscale "
+                "computes itself: leave it out"
             )
         kept = {id(m) for name, m in model.named_modules() if _has_kernels(runtime, stock_name(name), m)}
         Undo([change for change in changes if id(change[0]) not in kept])()

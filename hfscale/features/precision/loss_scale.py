@@ -113,7 +113,6 @@ class LossScaling(Part):
     def _refuse_unscaled(self, model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled() and not self._within:
             raise ConfigError(
-                "mixed_precision='fp16' scales the loss in hfscale.train_step, and small gradients of a loss that "
-                "nobody scales are zero: use loss = hfscale.train_step(model, batch), or mixed_precision='bf16' for "
-                "loss.backward()"
+                "mixed_precision='fp16' needs a scaled loss, which only hfscale.train_step computes: use loss = "
+                "hfscale.train_step(model, batch), or mixed_precision='bf16' for loss.backward()"
             )

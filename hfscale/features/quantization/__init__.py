@@ -1,1 +1,1 @@
-"""Weights in 4 and 8 bits over shards: the only room that knows bitsandbytes' layers."""
+"""Plan and install weights in 4 and 8 bits over shards: the only folder that uses bitsandbytes' layers."""

@@ -61,7 +61,7 @@ class Quantizing:
         shape = packed.shape[::-1] if name in self.plan.transposed else packed.shape
         why = None
         if not self.plan.aligned(planned):
-            why = "the ranks' shares are not made of whole blocks of 64 values"
+            why = "the shards do not consist of whole blocks of 64 values"
         elif converted:
             why = "the host would convert it while loading"
         elif shape != planned.shape:

@@ -1,4 +1,4 @@
-"""Quantized weights as a part: they are put into the model last, and are never saved in 4 or 8 bits."""
+"""Install quantized weights, after all others; they are never saved in 4 or 8 bits."""
 
 from pathlib import Path
 

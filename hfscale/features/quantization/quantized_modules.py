@@ -91,8 +91,8 @@ def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
         if name in kept:
             raise ConfigError(
                 f"{name} cannot be quantized, since it is the head's or tied to another module: add "
-                f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (left out, "
-                "the host keeps it)"
+                f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (by "
+                "default transformers skips it)"
             )
 
 

@@ -96,8 +96,8 @@ def check_row(packing: Packing, name: str) -> None:
     """Raise CheckpointError if :func:`fill_row` cannot fill the rows of all data ranks: uneven shards of columns."""
     if packing.dim == 2 and packing.shape[2] % packing.shards:
         raise CheckpointError(
-            f"{name} has {packing.shape[2]} columns, which {packing.shards} data ranks cannot share equally: use "
-            "another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
+            f"{name} has {packing.shape[2]} columns, which do not divide evenly over {packing.shards} data ranks: "
+            "use another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
         )
 
 

@@ -105,7 +105,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last real process."""
+        """Return whether this is the last real process."""
         return bool(self.state.is_last_process)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

@@ -60,7 +60,7 @@ class OneOrder(Sampler[int]):
         self._resumed = state["began"]
 
     def leave_off(self) -> None:
-        """Let the process's RNG, once that order is drawn, continue from its current state."""
+        """Let the process's RNG continue from its current state after that order is drawn."""
         self._left_off = torch.random.get_rng_state()
 
 

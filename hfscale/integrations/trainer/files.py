@@ -224,14 +224,14 @@ def _newest_whole(output: Path) -> str | bool | None:
         problem = problem_of(path)
         if problem is None:
             if problems:
-                _log.warning("resume_from_checkpoint=True goes on from %s: %s", path, _listed(problems))
+                _log.warning("resume_from_checkpoint=True resumes from %s: %s", path, _listed(problems))
             return str(path)
         problems[path] = problem
     if {*problems.values()} - {_UNFINISHED}:
         raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
     if not problems and not (output / _ASIDE).exists():
         return True  # Trainer refuses it
-    _log.warning("%s has no whole checkpoint, as its first save was stopped: training begins at step 0", output)
+    _log.warning("%s has no complete checkpoint, its first save was interrupted: training begins at step 0", output)
     return None
 
 
@@ -246,7 +246,7 @@ def _whole(checkpoint: Path) -> str:
     if problem is None:
         return str(checkpoint)
     whole = [path for path in _checkpoints(checkpoint.parent) if problem_of(path) is None]
-    advice = f"resume_from_checkpoint={str(whole[-1])!r} is whole" if whole else "there is no whole one beside it"
+    advice = f"resume_from_checkpoint={str(whole[-1])!r} is whole" if whole else "there is no complete one beside it"
     raise CheckpointError(f"{checkpoint} cannot be used: it {problem}; {advice}")
 
 

@@ -101,8 +101,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         if runtime is not None:
             if asked is not None and asked != runtime.mesh.layout:
                 raise ConfigError(
-                    f"parallel={asked.describe()} and a model that was built with "
-                    f"{runtime.mesh.layout.describe()}: leave parallel out"
+                    f"parallel={asked.describe()} does not fit a model built with {runtime.mesh.layout.describe()}: "
+                    "leave parallel out"
                 )
             return model
         layout = asked or ParallelConfig()
@@ -134,13 +134,13 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def _scores_tokens(self) -> bool:
-        """Whether the loss is computed from token scores: TRL's, by its fused head."""
+        """Return whether the loss is computed from token scores: TRL's, by its fused head."""
         smoothed = bool(self.args.label_smoothing_factor) and not hasattr(self, "label_pad_token_id")
         return bool(self._seams.heads) and self.compute_loss_func is None and not smoothed
 
     @property
     def uses_train_step(self) -> bool:
-        """Whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
+        """Return whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
 
         If the model does not divide by a step's number of labels, Trainer's loss is a mean of means, or their sum. Its
         own step computes that, except through stages, over data ranks, or with smoothed labels; there
@@ -155,7 +155,7 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def knows_loss(self) -> bool:
-        """Whether the loss is the model's own, and a mean that hfscale can compute."""
+        """Return whether hfscale can compute the loss: the model's own, and a known mean."""
         return has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             return train_step(model, microbatches, **given)
 
     def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
-        """Return what Trainer would divide a step's summed loss by; ``None`` for its number of labels.
+        """Return Trainer's divisor of a step's summed loss; ``None`` if it is the number of labels.
 
         A loss that is not divided by ``num_items_in_batch`` (``items``) is a mean per batch. Trainer takes the mean of
         these, or their sum if the model accepts that number without using it: one divisor for each batch.
@@ -274,7 +274,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         return batches_gathered(type(self), self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer named in the arguments over shards, or let Trainer create what a subclass chooses."""
+        """Create the optimizer named in the arguments over shards, or let Trainer create a subclass's own."""
         if self.optimizer is None:
             self.optimizer = named_optimizer(self, self.model if model is None else model)
         return super().create_optimizer(model)

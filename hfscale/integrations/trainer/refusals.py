@@ -25,20 +25,20 @@ from .trainer_optimizers import check_optimizer
 
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
-    "torch_compile": "would compile forward passes in which ranks talk to each other: leave it out",
+    "torch_compile": "would compile forward passes with collectives: leave it out",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
-    "auto_find_batch_size": "begins anew on the rank that ran out of memory, and not on the others: set "
-    "per_device_train_batch_size",
+    "auto_find_batch_size": "restarts only the rank that ran out of memory: set per_device_train_batch_size",
     "neftune_noise_alpha": "draws noise that ranks with one batch would not share: leave it out",
     "fp16_full_eval": "casts weights that are sharded: leave it out",
     "bf16_full_eval": "casts weights that are sharded: leave it out",
     "eval_use_gather_object": "gathers over all processes, also those that share a batch: leave it out",
-    "enable_jit_checkpoint": "saves on each rank when its own signal comes, and ranks that are told at different steps "
-    "would wait for each other: leave it out, and ask hfscale.preempted(model) in a callback's on_step_end, which all "
-    "ranks answer alike: where it is true, control.should_save = control.should_training_stop = True",
-    "use_vllm": "would give vLLM this rank's shares for whole weights: generate with an engine of yours in "
+    "enable_jit_checkpoint": "saves on each rank when its own signal comes, so ranks signalled at different steps "
+    "would wait for each other: leave it out, and call hfscale.preempted(model) in a "
+    "callback's on_step_end, the same on all ranks: if it is true, set "
+    "control.should_save = control.should_training_stop = True",
+    "use_vllm": "would give vLLM this rank's shards as full weights: generate with your own engine in "
     "rollout_func, and give it the weights of hfscale.stream_weights (docs/trainer.md)",
     "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
     "that all nodes see",
@@ -92,7 +92,7 @@ def check_layout_of(model: nn.Module, layout: ParallelConfig) -> None:
     processes = started_processes()
     if layout.total_size != processes:
         raise ConfigError(
-            f"{type(model).__name__} is a model of one process, {processes} run, and the layout is "
+            f"{type(model).__name__} is not parallelized, but {processes} processes run and the layout is "
             f"{layout.describe()}: build the model with hfscale.from_pretrained(path, parallel=layout), or pass "
             "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
             "processes as run"
@@ -138,8 +138,8 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     _check_packing(trainer, runtime)
     if hasattr(trainer, "reward_funcs") and layout.cp > 1:
         raise ConfigError(
-            f"{layout.describe()}: {name} generates and shuffles what it trains on, and context ranks draw different "
-            f"random numbers; they would compute whole sequences, too: use tp_size or dp_shard_size, and "
+            f"{layout.describe()}: {name} generates and shuffles its training data, for which context ranks draw "
+            "different random numbers, and they would compute full sequences: use tp_size or dp_shard_size, and "
             f"{UNCUT_SEQUENCES}"
         )
     if runtime.plan.stages is not None:
@@ -161,7 +161,7 @@ def _check_packing(trainer: Any, runtime: Runtime) -> None:
 
 
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
-    """Refuse what needs the full model on one rank."""
+    """Refuse options that need the full model on one rank."""
     layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
     if hasattr(trainer, "reward_funcs"):
         raise ConfigError(
@@ -191,8 +191,8 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
     if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
         raise ConfigError(
             f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): {class_name(runtime.model)} "
-            f"takes its loss itself, and over {layout.describe()} nobody smooths it: leave it out, or use tensor ranks "
-            "alone, where Trainer does"
+            f"computes its loss itself, which is not smoothed over {layout.describe()}: leave it out, or use tensor "
+            "ranks alone, where Trainer smooths it"
         )
     if trainer.train_dataset is None or (runtime.plan.stages is None and not trainer.uses_train_step):
         return
@@ -205,11 +205,11 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
     elif len(given) != count:
         asked = "" if layout.num_microbatches is None else "leave num_microbatches out, and "
         rows, left = divmod(args.per_device_train_batch_size * count, len(given))
-        same = "" if left else f" and per_device_train_batch_size={rows}, for as many rows in a step as now"
+        same = "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
         raise ConfigError(
-            f"{layout.describe()}: a loss of {type(trainer).__name__}'s is about whole batches, so a step "
-            f"has gradient_accumulation_steps={count} microbatches, and the schedule would make {len(given)} of them: "
-            f"{asked}use gradient_accumulation_steps={len(given)}{same}"
+            f"{layout.describe()}: the loss of {type(trainer).__name__} needs uncut batches, "
+            f"gradient_accumulation_steps={count} per step, and the schedule would cut them into {len(given)} "
+            f"microbatches: {asked}use gradient_accumulation_steps={len(given)}{same}"
         )
 
 
@@ -217,7 +217,7 @@ def check_cached(dataset: Any, processes: int) -> None:
     """Refuse rows in memory beside which the first rank would cache scores: other ranks would look elsewhere."""
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
-            f"precompute_ref_log_probs=True in {processes} processes: the first one caches the reference's scores "
-            "beside the rows, which are in memory: give the trainer rows of a file, "
-            "datasets.load_dataset(...), or dataset.save_to_disk(path) and datasets.load_from_disk(path)"
+            f"precompute_ref_log_probs=True in {processes} processes needs rows from a file, beside which the first "
+            "process caches the reference's scores: use datasets.load_dataset(...), or dataset.save_to_disk(path) "
+            "and datasets.load_from_disk(path)"
         )

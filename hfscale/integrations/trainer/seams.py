@@ -54,7 +54,7 @@ class Seams:
         self._made_of = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
 
     def follow_casts(self) -> None:
-        """Repeat TRL's cast of adapters over 4-bit weights to bfloat16, made by ``data``, on FSDP2's own shards."""
+        """Repeat on FSDP2's shards the cast to bfloat16 that TRL, in ``data``, makes of adapters over 4-bit weights."""
         cast = {parameter: parameter.dtype for parameter, data in self._made_of if parameter.dtype != data.dtype}
         sharded: dict[nn.Parameter, torch.dtype]
         sharded = {parameter: dtype for parameter, dtype in cast.items() if isinstance(parameter, DTensor)}
@@ -114,7 +114,7 @@ class Seams:
 
 
 def options_of(arguments: Any) -> dict[str, Any]:
-    """Return the options of models that a trainer with these ``TrainingArguments``, if any, makes."""
+    """Return the options for models that a trainer with these ``TrainingArguments``, if any, loads itself."""
     if arguments is None:
         return {}
     kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False

@@ -1,4 +1,4 @@
-"""RNG states of a run that is resumed.
+"""Save and restore RNG states of a Trainer's run for resuming.
 
 An epoch's order is drawn as the epoch begins; a sampler without a generator (grouping by length, or
 ``use_seedable_sampler=False``) draws it from the process's RNG. A run that resumes within an epoch needs both: the

@@ -1,4 +1,4 @@
-"""The accelerator inside a Trainer: its processes are the distinct batches."""
+"""Provide the accelerator inside a Trainer, which counts distinct batches as processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether gradients overflowed in float16, so that the learning rate schedule must not step."""
+        """Return whether gradients overflowed in float16, so that the learning rate schedule must not step."""
         if self._runtime is None:
             return False
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))

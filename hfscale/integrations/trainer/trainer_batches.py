@@ -35,7 +35,7 @@ _KEPT = (
 
 @dataclass
 class Repeated:
-    """An example that another rank, or an earlier step, has already."""
+    """Mark an example that another rank, or an earlier step, has already."""
 
     example: Any
 
@@ -58,7 +58,7 @@ class DealtStream(IterableDatasetShard):
 
 
 def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
-    """Return a copy of the loader over the examples of one distinct batch; ``split``: of its size in all batches."""
+    """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
     size = loader.batch_size // batches if split else loader.batch_size
     stream = DealtStream(loader.dataset, size, loader.drop_last, batches, index)
     return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
@@ -137,7 +137,7 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
 
 
 def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:
-    """Return ``batch`` with only its first examples counting.
+    """Return ``batch`` with only its first examples counting in the loss.
 
     Args:
         known: how many it has, and how many of them count, from the first one on.
@@ -158,9 +158,9 @@ def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
         return
     vars(trainer)["_told_of_repeated"] = True
     warnings.warn(
-        f"data ranks are given as many examples each, so {known[0] - known[1]} of an epoch's last batch are dealt "
-        f"twice, and the loss of {type(trainer).__name__} counts them twice, as over data ranks of stock Trainer: give "
-        "it data sets of whole steps, or dataloader_drop_last=True",
+        f"data ranks get equally many examples, so {known[0] - known[1]} of an epoch's last batch are repeated, and "
+        f"the loss of {type(trainer).__name__} counts them twice, as in stock data-parallel Trainer: use data sets "
+        "of whole steps, or dataloader_drop_last=True",
         stacklevel=2,
     )
 
@@ -190,7 +190,7 @@ def with_rows(batch: Batch, rows: int) -> Batch:
 
 
 def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return ``batch`` with its tensors of so many rows changed."""
+    """Return ``batch`` with ``change`` applied to its tensors of that many rows."""
     return {
         name: change(value) if isinstance(value, Tensor) and value.ndim and len(value) in sizes else value
         for name, value in batch.items()
@@ -198,7 +198,7 @@ def _by_rows(batch: Batch, sizes: tuple[int, ...], change: Callable[[Tensor], Te
 
 
 def _unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
-    """Return ``batch`` with all labels ignored, of rows, or along ``dim``, from ``since`` on."""
+    """Return ``batch`` with labels ignored: all rows', or from ``since`` on along ``dim``."""
     masked = dict(batch)
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):

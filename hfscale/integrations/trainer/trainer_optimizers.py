@@ -53,8 +53,8 @@ def heard_options(arguments: Any) -> dict[str, Any]:
     unheard = _unheard_options(arguments, given)
     if unheard:
         warnings.warn(
-            f"TrainingArguments(optim_args={arguments.optim_args!r}): transformers.Trainer makes nothing of "
-            f"{', '.join(unheard)} for this optimizer, and nor does this one; to have it, give the trainer "
+            f"TrainingArguments(optim_args={arguments.optim_args!r}): transformers.Trainer ignores "
+            f"{', '.join(unheard)} for this optimizer, and so does hfscale: to use it, give the trainer "
             "optimizers=(hfscale.create_optimizer(model, name, lr=..., optim_args=...), None)",
             stacklevel=4,
         )

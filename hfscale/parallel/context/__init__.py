@@ -1,4 +1,4 @@
-"""Context parallelism: ranks have parts of the same sequences, and attention alone reads the others'."""
+"""Plan and install context parallelism: ranks hold parts of the same sequences; only attention reads the others'."""
 
 from .part import ContextParallel
 

@@ -142,7 +142,7 @@ def _call(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> Attent
     sinks = given.pop("s_aux", None)
     softcap, dropout = given.pop("softcap", None), float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
-        raise ConfigError(f"{class_name(module)} gives attention what hfscale does not know: {', '.join(unknown)}")
+        raise ConfigError(f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}")
     return AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),

@@ -57,7 +57,7 @@ class CutBatch:
 
     @property
     def places(self) -> Tensor:
-        """Where this rank's tokens are in the sequence."""
+        """The positions of this rank's tokens in the sequence."""
         return self.split.places(self.rank)
 
     def to(self, device: torch.device) -> "CutBatch":
@@ -130,7 +130,7 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
         found = batch.get(name)
         if isinstance(found, Tensor):
             return found.shape[0], found.shape[1]
-    raise ConfigError(f"sequences are cut by input_ids or inputs_embeds, and the batch has only {', '.join(batch)}")
+    raise ConfigError(f"cutting sequences needs input_ids or inputs_embeds, and the batch has only {', '.join(batch)}")
 
 
 def _padding(mask: Any) -> Tensor | None:

@@ -88,7 +88,7 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """Return the padding mask of all tokens, also where the host passed none because nothing is padded."""
+    """Return the padding mask of all tokens, also if transformers passed none because nothing is padded."""
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
@@ -103,7 +103,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Have those embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
+    """Make the rotary embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
 
     Returns:
         the handles of the hooks that do it.

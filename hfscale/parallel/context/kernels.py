@@ -1,4 +1,4 @@
-"""Attention over one block of keys: the output and the logarithm of the sum of exponentials that normalizes it.
+"""Compute attention over one block of keys: the output, and the log-sum-exp that normalizes it.
 
 Torch's flash kernels (Dao et al. 2022) never hold scores; they take no softcap and no dropout, and on CUDA no mask of
 ours, so each pair of intervals there takes the kernel that it can. :class:`ScoreKernel` takes everything, and holds the
@@ -29,7 +29,7 @@ _SCORES = 1 << 25  # entries in memory at once, of which a backward pass has abo
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """How the queries of one block read its keys.
+    """Describe how the queries of one block read its keys.
 
     Attributes:
         causal: each row reads the columns up to its own number.
@@ -44,7 +44,7 @@ class ScoreBlock:
     first: int = 0
 
     def of(self, rows: slice) -> "ScoreBlock":
-        """Return what some of the rows read."""
+        """Return the block for some of the rows."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]
@@ -53,7 +53,7 @@ class ScoreBlock:
 
 
 class Kernel(Protocol):
-    """Attention over a block, forward and backward."""
+    """Compute attention over a block, forward and backward."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
@@ -89,13 +89,13 @@ class ByPair:
     masked: Kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return output and log-sum-exp; see :class:`Kernel`."""
         return self._of(block).forward(q, k, v, block)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return the gradients of q, k and v; see :class:`Kernel`."""
         return self._of(block).backward(grad, q, k, v, out, lse, block)
 
     def _of(self, block: ScoreBlock) -> Kernel:
@@ -104,12 +104,12 @@ class ByPair:
 
 @dataclass(frozen=True)
 class FlashOnCpu:
-    """Torch's flash kernel for CPUs: any type of numbers, groups of heads, masks."""
+    """Run torch's flash kernel for CPUs: any dtype, grouped heads, masks."""
 
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return output and log-sum-exp; see :class:`Kernel`."""
         out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
         if block.bias is not None:
             nothing = torch.isneginf(block.bias).all(-1)
@@ -119,18 +119,18 @@ class FlashOnCpu:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return the gradients of q, k and v; see :class:`Kernel`."""
         return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
 
 
 @dataclass(frozen=True)
 class FlashOnCuda:
-    """Torch's flash kernel for GPUs: 16 bits, no mask but the causal one."""
+    """Run torch's flash kernel for GPUs: 16 bits, only the causal mask."""
 
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return output and log-sum-exp; see :class:`Kernel`."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
@@ -139,7 +139,7 @@ class FlashOnCuda:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return the gradients of q, k and v; see :class:`Kernel`."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
@@ -155,7 +155,7 @@ class ScoreKernel:
     dropout: float = 0.0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return output and log-sum-exp; see :class:`Kernel`."""
         out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
         return _joined(out), _joined(lse)
 
@@ -171,7 +171,7 @@ class ScoreKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`Kernel`."""
+        """Return the gradients of q, k and v; see :class:`Kernel`."""
         found = []
         dk: Tensor | None = None
         dv: Tensor | None = None

@@ -28,18 +28,18 @@ class OwnBlocks:
     """Provide the keys and values of this rank alone."""
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See :class:`Source`."""
+        """Yield this rank's block; see :class:`Source`."""
         yield 0, k, v
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """See :class:`Source`."""
+        """Return this rank's gradients; see :class:`Source`."""
         dk, dv = wide_zeros(k), wide_zeros(v)
         backward(0, k, v, dk, dv)
         return dk, dv
 
 
 class GatheredBlocks:
-    """A source of blocks: see :class:`hfscale.parallel.context.engine.Source`."""
+    """Gather blocks of keys and values: see :class:`hfscale.parallel.context.engine.Source`."""
 
     def __init__(self, lengths: list[int], group: dist.ProcessGroup) -> None:
         self._lengths, self._group = lengths, group
@@ -84,7 +84,7 @@ def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Te
 
 
 class RingBlocks:
-    """A source of blocks: see :class:`hfscale.parallel.context.engine.Source`."""
+    """Pass blocks of keys and values around a ring: see :class:`hfscale.parallel.context.engine.Source`."""
 
     def __init__(self, lengths: list[int], rank: int, group: dist.ProcessGroup) -> None:
         self._lengths, self._rank, self._group = lengths, rank, group

@@ -49,7 +49,7 @@ class ContextAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
     ) -> Tensor:
-        """See :data:`hfscale.parallel.context.attention_override.Attend`."""
+        """Compute one attention call; see :data:`hfscale.parallel.context.attention_override.Attend`."""
         split = mask.batch.split
         method = choose(self._method, q.shape[1], k.shape[1], split.size)
         if method == "heads":

@@ -112,8 +112,8 @@ class ContextParallel(Part, ContextAxis):
         if self._attend is None:
             return None
         return (
-            "those are this rank's tokens, of sequences that context ranks share: what treats each token by itself is "
-            "right, what mixes them or keeps them is not; cp_size=1 shows it all of them"
+            "it gets this rank's tokens of sequences that context ranks share: computing per token is right, "
+            "mixing or keeping tokens is not; with cp_size=1 it gets all of them"
         )
 
     def _learn(self, batch: CutBatch) -> None:

@@ -22,16 +22,15 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 
 def plan_context(draft: Draft) -> None:
-    """Prove it on a clone, where the layout cuts sequences."""
+    """Prove on a clone that sequences can be sharded, if the layout cuts them."""
     size = draft.layout.cp
     if size == 1:
         return
     family = draft.config.model_type
     if draft.no_step or draft.loss is None:
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: sequences are sharded where train_step shifts the labels of a "
-            f"causal language model, and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use "
-            "cp_size=1"
+            f"cp_size={size} does not fit {family!r}: sharded sequences need the loss of a causal language model, "
+            f"and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
     if family in UNWRITABLE:
@@ -68,7 +67,7 @@ def _read_inside(draft: Draft, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """How the modules of one model class and config read other tokens.
+    """Describe how the modules of one model class and config read other tokens.
 
     Attributes:
         mixing: why sequences cannot be sharded; empty if they can.
@@ -93,7 +92,7 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
         if not unseen:
             return found
     kind = type(layers[unseen[0]]).__name__
-    return _Reading(f"nothing is known of what {kind} reads, which a tiny clone of {_MANY} layers has not")
+    return _Reading(f"{kind} may read other tokens, and no tiny clone of {_MANY} layers has one to check it")
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:

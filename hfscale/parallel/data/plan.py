@@ -5,7 +5,7 @@ from ...plan.drafting.draft import Draft
 
 
 def plan_data(draft: Draft) -> None:
-    """Plan the data axes; note as problems what cannot be sharded over them."""
+    """Plan the data axes; record problems with models that cannot be sharded over them."""
     if draft.layout.data_world == 1:
         return
     for name, parameter in draft.named():

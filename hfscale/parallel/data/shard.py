@@ -55,9 +55,10 @@ def refuse_calls_past_the_model(model: Any) -> None:
     def refuse(*_: Any) -> None:
         if not around.is_gathered():
             raise ConfigError(
-                f"{type(inside).__name__} was called past {class_name(model)}, for which alone FSDP2 gathers the "
-                f"weights around the layers ({around.name} of {type(around.module).__name__}, for one): call the model "
-                "itself (output_hidden_states=True gives what its layers make), or load the class without a head"
+                f"{type(inside).__name__} was called directly, but FSDP2 gathers the weights around the layers "
+                f"({around.name} of {type(around.module).__name__}, for one) only if {class_name(model)} is called: "
+                "call the model itself (output_hidden_states=True returns its layers' outputs), or load the class "
+                "without a head"
             )
 
     inside.register_forward_pre_hook(refuse)

@@ -1,4 +1,4 @@
-"""Routing in one layer: between the router and the experts, and behind them.
+"""Route the tokens of one layer: between the router and the experts, and after the experts.
 
 ::
 
@@ -188,7 +188,7 @@ class LayerRouting:
 
     @property
     def _first(self) -> bool:
-        """Whether this rank counts tokens that all tensor ranks have."""
+        """Return whether this rank counts the tokens, if all tensor ranks have the same ones."""
         return self.mesh.tp_rank == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
@@ -318,9 +318,9 @@ class _OwnTokens:
 
     @property
     def are_a_part(self) -> bool:
-        """Whether other tensor ranks have other tokens of these sequences."""
+        """Return whether other tensor ranks have other tokens of these sequences."""
         return bool(self.lengths)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return these tokens' entries of a tensor ``[b, s, ...]`` of all tokens."""
+        """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])

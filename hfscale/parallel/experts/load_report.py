@@ -42,7 +42,7 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the loads over that of even ones, 0 to 1."""
+        """Entropy of the loads, as a fraction of the entropy of even loads, 0 to 1."""
         return normalized_entropy(self.tokens)
 
     @property

@@ -34,11 +34,11 @@ class ExpertRouting(Part):
 
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
-        """Whether routing reads the padding mask, since padding does not count in balancing."""
+        """Return whether routing reads the padding mask, since padding does not count in balancing."""
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the model's passes and on the loss of its layers, behind those of random streams."""
+        """Install hooks on the model's passes and on the loss of its layers, after those of random streams."""
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 

@@ -50,8 +50,8 @@ def _spread(draft: Draft) -> None:
         for parameter, value in draft.modules[name].named_parameters(prefix=name):
             if value.ndim < 2 or value.shape[0] != count:
                 draft.problem(
-                    f"ep_size={size}: {wild_name(parameter)} of shape {tuple(value.shape)} is not one per expert (of "
-                    f"{count}), so it cannot be spread with them: use ep_size=1"
+                    f"ep_size={size}: {wild_name(parameter)} of shape {tuple(value.shape)} has no dim of {count} "
+                    "experts, so it cannot be sharded by expert: use ep_size=1"
                 )
             draft.spread.add(parameter)
             if draft.tp == 1 or draft.layout.slices_tokens:

@@ -52,7 +52,7 @@ class LayerCounter:
         self.numbers[place : place + len(values)] += torch.stack([value.detach().double() for value in values])
 
     def add_wanted(self, counts: Tensor) -> None:
-        """Add to ``wanted``."""
+        """Add a value to ``wanted``."""
         self.wanted = counts if self.wanted is None else self.wanted + counts
 
     def wanted_on(self, device: torch.device) -> Tensor:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, their simulation, their runs, and what these recorded."""
+"""Run and simulate pipeline parallelism: schedules as data, their simulation, and their recorded runs."""

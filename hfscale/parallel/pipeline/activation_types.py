@@ -43,7 +43,7 @@ class ActivationTypes:
         if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
             raise ConfigError(
                 f"the hidden states between stages have the shape {tuple(stream.shape)} and type {stream.dtype} for "
-                f"{leading[0]} samples of {leading[1]} tokens, so this model cannot be split into stages: use pp_size=1"
+                f"{leading[0]} samples of {leading[1]} tokens, which stages cannot exchange: use pp_size=1"
             )
         told = self._told.setdefault((stage, training), kind)
         if told is not kind:

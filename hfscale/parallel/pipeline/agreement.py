@@ -167,9 +167,9 @@ class StageAgreement:
     def _differ(self, name: str) -> str:
         names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
         return (
-            f"{names} is one tensor that several stages hold, and their copies differ since the last update: give it "
-            "the same optimizer options under all of its names (a group of parameters chosen by name has some of "
-            "them), or load the model again if its weights were changed by hand on one stage"
+            f"{names} is one tied tensor on several stages, and its copies differ since the last update: give it "
+            "the same optimizer options under all of its names (a parameter group chosen by name may have only "
+            "some), or load the model again if its weights were changed by hand on one stage"
         )
 
 
@@ -218,7 +218,7 @@ class TiedGradients:
                 dist.all_reduce(local_tensor(copy.grad), group=self._runtime.mesh.ties[holders])
 
     def _used_anywhere(self, copies: list[Tensor], holders: tuple[int, ...]) -> list[bool]:
-        """Return which tensors have a gradient on any stage, asked in the first step: the model decides it."""
+        """Return which tensors have a gradient on any stage; exchanged once, since it depends only on the model."""
         key = tuple(map(id, copies))
         if key not in self._known:
             used = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
@@ -228,9 +228,8 @@ class TiedGradients:
 
 
 def list_under_first_names(runtime: Runtime) -> None:
-    """Let ``model.named_parameters()`` list a tied tensor under the name that the stock model lists it under, also on a
-    stage that has it under another one: code that chooses parameters by their names (to freeze some, to decay others)
-    then chooses the same ones on every stage, as in one process.
+    """Make ``model.named_parameters()`` use the stock model's name of a tied tensor on every stage, so that code that
+    chooses parameters by name (to freeze or to decay them) chooses the same ones on all stages as in one process.
     """
     held = runtime.plan.local_names(runtime.mesh.pp_rank)
     first = {here: owned for owned, here in held.items() if here != owned}

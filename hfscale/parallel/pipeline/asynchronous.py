@@ -42,7 +42,7 @@ from .timeline import Order
 
 
 def _of_call(objective: Objective, first: int) -> Objective:
-    """Return the objective with its microbatches numbered from ``first``, as they are over all calls."""
+    """Return the objective with its microbatches numbered from ``first``, counting over all calls."""
     return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
 
 
@@ -127,7 +127,7 @@ class AsynchronousPipeline(Pipeline):
 
     @property
     def under_way(self) -> bool:  # type: ignore[override]
-        """Whether gradients are still to come."""
+        """Return whether gradients are still to come."""
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
@@ -141,9 +141,9 @@ class AsynchronousPipeline(Pipeline):
         if not self._every:
             if len(given) > 1 or (self._layout.num_microbatches or 1) > 1:
                 raise ConfigError(
-                    f"pipedream updates the weights after every microbatch, and {len(given)} batches were given with "
-                    f"num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and leave "
-                    "num_microbatches out, or use pipedream_2bw, which adds gradients up"
+                    f"pipedream updates the weights after every microbatch, and {len(given)} batches were given "
+                    f"with num_microbatches={self._layout.num_microbatches}: pass one batch per train_step and "
+                    "leave num_microbatches out, or use pipedream_2bw, which accumulates gradients"
                 )
             return [dict(batch) for batch in given]
         pp_size, towers = self._layout.pp, self._towers is not None
@@ -256,7 +256,7 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Start sending this call's loss to all stages, and return the loss of an earlier call, which has arrived."""
+        """Send this call's loss to all stages, and return the loss of an earlier call, which has arrived."""
         carried = loss.to("cpu", torch.float64)
         self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
         delay = 1 if self._every else self._last

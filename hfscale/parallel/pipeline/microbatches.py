@@ -123,8 +123,8 @@ def _unfit(count: int, wanted: int | None, rows: list[int], fitting: list[int], 
         return f"{asked} into microbatches that the schedule accepts: use num_microbatches {_listed(fitting)}"
     lengths = [number for number in range(1, 65) if accepts(number)]
     return (
-        f"{asked}, and no other number does: pass batches with more rows, or a list of microbatches whose length is "
-        f"one of {_listed(lengths)}"
+        f"{asked}, and no other number works: pass batches with more rows, or a list of microbatches whose length "
+        f"is one of {_listed(lengths)}"
     )
 
 

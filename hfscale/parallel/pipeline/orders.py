@@ -88,7 +88,7 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """Append a backward of the input; that of the weights is deferred."""
+        """Append a backward of the input, and defer that of the weights."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
@@ -223,7 +223,7 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     """Refuse numbers that ``schedule`` cannot run, naming those that it can."""
     for name, value in (("pp_size", pp_size), ("num_microbatches", num_microbatches), ("steps", steps)):
         if value < 1:
-            raise ConfigError(f"{name}={value} is impossible: use a whole number of at least 1")
+            raise ConfigError(f"{name}={value} is invalid: use a whole number of at least 1")
     if schedule not in SCHEDULES and not schedule.endswith(".csv"):
         raise ConfigError(f"schedule {schedule!r} is unknown: use one of {', '.join(SCHEDULES)}, or a .csv file")
     valid = allowed_virtual_stages(schedule)

@@ -1,4 +1,4 @@
-"""Pipeline stages as a part: they bring an executor of their own."""
+"""Install pipeline stages as a part with an executor of its own."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from .run import Pipeline
 
 
 class PipelineStages(Part):
-    """Pipeline parallelism as a part. Does nothing where one rank holds all layers."""
+    """Install pipeline parallelism as a part. Does nothing if one rank holds all layers."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""

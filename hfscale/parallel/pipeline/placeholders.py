@@ -72,7 +72,7 @@ class StageForward:
         self.arrived = self.first == self.border
 
     def leave(self, stream: Tensor | None, index: int) -> None:
-        """Record the input of the first layer behind the stage, which is the output to send."""
+        """Record the output to send: the input of the first layer after the stage."""
         if self.leaving is not None:
             return
         if self.border is not None and index >= self.border:
@@ -267,7 +267,7 @@ def _encoded(passage: StageForward, _: nn.Module, args: Any, output: Any) -> Non
 
 
 def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _Placeholder]]:
-    """Return, by module name, a function that makes the placeholder of each module that belongs to a stage."""
+    """Return, by module name, the constructor of the placeholder of each module that belongs to a stage."""
     returns, places, stacks = dict(stages.module_returns), stages.places, stages.stacks
     lent = {loan.name for loan in stages.loans}  # part of a layer
     made: dict[str, Callable[[nn.Module], _Placeholder]] = {}

@@ -152,7 +152,7 @@ class Pipeline(Executor):
         )
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """See :meth:`hfscale.train.runtime.Executor.run`; a stage runs the stock model, whatever is around it."""
+        """See :meth:`hfscale.train.runtime.Executor.run`; a stage runs the stock model, without its wrappers."""
         runtime = self._runtime
         if is_compiled(model):
             raise ConfigError(
@@ -217,7 +217,7 @@ class Pipeline(Executor):
         return self._programs[key]
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """See :mod:`.agreement`."""
+        """Return this rank's report; see :mod:`.agreement`."""
         return self._agreement.tell(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -81,7 +81,7 @@ def _run(
     last: int,
     ready: dict[_Result, float],
 ) -> list[Span] | None:
-    """Return the spans of a piece's actions, or None where an input does not exist yet."""
+    """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)

@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """Number of rows."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
@@ -103,7 +103,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first action's beginning to the last one's end, over all ranks."""
+        """Time from the first action's start to the last one's end, over all ranks."""
         return self.end - self.start
 
     @property
@@ -165,7 +165,7 @@ def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def play(order: Order, run: Callable[[int, list[Action]], bool]) -> list[list[Action]]:
-    """Offer every rank's next piece to ``run``, which returns whether it ran, until none does; return what is left."""
+    """Offer every rank's next piece to ``run``, which returns whether it ran; stop when none runs, return the rest."""
     waiting = [deque(pieces_of(actions)) for actions in order]
     moved = True
     while moved:
@@ -189,7 +189,7 @@ def peak_live(order: Order) -> tuple[int, ...]:
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return, per stage, the microbatches alive at the moment when its rank's stages hold most together.
+    """Return, per stage, the microbatches in flight when the stages of its rank together hold most.
 
     Args:
         sizes: what a microbatch takes in each stage.

@@ -46,8 +46,8 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
 
     if any(play(order, run)):
         raise ConfigError(
-            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, begins when both of its actions can, and one "
-            "of them waits for the other, or for something behind it: take them apart"
+            f"{name} cannot be run: a pair, as in (0F1;1B0)OVERLAP_F_B, starts when both of its actions can, and "
+            "one of them waits for the other or for a later action: split the pair"
         )
     return programs
 

@@ -85,7 +85,7 @@ class Overlap:
         return x
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Let an adapter's first factor ``low_rank`` drop the input too, where it is gathered again in backward."""
+        """Let an adapter's first factor ``low_rank`` also drop the input if backward gathers it again."""
         if type(low_rank) in PROJECTIONS:
             self._low_rank[low_rank] = read
             self._take_apart(low_rank)
@@ -137,7 +137,7 @@ def install_block_edges(
 
 
 class _BlockEnds:
-    """The collectives at the entry and exit of a block.
+    """Run the collectives at the entry and exit of a block.
 
     Args:
         overlap: replaces the entry's collectives by ones that overlap with weight gradients.

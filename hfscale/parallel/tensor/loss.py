@@ -1,4 +1,4 @@
-"""The loss over a sharded vocabulary, installed as the stock model's ``loss_function``.
+"""Compute the loss over a sharded vocabulary, as the stock model's ``loss_function``.
 
 Data flow of a training step with labels::
 

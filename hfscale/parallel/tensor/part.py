@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, and random streams."""
+"""Install tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, random streams."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -123,15 +123,15 @@ class TensorParallel(Part, SequenceAxis):
         block = next((name for name in self._blocks if module.startswith(f"{name}.")), None)
         if block is not None:
             return (
-                f"within {block} that is a share of the heads or columns, or a part of a sum over tensor ranks; a hook "
-                f"on {block} itself sees the whole"
+                f"inside {block} it gets this rank's heads or columns, or a partial sum over tensor ranks; a hook "
+                f"on {block} itself gets full tensors"
             )
         if module == self._head:
-            return "that is a share of the vocabulary; call the model without labels for whole logits"
+            return "it gets this rank's slice of the vocabulary; call the model without labels for full logits"
         if self.is_seq_sharded(module):
             return (
-                "those are this rank's tokens, of the sequence that sequence_parallel cuts: what treats each token by "
-                "itself is right, what mixes them or keeps them is not; sequence_parallel=False shows it all of them"
+                "it gets this rank's tokens of a sequence cut by sequence_parallel: computing per token is right, "
+                "mixing or keeping tokens is not; with sequence_parallel=False it gets all of them"
             )
         return None
 
@@ -152,7 +152,7 @@ def _refuse_cut_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class VocabularyLoss(Part):
-    """Install the loss that training steps normalize, also where nothing is cut."""
+    """Install the loss that training steps normalize, also for an uncut vocabulary."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the loss, after the edges of blocks."""

@@ -42,7 +42,7 @@ _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 def cut_region(
     block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Draw from the cut stream between the entry of ``block`` and the entries of its row projections ``exits``.
+    """Use the cut random stream between the entry of ``block`` and the entries of its row projections ``exits``.
 
     Args:
         wanted: asked on entry; no where the cut stream is in use already.
@@ -93,27 +93,27 @@ class LayerRandom:
         self._after = self._cut = None
 
     def enter_layer(self, layer: nn.Module) -> None:
-        """Draw from the cut stream from now on."""
+        """Switch to the cut random stream."""
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
             self._after = None if recomputing() else after  # a recomputation puts back what it found by itself
 
     def leave_layer(self, layer: nn.Module) -> None:
-        """Draw from the replicated stream again."""
+        """Switch back to the replicated random stream."""
         if self._after is not None:
             _generator_of(layer).set_state(self._after)
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
-        """Draw equal numbers on all tensor ranks: partial sums of all tokens follow."""
+        """Draw equal numbers on all tensor ranks, for partial sums of all tokens."""
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
             generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), block))
 
     def leave_sums(self) -> None:
-        """Draw from the cut stream again: this rank's tokens follow."""
+        """Switch back to the cut random stream, for this rank's tokens."""
         if self._cut is not None and self._generator is not None:
             self._generator.set_state(self._cut[1])
             self._cut = None

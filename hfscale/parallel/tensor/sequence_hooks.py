@@ -1,4 +1,4 @@
-"""Hooks that take a :class:`.sequence_region.SequenceRegion` through a forward pass of its layers."""
+"""Take a :class:`.sequence_region.SequenceRegion` through a forward pass of its layers, by hooks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def install_sequence_hooks(region: SequenceRegion, model: nn.Module, holds: Call
 
 
 def draw_sums_alike(region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
-    """Drop the same entries on every rank between the row projections of ``block`` and its exits."""
+    """Make dropout between the row projections of ``block`` and its exits the same on every rank."""
     for row in rows:
         row.register_forward_pre_hook(lambda module, _: region.random.enter_sums(module, block) if region.cut else None)
     for module in exits:

@@ -151,19 +151,19 @@ class SequenceRegion:
 
     @property
     def cut(self) -> bool:
-        """Whether hidden states between blocks are this rank's tokens only."""
+        """Return whether hidden states between blocks are this rank's tokens only."""
         if torch.compiler.is_compiling() and self._told is not None:
             return self._told_cut
         return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
 
     @property
     def active(self) -> bool:
-        """Whether layers run in a pass that saves activations, or are being recomputed."""
+        """Return whether layers run in a pass that saves activations, or are being recomputed."""
         return self._open or self._again
 
     @property
     def _again(self) -> bool:
-        """Whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
+        """Return whether layers are recomputed one by one; recomputing the full stack is a pass like the first."""
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
@@ -244,7 +244,7 @@ class SequenceRegion:
         )
 
     def passes(self, arrives: int | None, leaves: bool) -> None:
-        """Announce a pipeline stage's pass: its input may be cut, of so many tokens, and its output stay cut."""
+        """Announce a pipeline stage's pass: its input may be cut from so many tokens, its output may stay cut."""
         self._arrives, self._leaves = arrives, leaves
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Scores (log-probability, entropy) of every token instead of the loss; the head runs on chunks of labelled rows.
+"""Compute scores (log-probability, entropy) of every token instead of the loss, by chunks of labelled rows.
 
 ::
 
@@ -21,7 +21,7 @@ _IGNORED = -100
 
 
 class Scoring:
-    """Per-token scores that a forward pass with labels computes instead of the mean loss.
+    """Compute per-token scores in a forward pass with labels, instead of the mean loss.
 
     Attributes:
         scores: of the last pass, ``[b, s]``.

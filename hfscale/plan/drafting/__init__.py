@@ -1,1 +1,1 @@
-"""Model and layout in, plan out: one file per part; no process group, no weights, no GPU."""
+"""Make a plan from a model and a layout: one file per part; no process group, no weights, no GPU."""

@@ -86,7 +86,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """Find what layers need from other stages besides hidden states; return it with the advice, or ``None``."""
+    """Return the first obstacle and advice if layers need more than hidden states from other stages; else ``None``."""
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)
@@ -101,7 +101,7 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
 
 
 def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
-    """Return how many layers the first stage must have, because pictures are on it and are added behind them."""
+    """Return how many layers the first stage needs, because images are added after them."""
     towers, asked = draft.feature(TowersPlan), draft.layout.stage_layers
     first = 0 if towers is None else towers.first_layers
     if asked is not None and asked[0] < first:

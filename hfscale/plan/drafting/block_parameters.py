@@ -155,13 +155,13 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
         return  # another size, which happens to be as large
     if weight.ndim == 1:
         draft.problem(
-            f"tp_size={draft.tp}: {wild_name(path)} may compute on the output of its block, which is a part of "
-            "a sum there, and the blueprint gives it no role: name it as shared or outside, or use tp_size=1"
+            f"tp_size={draft.tp}: {wild_name(path)} may read its block's output, which is a partial sum there, and "
+            "the blueprint gives it no role: name it as shared or outside, or use tp_size=1"
         )
     else:
         draft.problem(
-            f"tp_size={draft.tp}: {wild_name(path)} may write the output of its block, the blueprint gives "
-            "it no role, and would be counted on every rank: name it as column or row, or use tp_size=1"
+            f"tp_size={draft.tp}: {wild_name(path)} may write its block's output, which every rank would add, and "
+            "the blueprint gives it no role: name it as column or row, or use tp_size=1"
         )
 
 

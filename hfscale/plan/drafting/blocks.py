@@ -88,8 +88,8 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
     counted = any(path.rpartition(".")[2] in KEY_VALUE_COUNTS for path in (*role.local_attributes, *role.local_config))
     if replicas > 1 and not (counted or _group_attributes(draft, block)):
         draft.problem(
-            f"tp_size={draft.tp} is more than the key/value heads, and nothing says how many queries of a rank read "
-            f"each in {wild_name(block)}: name its count of key/value heads in the blueprint's local_attributes, or "
+            f"tp_size={draft.tp} exceeds the key/value heads of {wild_name(block)}, whose number of queries per "
+            "key/value head is unknown: name its count of key/value heads in the blueprint's local_attributes, or "
             f"use tp_size 1 to {draft.tp // replicas}"
         )
     return replicas
@@ -232,7 +232,7 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
-    """Refuse the same of blocks whose own count is not the config's (an encoder beside a decoder, a second tower)."""
+    """Refuse such sizes also for blocks with a head count of their own (an encoder beside a decoder, a tower)."""
     if draft.problems:
         return
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The modules and parameters beside a list of layers, or beside a text model."""
+"""Find the modules and parameters beside a list of layers, or beside a text model."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The FLOPs and parameters of a model's parts, from shapes on the meta device: no weights, no run."""
+"""Compute the FLOPs and parameters of a model's parts, from shapes on the meta device: no weights, no run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a part of a model."""
+    """Hold the cost of a part of a model."""
 
     flops: int = 0  # FLOPs of its forward pass per token; a multiply and an add are two
     parameters: int = 0  # the number of its parameters
@@ -41,7 +41,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
+    """Hold the costs of a model: before its first layer, of each layer, after the last, and shared by every stage."""
 
     before: Cost
     layers: tuple[Cost, ...]

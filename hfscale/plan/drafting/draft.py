@@ -1,4 +1,4 @@
-"""The plan while it is being made: one object, which each planning part completes."""
+"""Hold a plan while it is being made: one object, which each planning part completes."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Ranks = Mapping[int, int] | Sequence[int]
 
 
 class Draft:
-    """A model, a layout, the decisions about its parameters so far, and the problems found.
+    """Hold a model, a layout, the decisions about its parameters so far, and the problems found.
 
     Attributes:
         ranks: the pipeline rank of each stage, if the schedule is a file that assigns them.
@@ -85,7 +85,7 @@ class Draft:
 
     @property
     def block_config(self) -> Any:
-        """The part of the config that the blueprint speaks of."""
+        """The part of the config that the blueprint refers to."""
         return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
 
     def report(self) -> str:

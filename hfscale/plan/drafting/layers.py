@@ -82,7 +82,7 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
 
 
 def find_layer_list(model: Any) -> str:
-    """Name of the list of layers of the base model: the outermost list with most parameters.
+    """Return the name of the base model's list of layers: the outermost list with most parameters.
 
     Raises:
         PlanError: there is none, or several weigh much the same (an encoder and a decoder, say).

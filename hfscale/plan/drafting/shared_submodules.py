@@ -1,4 +1,4 @@
-"""Find a module that the first layer of a list lends to the others, where a proof shows that any can compute it."""
+"""Find a module that a list's first layer lends to the others, if a proof shows that any layer can compute it."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ class StageInputs:
     loans: tuple[Loan, ...] = ()  # what every stage with layers of a list holds of the list's first layer
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
-        """Return the modules and parameters that the stage of these layers holds besides them."""
+        """Return the modules and parameters outside the layers that the stage of these layers holds."""
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
         borrowed = (loan for loan in self.loans if loan.layer_list in lists and loan.lender not in layers)
@@ -39,7 +39,7 @@ class StageInputs:
 
 
 def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
-    """Note why a model cannot be cut into stages."""
+    """Record why a model cannot be cut into stages."""
     draft.problem(f"pp_size={draft.layout.pp} does not fit {type(draft.model).__name__}: {what}: use {instead}")
 
 
@@ -65,7 +65,7 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
 
 
 def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()) -> tuple[Loan, ...]:
-    """Report what keeps layers apart, and what they ``read``; return what the first layer can lend instead."""
+    """Report obstacles between layers, and inputs that they ``read``; return what the first layer can lend instead."""
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
         if obstacle != GIVEN or loan is None:
@@ -76,7 +76,7 @@ def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collec
 
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
-    """Sort what lies around one list of layers."""
+    """Classify the modules and parameters around one list of layers."""
     tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
     seen = see_passage(draft, layer_list, tensors)
     if seen is None:

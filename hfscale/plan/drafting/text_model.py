@@ -36,8 +36,8 @@ Find = Callable[[Any, bool], Blueprint]
 
 
 def find_text_model(model: Any) -> str | None:
-    """Name of the model inside ``model`` that has its text config; ``None`` where it is the model itself, or where the
-    text goes through an encoder and a decoder.
+    """Return the name of the module inside ``model`` that has its text config; ``None`` if it is the model itself, or
+    an encoder-decoder.
     """
     config = text_config(model.config)
     if config is model.config or any(getattr(c, "is_encoder_decoder", False) for c in (model.config, config)):
@@ -89,7 +89,7 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
 
 
 def other_inputs(text: Any) -> tuple[str, ...]:
-    """Return the inputs of a model of text that models of text alone do not have."""
+    """Return the inputs of a text model that models of text alone do not have."""
     return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)
 
 
@@ -104,7 +104,7 @@ _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
 
 
 def plan_towers(draft: Draft) -> None:
-    """Name the modules and parameters that a text without pictures does not reach."""
+    """Find the modules and parameters that text without images does not use."""
     text = find_text_model(draft.model)
     if text is None:
         _plan_beside_tokens(draft)
@@ -120,7 +120,7 @@ def plan_towers(draft: Draft) -> None:
 
 
 def _first_layers(fields: Mapping[str, Any]) -> int:
-    """Return behind how many of the first layers pictures are added: as many as there are features of a tower."""
+    """Return the number of first layers after which images are added: one per tower feature."""
     inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
     return max([len(fields.get(_FEATURES) or ()), *inside])
 
@@ -133,8 +133,8 @@ def _unreached(draft: Draft) -> list[str]:
 
 
 def _plan_beside_tokens(draft: Draft) -> None:
-    """Plan the modules that a pass over tokens does not use, in a model that is its own text model or an
-    encoder-decoder: a batch may have no pictures.
+    """Find the modules that a pass over tokens does not use, in an encoder-decoder or a model that is its own text
+    model: a batch may have no images.
     """
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):

@@ -1,4 +1,4 @@
-"""The texts that recipes fill in: the model card and job files, by Jinja; and chat templates, for tokenizers."""
+"""Load the Jinja templates of model cards and job files, and the chat templates of tokenizers."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ DIRECTORY = Path(__file__).parent
 
 
 def environment() -> Environment:
-    """Return an environment that finds the templates: lines of blocks leave nothing, and unknown names are errors."""
+    """Return a Jinja environment for the templates: block lines leave no output, and unknown names are errors."""
     made = Environment(
         loader=FileSystemLoader(DIRECTORY),
         trim_blocks=True,

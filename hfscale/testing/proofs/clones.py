@@ -51,7 +51,7 @@ def perturb(model: nn.Module, scale: float) -> None:
 
 
 def without_cache(model: Any) -> dict[str, bool]:
-    """Return the arguments by which the model keeps no cache."""
+    """Return the arguments that make the model keep no key/value cache."""
     return {"use_cache": False} if takes_argument(model, "use_cache") else {}
 
 

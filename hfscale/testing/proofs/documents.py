@@ -1,4 +1,4 @@
-"""Prove that a model keeps documents apart that lie in one row, by a tiny copy that is given them so and one by one."""
+"""Prove that a model separates documents in one row: a tiny copy must compute the same for them one by one."""
 
 from typing import Any
 

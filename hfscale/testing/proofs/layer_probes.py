@@ -1,4 +1,4 @@
-"""Prove what runs before, between and after the layers of a model, what a pass over tokens does not reach, loans."""
+"""Prove facts about modules before, between and after a model's layers, modules that tokens do not reach, and loans."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -37,7 +37,7 @@ def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tu
 
 
 class _EntryProbe(Probe):
-    """Run a model up to its first layers, and note what was called before them.
+    """Run a model up to its first layers, and record the modules called before them.
 
     Attributes:
         before: owner -> modules directly below it that were called before its first layer.
@@ -84,7 +84,7 @@ class _EntryProbe(Probe):
 
 
 def prove_passage(model: Any, layer_list: str, items: Iterable[str]) -> tuple[dict[str, Any], bool]:
-    """Run the model through one list of layers with ``items`` around it; return what :class:`PassageProbe` saw."""
+    """Run the model through one list of layers with ``items`` around it; return a :class:`PassageProbe`'s record."""
     probe = probed(PassageProbe, model, layer_list, list(items))
     answer = {
         "phases": {item: sorted(phases) for item, phases in probe.phases.items()},
@@ -98,7 +98,7 @@ def prove_passage(model: Any, layer_list: str, items: Iterable[str]) -> tuple[di
 
 
 class PassageProbe(Probe):
-    """Run a model to its end, and note what happens before, between and after the layers of one list.
+    """Run a model to its end, and record what happens before, between and after the layers of one list.
 
     Attributes:
         phases: module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the
@@ -235,7 +235,7 @@ def _structure(output: Any) -> int | None:
 
 
 def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bool]:
-    """Return the layers that are not called: ``classes`` of which none is, or else ``names``."""
+    """Return the layers that are not called: the ``classes`` without any called layer, or else layer ``names``."""
     probe = _ReachProbe(model, layers)
     if probe.failure:
         return {"classes": [], "names": []}, True
@@ -248,7 +248,7 @@ def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bo
 
 
 def prove_unused(model: Any) -> tuple[list[str], bool]:
-    """Return the largest modules, and parameters of others, that no operation uses."""
+    """Return the largest modules, and parameters of other modules, that no operation uses."""
     probe = probed(_ReachProbe, model)
     items = list(_unused(probe.model, probe.used)) if not probe.failure else []
     return items, not any(part.isdigit() for item in items for part in item.split("."))
@@ -266,7 +266,7 @@ def _unused(module: nn.Module, used: set[int], path: str = "") -> Iterator[str]:
 
 
 class _ReachProbe(Probe):
-    """Run a model on tokens.
+    """Run a model on tokens, and record the layers and parameters that it uses.
 
     Attributes:
         reached: the layers that were called.

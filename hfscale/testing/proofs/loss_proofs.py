@@ -39,7 +39,7 @@ def prove_loss(model: Any) -> tuple[str | None, bool]:
 
 
 class _LossProbe(Probe):
-    """Run a model on two tokens with labels, and with a function of our own in the place of its loss.
+    """Run a model on two tokens with labels, with a recording function in place of its loss.
 
     Attributes:
         difference: how the model's loss differs, in words; ``None`` if it does not.
@@ -78,7 +78,7 @@ class _LossProbe(Probe):
 
 
 def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Return the fields of a :class:`hfscale.plan.own_loss.OwnLossPlan`, or ``None`` where the loss is no such mean.
+    """Return the fields of a :class:`hfscale.plan.own_loss.OwnLossPlan`, or ``None`` if the loss is no such mean.
 
     A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss
     of two batches together is the mean of their losses, weighted by rows (text classification) or by labels that are

@@ -64,7 +64,7 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
 
 
 def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
-    """Return why the sequences of a tiny model cannot be cut, empty where they can; and the classes of those of its
+    """Return why the sequences of a tiny model cannot be cut (empty if they can), and the classes of those
     ``candidates`` that mix tokens. Its rows may have padding.
     """
     try:
@@ -80,8 +80,8 @@ def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text
 
 
 class _Mixers:
-    """Find modules that compute something else on a part of a sequence than on all of it, and make them return the
-    result for all of it.
+    """Find modules whose output for a part of a sequence differs from that for all of it, and make them return the
+    latter.
     """
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
@@ -105,7 +105,7 @@ class _Mixers:
         return [module for module in self._candidates if type(module) in self.mix]
 
     def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
-        """Begin a pass: one that ``records`` full sequences, one over a part, or one that is not looked at."""
+        """Begin a pass: one that ``records`` full sequences, one over a part, or one that is ignored."""
         self._records, self._part, self._calls = records, part, {}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -248,7 +248,7 @@ class _OneToken:
         return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
 
     def sees_as(self, other: "_OneToken") -> bool:
-        """Return whether all calls hid the same of the full sequence."""
+        """Return whether all calls masked the same entries of the full sequence."""
         return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
 
 

@@ -1,4 +1,4 @@
-"""Run a model on two tokens, mostly without memory, to see what its modules do in which order."""
+"""Run a model on two tokens, mostly without memory, to record which modules run in which order."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ from .clones import tiny_model
 
 
 def end_texts(ids: Tensor, config: Any) -> None:
-    """Let texts for an encoder-decoder end with the token for that, by which it classifies them."""
+    """Make texts for an encoder-decoder end with its end-of-text token, at which it classifies them."""
     end = getattr(text_config(config), "eos_token_id", None)
     if config.is_encoder_decoder and isinstance(end, int):
         ids[:, -1] = end
 
 
 def names_no_size(*texts: str) -> bool:
-    """Return whether some words hold for models of other sizes: there is no number in them."""
+    """Return whether a reason contains no number, so that it also holds for other model sizes."""
     return not any(letter.isdigit() for text in texts for letter in text)
 
 
@@ -76,7 +76,7 @@ class Probe(TorchDispatchMode):
                 self._handles.pop().remove()
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
-        """Look at the tensors of an operation."""
+        """Inspect the tensors of an operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -96,8 +96,8 @@ def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
 
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Skip the experts inside the with block: their routes depend on values, their kernels support few dtypes, and they
-    lie inside of a layer anyway.
+    """Skip the experts inside the with block: their routes depend on values, their kernels support few dtypes, and no
+    layer boundary is inside them.
     """
     skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
     for module in skipped:

@@ -1,4 +1,4 @@
-"""Checks for ordinary code around a parallelized model that would silently compute wrong numbers."""
+"""Check ordinary code around a parallelized model for silently wrong numbers."""
 
 from .packed_rows import check_packed_rows
 from .part import as_built, before_step, check_model

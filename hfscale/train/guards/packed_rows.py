@@ -54,8 +54,8 @@ def check_packed_rows(
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}
     if "axes" in kinds:
         raise ConfigError(
-            "position_ids in time, height and width begin anew within a row, and transformers looks for documents in "
-            "the positions of a text: give [4, rows, tokens] with these first, or give every document its own row"
+            "position_ids in time, height and width begin anew within a row, but transformers finds documents only "
+            "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
         )
     longest = max([batch_tokens(batch) for batch in batches], default=tokens or 0)
     for kind in sorted(kinds):
@@ -112,10 +112,10 @@ def _beyond_lengths(
 
 
 class PackedRows(Part):
-    """Documents of packed rows kept apart in plain loops too, or refused there."""
+    """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Look at the positions of each pass that no step has looked at."""
+        """Check the positions of each pass that no step has checked."""
         model = runtime.model
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []

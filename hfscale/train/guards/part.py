@@ -40,7 +40,7 @@ def count_whole(runtime: Runtime) -> None:
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:
-        """Return sizes by stock names, and the names of embeddings."""
+        """Return parameter sizes by stock names, and the names of embeddings."""
         empty = empty_copy(model)
         embeddings = {f"{name}.weight" for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
         return {**{name: each.numel() for name, each in empty.named_parameters()}, **adapters}, embeddings
@@ -57,24 +57,24 @@ def count_whole(runtime: Runtime) -> None:
 
 
 def refuse_changes(model: Any, layout: ParallelConfig) -> None:
-    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that say what to do instead."""
+    """Replace ``resize_token_embeddings`` and ``copy.deepcopy`` of a model by errors that name an alternative."""
     kind = class_name(model)
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
             return model.get_input_embeddings()  # as transformers does if nothing changes
         raise ConfigError(
-            f"resize_token_embeddings({new_num_tokens}) would change this {kind} behind the back of its plan, by which "
-            "its loss is computed and its weights are saved. Resize it while it is loaded: "
-            f"hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings={new_num_tokens}); "
-            "hfscale.parallelize(model, parallel) takes a resized model from memory"
+            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, which its loss "
+            "and saves follow. Resize it while it is loaded: hfscale.from_pretrained(directory, parallel=..., "
+            f"resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a resized model "
+            "from memory"
         )
 
     def deepcopy(_: Any) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part has no processes to compute "
-            "with: build a second one with hfscale.from_pretrained(path, parallel=...). For an average of its "
-            "weights, or to go back to them, clone model.state_dict()'s tensors on every rank"
+            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second "
+            "one with hfscale.from_pretrained(path, parallel=...). For an average of its weights, or to go back to "
+            "them, clone model.state_dict()'s tensors on every rank"
         )
 
     model.resize_token_embeddings = resize
@@ -101,8 +101,7 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Guards against stock loops, clipping, optimizers and changes that would take this rank's shards for the full
-    model.
+    """Guard against stock loops, clipping, optimizers and changes that take this rank's shards for the full model.
 
     ``model.save_pretrained`` saves the full model.
 

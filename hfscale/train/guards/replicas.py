@@ -57,7 +57,7 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
     if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
         raise _refusal(saving, apart)
     if not any(runtime.mesh.ranks.values()):
-        _log.warning("%s Only by %.0e of their size, as roundings may.", _cause(apart), drift)
+        _log.warning("%s The relative difference is only %.0e, as from rounding.", _cause(apart), drift)
 
 
 def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
@@ -153,7 +153,7 @@ def _pieces(runtime: Runtime, planned: ParameterPlan, parameter: Tensor) -> Iter
 def _refusal(saving: str | None, apart: list[tuple[str, list[list[int]]]]) -> HFScaleError:
     cause = _cause(apart)
     if saving is None:
-        return ConfigError(f"{cause} Load the model again: what the ranks hold now is no model")
+        return ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
     return CheckpointError(
         f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the first "
         "ranks' values all the same"

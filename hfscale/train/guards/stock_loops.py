@@ -99,9 +99,9 @@ def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, 
     spread = _spread_of(given)
     if spread is not None:
         raise ConfigError(
-            f"torch.nn.utils.clip_grad_norm_ would clip, on each rank of {spread}, by the norm of what that rank "
-            "holds, and ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the "
-            "norm of the whole model on every rank"
+            f"torch.nn.utils.clip_grad_norm_ would clip each rank of {spread} by the norm of its own shards, and "
+            "ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the "
+            "whole model on every rank"
         )
     return given, *args
 
@@ -141,17 +141,17 @@ def _refuse_spread(model: nn.Module) -> None:
         return
     raise ConfigError(
         f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
-        "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - takes every process "
-        "for a data-parallel one: it would wrap the model again, deal ranks that share a batch different ones and "
-        "clip a part of the norm on each. In place of accelerate.Accelerator use hfscale.Accelerator; in place of "
-        "transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) for a subclass; or "
-        "write a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
+        "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
+        "process as a data rank: it would wrap the model again, give ranks that share a batch different ones, and "
+        "clip each rank by a part of the norm. In place of accelerate.Accelerator use hfscale.Accelerator; in "
+        "place of transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) for a "
+        "subclass; or write a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
         "optimizer.step(). One process may use Trainer as it is"
     )
 
 
 class _Held(NamedTuple):
-    """What is known of one parameter that an optimizer may step."""
+    """Hold the facts about one parameter that an optimizer may step."""
 
     layout: str
     name: str
@@ -162,8 +162,8 @@ class _Held(NamedTuple):
 
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if it would differ
-    from that of one process, is impossible over FSDP2's shards, or would keep an offloaded state on the device.
+    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if the step would differ
+    from one process, fail on FSDP2's shards, or keep an offloaded state on the device.
     """
     layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
     if layout.total_size == 1 and not on_host:
@@ -212,8 +212,8 @@ def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     name = type(optimizer).__name__
     _judged.pop(optimizer, None)
     raise ConfigError(
-        f"{name} does not treat entries one by one (tried on two small matrices, whole and in parts), and over "
-        f"{part.layout} {why}: ranks would take other steps than one process. Make {_INSTEAD}"
+        f"{name} is not elementwise (tried on two small matrices, full and sharded), and over {part.layout} {why}: "
+        f"its steps would differ from those of one process. Make {_INSTEAD}"
     )
 
 

@@ -28,7 +28,7 @@ _Held = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class Structure:
-    """A record of a model's modules, parameters and loss as they were built."""
+    """Record a model's modules, parameters and loss as they were built."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -81,7 +81,7 @@ class Structure:
             yield
             return
         _log.warning(
-            "%s since %s: saved is what was trained, without this change. Change the saved model instead",
+            "%s since %s: the save has the trained model, without this change. Change the saved model instead",
             *(changed, self._spread()),
         )
         before = [*((own_modules(module), held) for module, held in self._modules)]
@@ -177,7 +177,7 @@ class Structure:
             if everywhere not in self._said:
                 self._said.add(everywhere)
                 _log.warning(
-                    "a hook on %s sees, and may change, this rank's part alone (%s), as others like it would: %s",
+                    "a hook on %s, like others of its kind, reads and changes only this rank's part (%s): %s",
                     *(name, self._runtime.mesh.layout.describe(), seen),
                 )
 

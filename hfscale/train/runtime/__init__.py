@@ -1,4 +1,4 @@
-"""The state of a parallelized model: its plan, mesh, parts and executor, and helpers that read them."""
+"""Hold the state of a parallelized model: its plan, mesh, parts and executor, and helpers that read them."""
 
 from .forward_passes import recomputing
 from .objective import Objective, StepLoss

@@ -1,4 +1,4 @@
-"""Define what a step asks of a single axis; each class here is that axis with one rank, and does nothing."""
+"""Define the calls of a step to a single axis; each class here is for an axis with one rank: it does nothing."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from .batches import Microbatch
 
 
 class DataAxes:
-    """Gradient reduction and parameter shards over the data axes."""
+    """Reduce gradients and shard parameters over the data axes."""
 
     def before_backward(self, last: bool) -> None:
         """Prepare for a backward pass; gradients are reduced in the ``last`` one of a step."""
@@ -22,7 +22,7 @@ class DataAxes:
 
 
 class ContextAxis:
-    """Shards of the sequences of a batch over the context axis."""
+    """Shard the sequences of a batch over the context axis."""
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
         """Return this rank's shard of the sequences in ``batch``."""
@@ -34,7 +34,7 @@ class ContextAxis:
 
 
 class SequenceAxis:
-    """Shards of the hidden states between blocks over the tensor axis (sequence parallelism)."""
+    """Shard the hidden states between blocks over the tensor axis (sequence parallelism)."""
 
     def local_seqlen(self, tokens: int) -> int:
         """Return how many of ``tokens`` per sample this rank has in the hidden states between blocks in training."""

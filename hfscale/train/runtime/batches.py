@@ -34,7 +34,7 @@ _PLAIN |= {*BORDERS}
 
 
 class Counts(NamedTuple):
-    """What the host reads of one microbatch."""
+    """Hold the numbers that the host reads from one microbatch."""
 
     valid: int
     outside: int  # labels and ids outside of the vocabulary
@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What ranks that share a batch must agree on."""
+    """Hold the facts that ranks with a common batch must agree on."""
 
     refused: int
     microbatches: int
@@ -52,7 +52,7 @@ class _Shared(NamedTuple):
 
 
 class Microbatch(dict[str, Any]):
-    """The keyword arguments of one forward pass, and what the host knows about them.
+    """Hold the keyword arguments of one forward pass, and facts about them on the host.
 
     Attributes:
         valid: number of valid labels; ``None``: not known.
@@ -68,7 +68,7 @@ class Microbatch(dict[str, Any]):
 
     @property
     def packed(self) -> bool | None:
-        """Whether positions restart within rows; ``None``: unknown without reading the tensors."""
+        """Return whether positions restart within rows; ``None``: unknown without reading the tensors."""
         # Models may derive other positions from inputs that are not text.
         return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
 

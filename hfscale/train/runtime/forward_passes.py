@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class ForwardPasses(Generic[_T]):
-    """The latest forward passes, with a value of type ``_T`` for each."""
+    """Hold the latest forward passes, with a value of type ``_T`` for each."""
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, _T]] = deque(maxlen=_KEPT)

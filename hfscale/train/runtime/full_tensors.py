@@ -20,7 +20,7 @@ from .writing import Attempt, is_writer, plainly
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor to save and the pipeline rank that has it; the same on every rank."""
+    """Describe one tensor to save and the pipeline rank that has it; the same on every rank."""
 
     name: str
     shape: torch.Size

@@ -1,4 +1,4 @@
-"""Random initialization of weights that does not depend on the layout.
+"""Initialize weights at random, independently of the layout.
 
 The model's own code initializes one unit at a time (a decoder layer, the embedding, ...), full and on the CPU, from a
 seed made of the run's seed and the unit's name; every rank keeps its shard and drops the rest. No rank ever holds more
@@ -84,7 +84,7 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 class _Constructors:
-    """First values from modules' constructors, for entries that ``_init_weights`` does not write."""
+    """Fill entries that ``_init_weights`` does not write with first values from modules' constructors."""
 
     def __init__(self, template: Any, seed: int) -> None:
         self._template, self._seed = template, seed
@@ -106,8 +106,9 @@ class _Constructors:
             tensors[name].copy_(torch.where(where, _tensor_at(self._made, name), tensors[name]))
             if _untouched(tensors[name]).any():
                 raise CheckpointError(
-                    f"{type(template).__name__} gives {name} no first value, neither in its constructor nor in its "
-                    "_init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
+                    f"{type(template).__name__} gives {name} no initial value, neither in its constructor nor in "
+                    "its _init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its "
+                    "values"
                 )
 
 

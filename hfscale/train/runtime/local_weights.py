@@ -1,4 +1,4 @@
-"""One rank's weights between being loaded, or taken out of the model, and being installed into it."""
+"""Hold one rank's weights between loading, or removal from the model, and installation into it."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 @dataclass
 class LocalWeights:
-    """This rank's shards of all weights.
+    """Hold this rank's shards of all weights.
 
     Attributes:
         tensors: by owned name.

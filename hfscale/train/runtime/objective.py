@@ -1,4 +1,4 @@
-"""What a step minimizes: a loss that can be normalized for a whole step, and the objective of its microbatches."""
+"""Define losses that can be normalized for a whole step, and the objective of its microbatches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +17,7 @@ _IGNORED = -100
 
 
 class StepLoss(Protocol):
-    """A loss that can be normalized for a whole step.
+    """Compute a loss that can be normalized for a whole step.
 
     Attributes:
         shift: by how many positions labels are shifted against the tokens they are compared with.
@@ -55,7 +55,7 @@ class StepLoss(Protocol):
 
 
 class KeepsOutputs:
-    """A base of losses that records the model's outputs on request."""
+    """Record the model's outputs on request: a base class of losses."""
 
     _kept: list[Any] | None = None
 
@@ -74,7 +74,7 @@ class KeepsOutputs:
 
 
 class OwnLoss(KeepsOutputs):
-    """The model's ``model(**batch).loss``, a mean over rows or over valid labels, weighted by their number.
+    """Use the model's ``model(**batch).loss``, a mean over rows or over valid labels, weighted by their number.
 
     Implements :class:`StepLoss`.
     """
@@ -97,8 +97,8 @@ class OwnLoss(KeepsOutputs):
         """Refuse label smoothing: the loss is computed inside the model."""
         if label_smoothing:
             raise ConfigError(
-                f"label_smoothing={label_smoothing} is of losses over a vocabulary, and {self._name} takes its own: "
-                "leave it out, or smooth labels in a plain loop"
+                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, and {self._name} computes its "
+                "own: leave it out, or smooth labels in a plain loop"
             )
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
@@ -120,12 +120,12 @@ class OwnLoss(KeepsOutputs):
 
     def scoring(self, temperature: float) -> AbstractContextManager[Any]:
         """Refuse token scores: they are defined for causal language models."""
-        raise ConfigError(f"scores are of causal language models' tokens, and {self._name} has another loss")
+        raise ConfigError(f"token scores need a causal language model's loss, and {self._name} has another")
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a step's microbatches, computed on the rank that has the head.
+    """Compute the loss of a step's microbatches, on the rank that has the head.
 
     Attributes:
         loss: ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches.

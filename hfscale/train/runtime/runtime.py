@@ -1,4 +1,4 @@
-"""The runtime of a parallelized model, and the interfaces of its parts and its executor.
+"""Define the runtime of a parallelized model, and the interfaces of its parts and its executor.
 
 Three classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
 it is installed into the model once, and its hooks are called at fixed places. An :class:`Executor` runs the
@@ -35,7 +35,7 @@ Batch = Mapping[str, Any]
 
 
 class Part:
-    """One feature of a layout, in one model. Hooks do nothing by default.
+    """Implement one feature of a layout in one model. Hooks do nothing by default.
 
     Attributes:
         masks_padding: whether it asks the attention mask which tokens are padding.
@@ -110,7 +110,7 @@ class Part:
 
 
 class Executor:
-    """Runs the microbatches of a step one after the other, on ranks that hold all layers; :class:`Pipeline` overrides.
+    """Run the microbatches of a step one after the other, on ranks that hold all layers; :class:`Pipeline` overrides.
 
     Attributes:
         under_way: whether gradients of earlier steps are still outstanding.
@@ -134,7 +134,7 @@ class Executor:
         return 1
 
     def passes_together(self, microbatches: int) -> int:
-        """Return in how many passes of a step data ranks run collectives: all must have the same number."""
+        """Return the number of passes per step in which data ranks run collectives: it must be the same on all."""
         return microbatches
 
     def older_weights(self) -> Sequence[Tensor]:
@@ -199,7 +199,7 @@ _P = TypeVar("_P", bound=Part)
 
 @dataclass
 class Runtime:
-    """The live state of one parallelized model.
+    """Hold the live state of one parallelized model.
 
     Attributes:
         model: the stock model itself, whatever wraps it now.
@@ -258,7 +258,7 @@ class Runtime:
         return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
 
     def release(self) -> None:
-        """Give up what forward passes keep for backward passes that do not come: parameters are this rank's shards."""
+        """Free tensors that forward passes keep for backward passes that will not run: parameters are shards again."""
         self.data.release()
 
     def loss_factor(self) -> float:
@@ -291,7 +291,7 @@ class Runtime:
 
     @property
     def shares_casts(self) -> bool:
-        """Whether the microbatches in flight in stages share one low-precision copy of each weight. Over data ranks
+        """Return whether microbatches in flight in stages share one low-precision copy of each weight. Over data ranks
         FSDP2 casts the weights it gathers instead.
         """
         staged = self.plan.stages is not None and self.mesh.data_world == 1

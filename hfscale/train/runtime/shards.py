@@ -1,4 +1,4 @@
-"""Conversion between plain local tensors and DTensors of the data axes."""
+"""Convert between plain local tensors and DTensors of the data axes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None
 
 
 def add_back(parameter: Tensor, before: Tensor | None) -> None:
-    """Add the old gradient from :func:`gradients_aside` to that of ``parameter``, in the old one's memory."""
+    """Add the old gradient from :func:`gradients_aside` to ``parameter``'s, in the memory of the old one."""
     if before is not None:
         parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 

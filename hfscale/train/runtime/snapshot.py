@@ -1,4 +1,4 @@
-"""Undo the installation of parts into a model, keeping its modules and whatever others have wrapped around them since.
+"""Undo the installation of parts into a model, keeping its modules and wrappers that others have added since.
 
 A model computes with other ranks by means of hooks, replaced ``forward`` functions, replaced classes and attributes
 with local values. They are recorded as the difference between two snapshots of the model, so the installing code need
@@ -16,7 +16,7 @@ from ..._compat.torch_fsdp import MARKS
 
 
 class _Missing:
-    """A marker of an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
+    """Mark an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
 
 
 _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
@@ -24,7 +24,7 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 @dataclass
 class Undo:
-    """A callable that reverts changes to modules. A deep copy of a model takes its copy with it.
+    """Revert changes to modules when called. A deep copy of a model takes its copy with it.
 
     Attributes:
         changes: per module: the module, its class, attributes as they were, and hooks that were added.
@@ -49,7 +49,7 @@ class Undo:
                     held.pop(key, None)
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
-        """Return whether anything was changed in one of ``modules``, besides FSDP2's marks."""
+        """Return whether anything but FSDP2's marks was changed in one of ``modules``."""
         return any(
             module in modules and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
             for module, kind, changed, added in self.changes

@@ -1,4 +1,4 @@
-"""Coordination of all ranks: arrive together, fail together, and write files or none at all."""
+"""Coordinate all ranks: arrive together, fail together, and write files or none at all."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ def sum_or_raise(
 
 
 def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
-    """Send this rank's ``failure`` to all ranks; return what went wrong on any, and whether all have the same."""
+    """Send this rank's ``failure`` to all ranks; return the failure of any rank, and whether all have the same."""
     if mesh is None or mesh.control is None:
         return failure, True
     try:
@@ -162,7 +162,7 @@ _Result = TypeVar("_Result")
 
 
 class Staging:
-    """A directory that is being written.
+    """Hold a directory that is being written.
 
     Attributes:
         path: where to write; it exists, for every rank.

@@ -23,16 +23,16 @@ from .dense import SMALL, distance, load, save_dense, stored
 @pytest.mark.parametrize(
     ("family", "features", "arguments", "message"),
     [
-        ("llama", {"mlp_bias": True}, {}, "mlp_bias=True cannot be said in a mixtral config.*with mlp_bias=False"),
-        ("llama", {"attention_bias": True}, {}, "attention_bias=True cannot be said in a mixtral config"),
-        ("granite", {"mlp_bias": True}, {}, "mlp_bias=True cannot be said in a granitemoe config"),
+        ("llama", {"mlp_bias": True}, {}, "mlp_bias=True does not fit a mixtral config.*with mlp_bias=False"),
+        ("llama", {"attention_bias": True}, {}, "attention_bias=True does not fit a mixtral config"),
+        ("granite", {"mlp_bias": True}, {}, "mlp_bias=True does not fit a granitemoe config"),
         ("llama", {}, {"every": 2}, "every=2 leaves layers dense, and in a mixtral model every layer.*use every=1"),
-        ("qwen3", {}, {"every": 4}, "every=4 is impossible with 3 layers"),
-        ("llama", {}, {"num_experts": 0}, "num_experts=0 is impossible: use a whole number of at least 1"),
-        ("llama", {}, {"num_experts": 4, "top_k": 5}, "top_k=5 of num_experts=4 is impossible: use 1 to 4"),
-        ("llama", {}, {"top_k": 0}, "top_k=0 is impossible: use a whole number of at least 1"),
-        ("llama", {}, {"noise": -1.0}, "noise=-1.0 is impossible"),
-        ("llama", {}, {"reinitialize": 1.5}, "reinitialize=1.5 is impossible.*of at most 1"),
+        ("qwen3", {}, {"every": 4}, "every=4 is invalid with 3 layers"),
+        ("llama", {}, {"num_experts": 0}, "num_experts=0 is invalid: use a whole number of at least 1"),
+        ("llama", {}, {"num_experts": 4, "top_k": 5}, "top_k=5 of num_experts=4 is invalid: use 1 to 4"),
+        ("llama", {}, {"top_k": 0}, "top_k=0 is invalid: use a whole number of at least 1"),
+        ("llama", {}, {"noise": -1.0}, "noise=-1.0 is invalid"),
+        ("llama", {}, {"reinitialize": 1.5}, "reinitialize=1.5 is invalid.*of at most 1"),
         (
             "qwen3",
             {"use_sliding_window": True, "max_window_layers": 1},
@@ -67,7 +67,7 @@ def test_quantized_weights_are_refused() -> None:
 
 def test_a_router_that_learns_from_nothing_is_warned_about(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense")
-    with pytest.warns(UserWarning, match="top_k=1: normalized routing weights are then 1"):
+    with pytest.warns(UserWarning, match="top_k=1: normalized routing weights are then always 1"):
         mixture = load(hfscale.upcycle(source, tmp_path / "mixture", num_experts=4, top_k=1))
     assert distance(load(source), mixture) < 1e-5
 
@@ -78,9 +78,9 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         hfscale.upcycle(LlamaForSequenceClassification(config))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"not whole in memory: it has no weights \(meta device\). Save it"):
+    with pytest.raises(ConfigError, match=r"not a full model in memory \(it has no weights \(meta device\)\): save it"):
         hfscale.upcycle(empty)
-    with pytest.raises(ConfigError, match="not whole in memory: hfscale parallelized it"):
+    with pytest.raises(ConfigError, match=r"not a full model in memory \(hfscale parallelized it"):
         hfscale.upcycle(hfscale.from_config(config))
     with pytest.raises(ConfigError, match=r"a Linear is not a model of transformers.*merge_and_unload"):
         hfscale.upcycle(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_dense_model_is_not_written_over(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense")
-    with pytest.raises(ConfigError, match="is where the dense model lies: name another directory"):
+    with pytest.raises(ConfigError, match="holds the dense model, which would be overwritten: name another"):
         hfscale.upcycle(source, tmp_path / "x" / ".." / "dense")
     assert load(source).config.model_type == "llama"
 

@@ -63,7 +63,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("flags", "message"),
     [
         (["--sizes", "4 kilobytes"], "is no size: write a positive number and KiB, MiB or GiB"),
-        (["--processes", "1"], "ranks talk where there are at least 2"),
+        (["--processes", "1"], "--processes must be at least 2, got 1"),
         (["--out", "a.pdf"], "use .png or .svg"),
         (["--out", "absent/a.png"], "is not a folder"),
     ],

@@ -70,7 +70,7 @@ def test_a_step_in_8_bits_and_ranks_that_talk(pools: Pools, monkeypatch: pytest.
     assert pools(2).run(machine.sum_of_ranks, torch.device("cpu")) == [1.0, 1.0]
 
     def silent(*_: Any, **__: Any) -> float:
-        raise MeasurementError("2 processes could not talk to each other: no answer within 120 s")
+        raise MeasurementError("2 processes could not communicate: no answer within 120 s")
 
     for answer, verdict, said in ((lambda *_, **__: 1.0, "ok", "talk over gloo"), (silent, "problem", "no answer")):
         monkeypatch.setattr(machine, "run_ranks", answer)

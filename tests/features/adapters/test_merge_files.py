@@ -75,7 +75,7 @@ def test_what_is_there_stays_unless_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "adapter_config.json" not in names
     for read in places[:2]:
         assert main(["merge", *places[:2], read, "--overwrite"]) == 2
-        assert "as well, which is read" in capsys.readouterr().err
+        assert ", which is read: name another" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["merge", *places[:2], str(tmp_path / "file"), "--overwrite"]) == 2
     assert "is a file: name a directory" in capsys.readouterr().err

@@ -251,7 +251,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, tmp_path: P
 def test_losses_that_nobody_scales_are_refused() -> None:
     model = hfscale.from_config(config(), mixed_precision="fp16", dtype=torch.float32)
     ids = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(ConfigError, match=r"scales the loss in hfscale\.train_step"):
+    with pytest.raises(ConfigError, match=r"a scaled loss, which only hfscale\.train_step computes"):
         model(input_ids=ids, labels=ids)
     with torch.no_grad():
         assert model(input_ids=ids).logits.dtype == torch.float16
@@ -263,7 +263,7 @@ def test_losses_that_nobody_scales_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "layout", "message"),
     [
-        ({"loss_scaling": GradScalerKwargs()}, {}, "is for mixed_precision='fp16', and this is 'no'"),
+        ({"loss_scaling": GradScalerKwargs()}, {}, "needs mixed_precision='fp16', got 'no'"),
         (
             {"mixed_precision": "fp16", "loss_scaling": {"init_scale": 2}},
             {},

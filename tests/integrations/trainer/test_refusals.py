@@ -68,7 +68,7 @@ def test_an_engine_is_not_given_shares(tmp_path: Path) -> None:
 
 def test_options_that_make_no_difference_are_said(tmp_path: Path) -> None:
     given = arguments(str(tmp_path), optim="adamw_torch", optim_args="amsgrad=true")
-    with pytest.warns(UserWarning, match="makes nothing of amsgrad"):
+    with pytest.warns(UserWarning, match="ignores amsgrad"):
         assert heard_options(given) == {}
     given = arguments(str(tmp_path), optim="sgd", optim_args="momentum=0.9,nesterov=true")
     assert heard_options(given) == {"momentum": "0.9", "nesterov": "true"}
@@ -106,7 +106,7 @@ def try_models(out: str) -> list[str]:
 
 def test_models(pools: Pools, tmp_path: Path) -> None:
     for stock, held, late in pools(2).run(try_models, str(tmp_path)):
-        assert "is a model of one process, 2 run" in stock
+        assert "is not parallelized, but 2 processes run" in stock
         assert "parallel=layout" in stock
         assert "leave parallel out" in held
         assert "'1f1b' or 'zbv'" in late

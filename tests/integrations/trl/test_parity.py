@@ -146,7 +146,7 @@ def refused_without_accumulation(path: str, out: str) -> str:
 def test_what_was_not_given_is_not_to_be_left_out(pools: Pools, path: str, tmp_path: Path) -> None:
     for message in pools(2).run(refused_without_accumulation, path, str(tmp_path)):
         assert message.endswith(
-            "use gradient_accumulation_steps=4 and per_device_train_batch_size=1, for as many rows in a step as now"
+            "use gradient_accumulation_steps=4 and per_device_train_batch_size=1, for the same rows per step"
         )
         assert "num_microbatches" not in message
 

@@ -36,9 +36,9 @@ def _layers(model: Any) -> list[Any]:
     ("options", "message"),
     [
         ({"router": "swich"}, "router='swich' is unknown: did you mean 'switch'"),
-        ({"balance_loss": -0.1}, "balance_loss=-0.1 is impossible"),
-        ({"z_loss": math.inf}, "z_loss=inf is impossible"),
-        ({"capacity_factor": 0}, "capacity_factor=0 is impossible: use a number above 0"),
+        ({"balance_loss": -0.1}, "balance_loss=-0.1 is invalid"),
+        ({"z_loss": math.inf}, "z_loss=inf is invalid"),
+        ({"capacity_factor": 0}, "capacity_factor=0 is invalid: use a number above 0"),
         ({"capacity": 1.0}, "no field 'capacity'; did you mean 'capacity_factor'"),
         ({"noise_std": 0.1}, "needs router='noisy_topk'"),
         ({"force_balanced": 1}, "force_balanced=1 is not a switch"),

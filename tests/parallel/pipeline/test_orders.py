@@ -122,8 +122,8 @@ def test_default_virtual_stages_are_allowed(schedule: str) -> None:
     ("arguments", "message"),
     [
         (("1f2b", 4, 8), r"schedule '1f2b' is unknown: use one of gpipe, 1f1b, .*pipedream_2bw, or a .csv file"),
-        (("1f1b", 0, 8), r"pp_size=0 is impossible: use a whole number of at least 1"),
-        (("gpipe", 2, 0), r"num_microbatches=0 is impossible"),
+        (("1f1b", 0, 8), r"pp_size=0 is invalid: use a whole number of at least 1"),
+        (("gpipe", 2, 0), r"num_microbatches=0 is invalid"),
         (("1f1b", 4, 8, 2), r"virtual_stages=2 does not fit 1f1b: use 1 \(it keeps one stage per rank"),
         (("zbv", 4, 8, 1), r"virtual_stages=1 does not fit zbv: use 2 "),
         (("dualpipev", 4, 8, 3), r"virtual_stages=3 does not fit dualpipev: use 2 "),

@@ -82,7 +82,7 @@ def test_a_v_has_two_stages_per_rank() -> None:
     assert place_stages("interleaved1f1b", 2, 3) == (0, 1, 0, 1, 0, 1)
     with pytest.raises(ConfigError, match="virtual_stages=1 does not fit dualpipev: use 2"):
         place_stages("dualpipev", 2)
-    with pytest.raises(ConfigError, match="pass that as ranks="):
+    with pytest.raises(ConfigError, match="pass ranks="):
         place_stages("mine.csv", 2)
     plan = assign_stages(on_meta(_config("llama")), ParallelConfig(pp_size=2, pipeline_schedule="a.csv"), {0: 1, 1: 0})
     assert plan.ranks == (1, 0)

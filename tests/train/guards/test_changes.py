@@ -34,7 +34,7 @@ def change(layout: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
 def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
     for resize, deepcopy, averaged in pools(2).run(change, layout):
-        assert "resize_token_embeddings(72) would change this" in resize
+        assert "resize_token_embeddings(72) would make this" in resize
         assert "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
         assert "build a second one with hfscale.from_pretrained" in deepcopy
         assert averaged == deepcopy
@@ -44,7 +44,7 @@ def test_one_process_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model = hfscale.from_config(tiny("llama"))
     ids = torch.arange(12).repeat(2, 1)
-    with pytest.raises(ConfigError, match=r"resize_token_embeddings\(72\) would change this LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"resize_token_embeddings\(72\) would make this LlamaForCausalLM"):
         model.resize_token_embeddings(72)
     losses: list[Any] = []
     for one in (model, copy.deepcopy(model)):

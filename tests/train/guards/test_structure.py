@@ -118,7 +118,7 @@ def test_a_save_writes_what_was_trained_and_warns_of_changes(
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
     for warnings in said:
         assert len(warnings) >= len(CHANGED_BEFORE_A_SAVE) - 1
-        assert all("saved is what was trained, without this change" in warning for warning in warnings)
+        assert all("the save has the trained model, without this change" in warning for warning in warnings)
 
 
 def goes_on(layout: dict[str, Any]) -> list[float]:
@@ -166,9 +166,9 @@ def hooked(layout: dict[str, Any], where: str) -> list[str]:
     [
         ({"tp_size": 2}, "model.layers.1", None),
         ({"tp_size": 2}, "model.layers.1.mlp", None),
-        ({"tp_size": 2}, "model.layers.1.mlp.down_proj", "within model.layers.1.mlp that is a share of the heads"),
-        ({"tp_size": 2}, "lm_head", "a share of the vocabulary"),
-        ({"tp_size": 2, "sequence_parallel": True}, "model.layers.1", "that sequence_parallel cuts"),
+        ({"tp_size": 2}, "model.layers.1.mlp.down_proj", "inside model.layers.1.mlp it gets this rank's heads"),
+        ({"tp_size": 2}, "lm_head", "slice of the vocabulary"),
+        ({"tp_size": 2, "sequence_parallel": True}, "model.layers.1", "cut by sequence_parallel"),
         ({"cp_size": 2}, "model.layers.1", "of sequences that context ranks share"),
         ({"dp_shard_size": 2}, "model.layers.1.mlp.down_proj", None),
     ],
@@ -182,7 +182,7 @@ def test_a_hook_that_sees_a_part_is_named_once(
             assert said == []
         else:
             assert len(said) == 1, said
-            assert f"a hook on {where} sees, and may change, this rank's part alone" in said[0]
+            assert f"a hook on {where}, like others of its kind, reads and changes only this rank's part" in said[0]
             assert seen in said[0]
 
 
@@ -200,7 +200,7 @@ def test_a_part_of_the_model_cannot_be_called_where_it_is_not_whole(pools: Pools
     for said in pools(2).run(part_called, {"pp_size": 2}):
         assert "is on another pipeline stage" in said
     for said in pools(2).run(part_called, {"dp_shard_size": 2}):
-        assert "LlamaModel was called past LlamaForCausalLM, for which alone FSDP2 gathers the weights" in said
+        assert "LlamaModel was called directly, but FSDP2 gathers the weights" in said
 
 
 def counted(layout: dict[str, Any]) -> list[int]:

@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """A block that might be. Paths of parts are relative to the block; its own is relative to the layer."""
+    """Describe a possible block. Paths of parts are relative to the block; its own is relative to the layer."""
 
     layer: str  # the first layer that has it
     path: str  # the smallest module that holds all its parts; empty where that is the layer
@@ -33,7 +33,7 @@ class CandidateBlock:
 
     @property
     def block(self) -> str:
-        """Full name of the block in the first layer that has it."""
+        """The full name of the block in the first layer that has it."""
         return f"{self.layer}.{self.path}" if self.path else self.layer
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ def _smallest(inner: list[str], cut: list[str], uncut: list[str]) -> str:
 
 
 def _owners(outer: str, name: str) -> Iterator[str]:
-    """Yield the modules around ``name`` that are inside of ``outer``."""
+    """Yield the modules inside ``outer`` that contain ``name``."""
     owner = name.rpartition(".")[0]
     while owner.startswith(f"{outer}."):
         yield owner
@@ -153,7 +153,7 @@ def _owners(outer: str, name: str) -> Iterator[str]:
 
 
 def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:
-    """Return whether the row's input at the last token of the first sample depends on the column at another token."""
+    """Return whether the row's input at the first sample's last token depends on the column at another token."""
     samples, length = subject.inputs["input_ids"].shape
     if row.input.numel() // row.input.shape[-1] != samples * length or row.input.shape[0] == length:
         return True

@@ -73,7 +73,7 @@ def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _raised(model: Any, field: str) -> Subject | None:
-    """Return a clone in training mode with one probability raised, if there can be one."""
+    """Return a clone in training mode with one probability raised; ``None`` if it cannot be built."""
     outer, _, name = field.rpartition(".")
     for probability in _RAISED:
         change: dict[str, Any] = {field: probability}

@@ -1,4 +1,4 @@
-"""Trace one forward pass of the clone: which projections feed which, and what lies between them.
+"""Trace one forward pass of the clone: which projections feed which, and the parameters between them.
 
 Every projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
 gives the projections that feed it, and the parameters on the way.
@@ -31,7 +31,7 @@ class _Tag(torch.autograd.Function):
 
 @dataclass
 class Call:
-    """Hold one call of a projection: its input, its output, and what feeds it."""
+    """Hold one call of a projection: its input, its output, and the projections that feed it."""
 
     input: Tensor
     output: Tensor
@@ -53,7 +53,7 @@ class Trace:
 
 
 def trace(subject: Subject) -> Trace:
-    """Run the clone once and look."""
+    """Run the clone once and record the calls of its projections."""
     model, result, endings, repeated = subject.model, Trace(), dict[str, Tensor](), set[str]()
 
     def projected(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

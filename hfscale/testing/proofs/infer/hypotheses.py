@@ -1,4 +1,4 @@
-"""Enumerate hypotheses about a candidate's block in the plan's terms, most likely first.
+"""Enumerate hypotheses about the roles in a candidate block, in the plan's terms, most likely first.
 
 Nothing here is trusted: each hypothesis is proved or dropped.
 """
@@ -49,8 +49,8 @@ class Guesses:
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
     def insides(self) -> Iterator[Block]:
-        """Yield hypotheses about the inside of the block, with its edges on the projections (on the block, where some
-        of its parts are not cut).
+        """Yield hypotheses about the inside of the block, with edges at its projections, or at the block if it has
+        uncut parts.
         """
         uncut = self.candidate.uncut
         base = Block(
@@ -71,7 +71,7 @@ class Guesses:
             yield replace(base, parts=parts, key_value=key_value, **given)
 
     def edges(self, block: Block) -> Iterator[Block]:
-        """Yield a proved block with other places for its edges, the nearest to the block itself first."""
+        """Yield a proved block with its edges elsewhere, as near to the block itself as possible first."""
         if not self.candidate.path:
             return
         leaves = [("",), *([dropouts] if (dropouts := self._dropouts()) else []), self.candidate.row]
@@ -88,7 +88,7 @@ class Guesses:
         return "" if not parent or within or isinstance(self.modules[parent], nn.ModuleList) else parent
 
     def _dropouts(self) -> tuple[str, ...]:
-        """Return the dropouts after every row: an edge there is also after an adapter around the row."""
+        """Return the dropout modules after every row: an edge there comes after an adapter around the row, too."""
         block = self.candidate.block
         found = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
         inside = [name.removeprefix(f"{block}.") for name in found if name.startswith(f"{block}.")]
@@ -116,7 +116,7 @@ class Guesses:
         yield {**roles, "shared": own + roles["shared"]}
 
     def _key_value(self, parts: Parts, across: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the projections that make key/value heads only, where there are fewer of those than heads."""
+        """Return the projections that make only key/value heads, if there are fewer of these than heads."""
         if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
@@ -158,7 +158,7 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of integers, read by the forward, that may have to be local sizes."""
+        """Yield sets of integer attributes, read by the forward, that may have to become local sizes."""
         sizes = self.widths | {width // part for width in self.widths for part in (2, 3) if width % part == 0}
         sizes |= {self.heads, self.key_heads}
 

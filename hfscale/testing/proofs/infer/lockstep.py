@@ -1,4 +1,4 @@
-"""Prove a blueprint: ranks of a tensor group, threads of this process, compute what one process does, in float64.
+"""Prove a blueprint: threads act as tensor ranks and must compute what one process does, in float64.
 
 Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the others; they meet at the
 edges of blocks as processes do::
@@ -101,7 +101,7 @@ def _run_as_ranks(
 
 
 def _in_place(leaf: Tensor, cut: Cut | None, rank: int, gradient: Tensor | None) -> Tensor | None:
-    """Return the gradient of a shard at its place in the full parameter, with zeros elsewhere."""
+    """Return a shard's gradient at its position in the full parameter, with zeros elsewhere."""
     if cut is None or gradient is None:
         return gradient
     full = leaf.detach().requires_grad_()

@@ -123,7 +123,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
 
 
 def _together(search: _Search, found: Iterable[tuple[CandidateBlock, Block]]) -> tuple[dict[str, Block], set[str]]:
-    """Prove all blocks together, with those of one path merged; return them and the paths of attention."""
+    """Prove all blocks together, with those of one path merged; return the blocks and the paths of attention."""
     blocks: dict[str, Block] = {}
     attention = set()
     for candidate, block in found:
@@ -158,7 +158,7 @@ def _union(first: Block, second: Block) -> Block:
 
 
 def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Block]) -> dict[str, Block]:
-    """Return the blocks that hold on a clone of other sizes (odd MLP widths), too, and not by coincidence."""
+    """Return the blocks that also hold on a clone with other sizes (odd MLP widths), so not by coincidence."""
     fields = search.subject.model.config.to_dict()
     odd = {name: value + 1 for name, value in fields.items() if type(value) is int and value in (48, 24)}
     if not odd:
@@ -182,7 +182,7 @@ def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Bl
 
 
 def _check_layer_kinds(model: Any, subject: Subject) -> None:
-    """Refuse a model with layers that the clone has none of: nothing about them is proved."""
+    """Refuse a model with kinds of layers that the clone lacks: nothing about them is proved."""
     shown = {_kind_of_layer(subject.model.get_submodule(name)) for name in subject.layer_names}
     for name, layer in model.get_submodule(subject.layers).named_children():
         missing = _kind_of_layer(layer)
@@ -193,5 +193,5 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 
 
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
-    """Return the layer's modules by path and class, with all numbers in paths alike, as lists may differ in length."""
+    """Return the layer's modules by path and class, with numbers in paths masked, since lists may differ in length."""
     return frozenset((wild_name(name), type(module).__name__) for name, module in layer.named_modules())

@@ -22,7 +22,7 @@ _ROWS, _LENGTH, _PADDED = 3, 7, 2
 
 
 class Unproved(Exception):
-    """A hypothesis does not hold on the clone, or the clone cannot be judged; says why."""
+    """Raised if a hypothesis does not hold on the clone, or the clone cannot be judged; says why."""
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Subject:
 
     @property
     def layer_names(self) -> list[str]:
-        """The layers, in order."""
+        """The names of the layers, in order."""
         return [f"{self.layers}.{name}" for name, _ in self.model.get_submodule(self.layers).named_children()]
 
     @cached_property
     def reference(self) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Output of the untouched clone, and the gradient of every parameter that is not another's second name."""
+        """The output of the untouched clone, and the gradients of its parameters, tied ones once."""
         return run_backward(self.model, self.inputs, dict(self.model.named_parameters()))
 
 
