@@ -47,7 +47,7 @@ from .dense import SMALL, distance, load, save_dense, stored
             {},
             "knows no mixture of experts with its layers.*hfscale/checkpoint/upcycle/moe_targets.py",
         ),
-        ("llama", {"mlp_bias": True}, {"every": 2}, "every=2 leaves.*; mlp_bias=True cannot"),  # all at once
+        ("llama", {"mlp_bias": True}, {"every": 2}, "every=2 leaves.*; mlp_bias=True does not fit"),  # all at once
     ],
 )
 def test_what_does_not_fit_is_named(
