@@ -12,9 +12,6 @@ def bytes_of(text: str, flag: str) -> int:
     """Parse a size: ``"60GiB"`` -> 64,424,509,440, ``"60GB"`` and ``"60G"`` -> 60,000,000,000.
 
     The units are those of :class:`hfscale.MemoryConfig`.
-
-    Raises:
-        ConfigError: it is no positive number with a unit.
     """
     found = byte_count(text)
     if not found:
@@ -26,11 +23,7 @@ def bytes_of(text: str, flag: str) -> int:
 
 
 def tokens_of(text: str, flag: str) -> int:
-    """Parse a number of tokens: ``"4M"`` -> 4,194,304.
-
-    Raises:
-        ConfigError: it is no positive integer, alone or with K, M or G.
-    """
+    """Parse a number of tokens: ``"4M"`` -> 4,194,304."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
     count = 0.0 if found is None else float(found[1]) * _TOKENS[found[2]]
     if not count or not count.is_integer():
@@ -42,10 +35,6 @@ def tokens_of(text: str, flag: str) -> int:
 
 
 def gigabytes_of(text: str, flag: str) -> float:
-    """Parse a size in units of 10^9 bytes: ``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899.
-
-    Raises:
-        ConfigError: it is no positive number, alone or with a unit.
-    """
+    """Parse a size in units of 10^9 bytes: ``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899."""
     alone = text.strip()
     return bytes_of(f"{alone}GB" if alone[-1:].isdigit() else alone, flag) / 1e9

@@ -69,11 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _offload(text: str) -> dict[str, Any]:
-    """Parse ``"activations,optimizer"`` into arguments of ``MemoryConfig``.
-
-    Raises:
-        ConfigError: one of them cannot be offloaded.
-    """
+    """Parse ``"activations,optimizer"`` into arguments of ``MemoryConfig``."""
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in ("activations", "parameters", "optimizer"):

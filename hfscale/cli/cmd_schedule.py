@@ -43,11 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the schedule.
-
-    Raises:
-        ConfigError: two schedules are named.
-    """
+    """Draw the schedule."""
     asked = {arguments.name, arguments.schedule} - {None}
     if len(asked) > 1:
         raise ConfigError(f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: draw one")

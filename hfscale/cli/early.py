@@ -17,11 +17,7 @@ _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step"
 
 
 def check_early(arguments: argparse.Namespace) -> None:
-    """Refuse names, sizes and paths of any command that are impossible in themselves.
-
-    Raises:
-        ConfigError: naming the first of them.
-    """
+    """Refuse names, sizes and paths of any command that are impossible in themselves."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])

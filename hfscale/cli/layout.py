@@ -24,11 +24,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
-    """Return the layout that the flags describe.
-
-    Raises:
-        ConfigError: a value is impossible in itself, or does not fit the schedule.
-    """
+    """Return the layout that the flags describe."""
     from ..config.parallel import ParallelConfig
     from ..parallel.pipeline.orders import check_layout
 

@@ -30,22 +30,14 @@ def show(arguments: argparse.Namespace, document: Any, text: str) -> None:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Refuse files that cannot be written, before their contents are computed.
-
-    Raises:
-        ConfigError: a file's directory does not exist.
-    """
+    """Refuse files that cannot be written, before their contents are computed."""
     for path in filter(None, files):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
 
 
 def check_directory(directory: Path, of: str) -> None:
-    """Refuse a path that is no directory, without slow imports.
-
-    Raises:
-        ConfigError: it does not exist, or is a file.
-    """
+    """Refuse a path that is no directory, without slow imports."""
     if not directory.is_dir():
         found = "is a file" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory} {found}: give the directory of {of}")

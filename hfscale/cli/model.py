@@ -33,11 +33,7 @@ def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManag
 
 
 def auto_class_of(name: str) -> Any:
-    """Return the Auto class of this name.
-
-    Raises:
-        ConfigError: transformers has none of this name.
-    """
+    """Return the Auto class of this name."""
     import transformers
 
     from .._compat.transformers.configs import auto_classes
@@ -50,11 +46,7 @@ def auto_class_of(name: str) -> Any:
 
 
 def load_config(model: str, trusted: bool = False) -> Any:
-    """Return the config of MODEL.
-
-    Raises:
-        ConfigError, CheckpointError: there is none, or it cannot be read.
-    """
+    """Return the config of MODEL."""
     check_place(model)
     from ..api import arguments
 
@@ -64,11 +56,7 @@ def load_config(model: str, trusted: bool = False) -> Any:
 
 
 def check_place(model: str) -> None:
-    """Refuse a MODEL that is written like a path and does not exist, without slow imports.
-
-    Raises:
-        ConfigError: it does not exist, or is a directory without a config.
-    """
+    """Refuse a MODEL that is written like a path and does not exist, without slow imports."""
     path = Path(model)
     finish_move(path)
     if not path.exists() and written_like_a_path(model):

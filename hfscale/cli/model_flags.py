@@ -35,11 +35,7 @@ def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits"
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.plan` for adapters, quantized weights and products in 8 bits.
-
-    Raises:
-        ConfigError: the rank of adapters is impossible, or there are none.
-    """
+    """Return the arguments of :func:`hfscale.plan` for adapters, quantized weights and products in 8 bits."""
     from transformers import BitsAndBytesConfig
 
     from ..config.options import Options

@@ -22,9 +22,6 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
     Args:
         overwrite: whether its files may be lost.
         sources: name of an argument -> a path that the command reads, into which it never writes.
-
-    Raises:
-        ConfigError: it has files already, is a file, or is one of ``sources``.
     """
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():

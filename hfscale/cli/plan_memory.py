@@ -78,19 +78,11 @@ def _gigabytes(arguments: argparse.Namespace) -> float:
 
 
 def tokens_asked(arguments: argparse.Namespace) -> int:
-    """Return the tokens of one microbatch.
-
-    Raises:
-        ConfigError: ``--tokens`` is no number of tokens.
-    """
+    """Return the tokens of one microbatch."""
     return tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
 
 
 def check_amounts(arguments: argparse.Namespace) -> None:
-    """Refuse impossible ``--tokens`` and ``--gpu`` before anything is planned.
-
-    Raises:
-        ConfigError: naming one of them.
-    """
+    """Refuse impossible ``--tokens`` and ``--gpu`` before anything is planned."""
     tokens_asked(arguments)
     _gigabytes(arguments)

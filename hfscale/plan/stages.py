@@ -33,9 +33,6 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
 
     Returns:
         the number of layers of each stage, each at least 1.
-
-    Raises:
-        ValueError: fewer layers than stages.
     """
     layers = len(work)
     if not 1 <= stages <= layers:
@@ -79,9 +76,6 @@ def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[
 
         loop, p = 2, v = 2      stages 0 1 2 3  ->  ranks 0 1 0 1      (Narayanan et al. 2021, PTD-P)
         V,    p = 2             stages 0 1 2 3  ->  ranks 0 1 1 0      (zbv, dualpipev)
-
-    Raises:
-        ConfigError: a V without two stages per rank, or a file, whose own placement only its reader knows.
     """
     if schedule.endswith(".csv"):
         raise ConfigError(f"pipeline_schedule={schedule!r}: pass ranks=, the rank of each stage in the file")
@@ -207,11 +201,7 @@ class StagePlan:
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def stage_of(self, name: str) -> int:
-        """Return the stage of a parameter or module; if several hold it, the first.
-
-        Raises:
-            KeyError: no stage holds it.
-        """
+        """Return the stage of a parameter or module; if several hold it, the first."""
         for stage in self.stages:
             if stage.is_local(name):
                 return stage.index

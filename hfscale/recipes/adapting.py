@@ -13,11 +13,7 @@ from .tasks import task_of
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
-    """Return a PEFT config, or the path of a saved adapter; ``None`` where all parameters train.
-
-    Raises:
-        RecipeError: a field is none of the method's config, or PEFT refuses its value.
-    """
+    """Return a PEFT config, or the path of a saved adapter; ``None`` where all parameters train."""
     if not recipe.adapter or "path" in recipe.adapter:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
@@ -26,11 +22,7 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
 
 
 def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
-    """Return the base's quantization config; ``None`` where it is not quantized.
-
-    Raises:
-        RecipeError: a field is none of ``BitsAndBytesConfig``, or it refuses its value.
-    """
+    """Return the base's quantization config; ``None`` where it is not quantized."""
     return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
 
 

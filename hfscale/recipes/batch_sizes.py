@@ -11,11 +11,7 @@ from .schema import Recipe, RecipeError
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
-    """Return the number of microbatches per rank in a step, and of sequences in each.
-
-    Raises:
-        RecipeError: the step does not divide evenly.
-    """
+    """Return the number of microbatches per rank in a step, and of sequences in each."""
     if batch_size % batch_world:
         raise RecipeError(
             f"training.batch_size={batch_size} does not divide over the {batch_world} distinct batches of the layout: "
@@ -34,9 +30,6 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
     """Return :func:`per_rank` for a recipe. Rows that become several texts and stay together are divided into
     microbatches here, and not by the pipeline.
-
-    Raises:
-        RecipeError: the step does not divide evenly.
     """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)

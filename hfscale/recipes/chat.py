@@ -21,11 +21,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def set_chat_template(reader: Any, data: DataRecipe) -> None:
-    """Set the recipe's chat template on a tokenizer, or on a processor with pictures; it is saved with it.
-
-    Raises:
-        RecipeError: there is no such template, or none is asked for and the base has none.
-    """
+    """Set the recipe's chat template on a tokenizer, or on a processor with pictures; it is saved with it."""
     built_in = {} if hasattr(reader, "tokenizer") else TEMPLATES
     use = ", or one of ".join(["the path of a Jinja template", *([", ".join(built_in)] if built_in else [])])
     if data.chat_template in built_in:
@@ -52,9 +48,6 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
     Args:
         train_on: ``completions`` or ``all``.
         where: what to call the record in an error.
-
-    Raises:
-        RecipeError: this is no conversation, the template refuses it, or its turns cannot be told apart in it.
     """
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise RecipeError(
@@ -127,9 +120,6 @@ def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], l
     Args:
         ids: the tokens of the whole conversation.
         rendered: makes tokens of the first so many messages, with the heading of an answer behind them, or without.
-
-    Raises:
-        ValueError: the tokens before a turn, or behind it, change with what follows them.
     """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):

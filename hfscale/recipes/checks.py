@@ -54,9 +54,6 @@ def steps_to_profile(asked: str, steps: int) -> int:
 
     Args:
         steps: of the run.
-
-    Raises:
-        RecipeError: it says no number of steps, or more than the run has behind its first two.
     """
     found = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
     if found is None or int(found[1]) < 1:

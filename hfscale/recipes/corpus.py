@@ -39,11 +39,7 @@ def is_wanted(name: str, include: list[str], exclude: list[str]) -> bool:
 
 
 def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
-    """Return the training and the validation documents, in an order that is the same on every machine.
-
-    Raises:
-        RecipeError: the source is not there, has nothing to train or to validate on, or lacks the recipe's columns.
-    """
+    """Return the training and the validation documents, in an order that is the same on every machine."""
     train: list[Document] = []
     validation: list[Document] = []
     for document in read_documents(data):

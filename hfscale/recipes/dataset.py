@@ -70,9 +70,6 @@ def prepare(
 
     Returns:
         the tokenizer, the rows to train on and to validate on, and what the validation loss is to be compared with.
-
-    Raises:
-        RecipeError: the source cannot be read, or is too small.
     """
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":
@@ -115,9 +112,6 @@ def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: 
 
     Args:
         use: what the rows are for, to say so.
-
-    Raises:
-        RecipeError: there is not one row.
     """
     length = data.sequence_length
     none, short = f"none of the {{}} {use} {{}} of data.source={data.source!r}", f"data.sequence_length={length} tokens"

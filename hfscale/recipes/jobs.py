@@ -21,9 +21,6 @@ def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments
         kind: one of :data:`KINDS`.
         name: of the run.
         processes: that the layout needs, one for each GPU.
-
-    Raises:
-        RecipeError: the processes do not fill nodes.
     """
     if gpus_per_node < 1 or (processes > gpus_per_node and processes % gpus_per_node):
         raise RecipeError(

@@ -17,11 +17,7 @@ def is_launched() -> bool:
 
 
 def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that imports torch
-    """Return the recipe's layout; under a launcher, the first of it and its fallbacks that fits the processes.
-
-    Raises:
-        MeshError: none of several does.
-    """
+    """Return the recipe's layout; under a launcher, the first of it and its fallbacks that fits the processes."""
     first, *others = (hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks))
     return hfscale.fitting_layout([first, *others]) if others and is_launched() else first
 
@@ -41,9 +37,6 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     """Run ``hfscale train`` with ``arguments`` in ``processes`` processes of this machine; return the exit code.
 
     A rank that fails has said why: the launcher's own report, with its traceback, is left out.
-
-    Raises:
-        RecipeError: there are GPUs, but fewer than processes.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -23,9 +23,6 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
 
     Returns:
         the estimate of that rank, or ``None``.
-
-    Raises:
-        RecipeError: it is more than the limit.
     """
     if limit is None:
         return None

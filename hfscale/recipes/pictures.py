@@ -24,9 +24,6 @@ def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Docume
     """Return the columns of conversations: ``text`` as the template renders it, ``images`` as bytes, ``labels`` of the
     tokens that the processor makes of both; ``prompt`` is the rendering up to the last turn, ``question`` and
     ``answer`` are the words of the last two. Those longer than ``data.sequence_length`` are left out.
-
-    Raises:
-        RecipeError: nothing is left, or a record is no conversation with its pictures.
     """
     columns: Columns = {name: [] for name in ("text", "images", "labels", "prompt", "question", "answer")}
     for document in documents:

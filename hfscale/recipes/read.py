@@ -38,9 +38,6 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRe
     Args:
         recipe: a path, or the name of one that comes with hfscale.
         overrides: ``key=value``, on top.
-
-    Raises:
-        RecipeError: as :func:`load_recipe`, or it is of neither kind, or of both.
     """
     path = locate(recipe)
     given = {*_content(path), *(text.partition("=")[0].partition(".")[0] for text in overrides)}
@@ -56,11 +53,7 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRe
 
 
 def load_recipe(schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Load the recipe at a path or of a shipped name, with ``overrides`` (``"training.steps=20"``) applied.
-
-    Raises:
-        RecipeError: no such file, a misspelt key, a value of the wrong type or out of range, a key left out.
-    """
+    """Load the recipe at a path or of a shipped name, with ``overrides`` (``"training.steps=20"``) applied."""
     path = locate(path)
     without_value = [text for text in overrides if "=" not in text]
     if without_value:
@@ -85,11 +78,7 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def locate(recipe: str | Path) -> Path:
-    """Return the file of a recipe, given its path or the name of a shipped one.
-
-    Raises:
-        RecipeError: there is none; says which there are.
-    """
+    """Return the file of a recipe, given its path or the name of a shipped one."""
     path = Path(recipe)
     if path.is_file():
         return path

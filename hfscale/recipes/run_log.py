@@ -98,11 +98,7 @@ class Profile(TrainerCallback):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse unknown or missing trackers before anything is loaded.
-
-    Raises:
-        RecipeError: a name is unknown, or its package is not installed.
-    """
+    """Refuse unknown or missing trackers before anything is loaded."""
     known, there = sorted([*INTEGRATION_TO_CALLBACK, "csv"]), [*get_available_reporting_integrations(), "csv"]
     for name in names:
         if name not in known:

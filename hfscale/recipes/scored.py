@@ -22,9 +22,6 @@ def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
 
     Returns:
         the pairs, and how many were left out.
-
-    Raises:
-        RecipeError: a record holds neither two texts nor two conversations.
     """
     pairs = []
     for document in documents:
@@ -57,11 +54,7 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
 
 
 def encode_classes(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> dict[str, list[Any]]:
-    """Encode every text, up to ``data.sequence_length`` tokens, and the number of its class.
-
-    Raises:
-        RecipeError: a record's class is none of ``data.classes``.
-    """
+    """Encode every text, up to ``data.sequence_length`` tokens, and the number of its class."""
     columns: dict[str, list[Any]] = {"input_ids": [], "label": []}
     for document in documents:
         ids = tokenizer(document.columns[data.text_column], verbose=False)["input_ids"]

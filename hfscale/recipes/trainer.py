@@ -87,11 +87,7 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def fit(self) -> Outcome:
-        """Train from the beginning or from a saved state; call it on every rank.
-
-        Raises:
-            Preempted: the processes were told to stop, and have saved.
-        """
+        """Train from the beginning or from a saved state; call it on every rank."""
         use_cache, state = self.trained.config.use_cache, self._recipe.saved_state
         self.args.eval_on_start = state is None
         try:

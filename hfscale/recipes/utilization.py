@@ -31,9 +31,6 @@ def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
 
     Args:
         adapted: whether weights stay as they are, under adapters.
-
-    Raises:
-        ConfigError: the config names no layers, width or heads.
     """
     shape = shape_of(config)
     weights = shape.layers * shape.active_weights + shape.table_weights

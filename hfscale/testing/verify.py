@@ -69,11 +69,6 @@ def verify(
     Args:
         lora: put LoRA adapters around these modules, ``all-linear`` or names joined by commas, in both.
         auto_class: the Auto class that chooses the model's class, and with it its loss and its batches.
-
-    Raises:
-        ConfigError: the pipeline schedule cannot run with its numbers, or is not meant to equal one process; no batches
-            can be made for ``auto_class``; stock transformers cannot train the clone; adapters match nothing.
-        PlanError: the layout does not fit the clone, or the stages do not fit the model.
     """
     if layout.pp > 1:
         _refuse_asynchronous(layout)

@@ -24,9 +24,6 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
     Args:
         function: at the top of a module.
         timeout: seconds to wait for rank 0.
-
-    Raises:
-        MeasurementError: a rank failed, or the time is up.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)

@@ -112,9 +112,6 @@ def simulate_communicators(
 ) -> Timeline:
     """Simulate an order like :func:`...parallel.pipeline.simulate.simulate`, but with one transfer at a time, of
     ``costs.communication``, on each communicator.
-
-    Raises:
-        ConfigError: ranks and communicators would wait for each other forever.
     """
     homes = stage_ranks(order)
     queues: dict[Hashable, list[_Task]] = defaultdict(list)

@@ -44,11 +44,7 @@ def title(timeline: Timeline) -> str:
 
 
 def check_drawing(path: Path) -> None:
-    """Check that a picture can be written, before anything is computed for it.
-
-    Raises:
-        ConfigError: another suffix, a folder that does not exist, or no matplotlib.
-    """
+    """Check that a picture can be written, before anything is computed for it."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
@@ -62,9 +58,6 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
 
     Rows are ranks, the first at the top. The number in a box is the microbatch; boxes of a rank's later stages are
     lighter. Timelines must be in the same unit.
-
-    Raises:
-        ConfigError: another suffix, a folder that does not exist, or no matplotlib.
     """
     check_drawing(path)
     import matplotlib

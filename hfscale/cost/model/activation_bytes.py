@@ -144,9 +144,6 @@ def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
     """Choose the fewest layers of a pipeline rank to recompute so that its activations fit the plan's budget, those
     with the least compute per byte saved first. All ranks of a stage choose the same.
-
-    Raises:
-        ConfigError: recomputing all of them is not enough.
     """
     planned, tokens = recomputed(plan), situation.tokens
     assert planned.budget is not None

@@ -64,11 +64,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def find_machine(hardware: str | Machine) -> Machine:
-    """Return the machine for a name or a JSON file; a :class:`Machine` is returned unchanged.
-
-    Raises:
-        ConfigError: the name is unknown, or a file lacks what is needed.
-    """
+    """Return the machine for a name or a JSON file; a :class:`Machine` is returned unchanged."""
     if isinstance(hardware, Machine):
         return hardware
     if not isinstance(hardware, str):

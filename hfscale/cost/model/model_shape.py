@@ -77,11 +77,7 @@ class ModelShape:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """Return the shape of the decoder that a config of transformers describes.
-
-    Raises:
-        ConfigError: the config names no layers or no width.
-    """
+    """Return the shape of the decoder that a config of transformers describes."""
     text = text_config(config)
     # Families differ in names, seldom in what they mean.
     layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -120,9 +116,6 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
 
     Args:
         config: of the model, which says how wide heads are; without it they are as wide as the stream together.
-
-    Raises:
-        ConfigError: the plan has no layers.
     """
     if not plan.layers:
         raise ConfigError(f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated")

@@ -117,10 +117,6 @@ def dry_run(
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
         progress: told what is under way, its number, and of how many.
         given: to :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``auto_class``, ...
-
-    Raises:
-        ConfigError: sizes are impossible.
-        PlanError: the layout does not fit the model.
     """
     check_count("sequence_length", sequence_length)
     check_count("batch_size", batch_size)

@@ -94,9 +94,6 @@ def search(
         tokens_per_step: of all ranks; sequences are whole, so it may be a little less.
         max_memory: bytes that a rank may be likely to hold; by default 87.5% of the device's.
         constants: of time; by default those fitted on public runs.
-
-    Raises:
-        ConfigError: nothing fits; the message names what would.
     """
     trial = _Trial(summary, find_machine(hardware), constants or fitted(), max_memory)
     sequence = summary.job.sequence

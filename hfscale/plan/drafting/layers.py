@@ -82,11 +82,7 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
 
 
 def find_layer_list(model: Any) -> str:
-    """Return the name of the base model's list of layers: the outermost list with most parameters.
-
-    Raises:
-        PlanError: there is none, or several weigh much the same (an encoder and a decoder, say).
-    """
+    """Return the name of the base model's list of layers: the outermost list with most parameters."""
     base = getattr(model, "base_model", model)
     prefix = "" if base is model else f"{model.base_model_prefix}."
     lists: dict[str, int] = {}

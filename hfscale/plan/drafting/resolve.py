@@ -25,9 +25,6 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
 
     Args:
         may_infer: whether to infer a blueprint if none is written, which takes a second or two.
-
-    Raises:
-        PlanError: neither hfscale's table nor the model itself has one, and none could be inferred.
     """
     config = model.config
     if config.model_type in FAMILIES:

@@ -50,9 +50,6 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
     """Return ``find``'s blueprint of the text model called ``name``, with paths relative to ``model``.
 
     If there is none and none may be inferred, return one with layers but no blocks, enough for stages and data ranks.
-
-    Raises:
-        PlanError: there is none, and none could be inferred.
     """
     inner = model.get_submodule(name)
     try:

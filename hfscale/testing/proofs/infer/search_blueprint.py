@@ -44,9 +44,6 @@ def infer(model: Any) -> Inference:
     """Derive the blueprint of a model from its modules and a traced forward of a tiny clone, and prove it.
 
     The same model gives the same answer in every process; no random stream is moved.
-
-    Raises:
-        PlanError: nothing in it could be proved; says what was tried.
     """
     try:
         subject = make_subject(model)

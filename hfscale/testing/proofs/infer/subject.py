@@ -61,11 +61,7 @@ def aside() -> Iterator[None]:
 
 
 def make_subject(model: Any, **changes: Any) -> Subject:
-    """Build a clone of ``model`` with ``changes`` to its config.
-
-    Raises:
-        Unproved: it reads no tokens, cannot be made small, cannot be built, or has no list of layers.
-    """
+    """Build a clone of ``model`` with ``changes`` to its config."""
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
         raise Unproved(f"it reads {reads}, and is tried on tokens alone")
