@@ -14,7 +14,7 @@ _PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "o
 
 
 def check_installed() -> None:
-    """Raise :class:`RecipeError` if packages that only recipes need are not installed."""
+    """Raise :class:`ConfigError` if packages that only recipes need are not installed."""
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(

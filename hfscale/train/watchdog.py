@@ -175,7 +175,7 @@ def _group_names(mesh: Mesh) -> dict[str, str]:
     """Map torch's name of each process group, a number, to its axis in words; the first of several counts."""
     named: list[tuple[dist.ProcessGroup | None, str]]
     named = [(mesh.group(axis), axis) for axis in dict.fromkeys((*reversed(AXES), *EXPERT_AXES))]
-    named += [(mesh.whole_sequences, "dp_shard")]
+    named.append((mesh.whole_sequences, "dp_shard"))
     named += [(group, f"tp, {count} ranks with the same values") for count, group in mesh.replicas.items()]
     named += [(group, f"pp, {here} to {there}") for (here, there), group in mesh.streams.items()]
     for members, group in (*mesh.ties.items(), *mesh.tie_reports.items()):
@@ -183,9 +183,9 @@ def _group_names(mesh: Mesh) -> dict[str, str]:
     named += [(mesh.reports, "pp"), (mesh.expert_reports, "ep"), (mesh.sharing, "the ranks of one batch")]
     named += [(mesh.control, "the hosts"), (dist.group.WORLD, "torch's process group")]
     found: dict[str, str] = {}
-    for group, words in named:
-        if group is not None:
-            found.setdefault(group.group_name, words)
+    for made, words in named:
+        if made is not None:
+            found.setdefault(made.group_name, words)
     return found
 
 

@@ -94,7 +94,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
-        """Score every token in a forward pass with labels, inside the with block: see :class:`.Scoring`."""
+        """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
         self._scoring = Scoring(temperature)
         try:
             yield self._scoring

@@ -5,7 +5,7 @@ between the blocks, which sees only this rank's tokens. The bias of a row projec
 over ranks once, so one rank adds it and the others add zero.
 
 The sum can happen at two times. *In backward*: while such a module computes, its parameter is replaced by the output of
-:func:`.copy_to_tp_region`, whose backward is an all-reduce. That is right in a plain ``loss.backward()``
+``copy_to_tp_region``, whose backward is an all-reduce. That is right in a plain ``loss.backward()``
 loop. *Deferred*, for :func:`hfscale.train_step`, which knows when the step is over: the parameters are read as they
 are, and one all-reduce over all of them follows the last backward pass, instead of one per parameter and microbatch.
 
