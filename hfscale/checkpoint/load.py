@@ -56,8 +56,7 @@ class _Loader:
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-        note_carried(model, Path(files[0]).parent, (key for key in stored if targets[key].name not in named))
+        _note_others(model, Path(files[0]).parent, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -222,6 +221,12 @@ def load_pretrained(
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
+
+
+def _note_others(model: Any, directory: Path, stored: Collection[str], targets: dict[str, Destination]) -> None:
+    """Record on a full model which stored keys are no parameter or buffer of it."""
+    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    note_carried(model, directory, (key for key in stored if targets[key].name not in named))
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:

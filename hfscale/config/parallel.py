@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import ParallelismConfig
 
-from ..errors import ConfigError, refuse_misspelt
+from ..errors import ConfigError, check_count, refuse_misspelt
 from .declared import Declared, declared
 from .layout import LayoutFields, check_name
 from .schedules import default_virtual_stages
@@ -37,6 +37,8 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
     # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
         may_add_data = self._given("dp_shard_size") is None
+        if self.powersgd_rank is not None:
+            check_count("powersgd_rank", self.powersgd_rank)
         for each in declared(LayoutFields):
             setattr(self, each.name, self._checked(each))
         self.sp_size = _positive("sp_size", 1 if (given := self._given("sp_size")) is None else given)

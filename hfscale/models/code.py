@@ -22,10 +22,16 @@ def used_names(kind: type[Any]) -> tuple[str, ...]:
     while waiting:
         method = inspect.getattr_static(kind, waiting.pop(), None)
         code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
-        new = [name for name in code.co_names if name not in found] if code is not None else []
+        new = [name for name in _names_in(code) if name not in found]
         found.update(dict.fromkeys(new))
         waiting += new
     return tuple(found)
+
+
+def _names_in(code: Any) -> list[str]:
+    """Return the names that a code object uses, and those of the comprehensions in it."""
+    inner = (each for each in getattr(code, "co_consts", ()) if inspect.iscode(each))
+    return [*getattr(code, "co_names", ()), *(name for each in inner for name in _names_in(each))]
 
 
 def looks_up_like_stock(embedding: nn.Embedding) -> bool:

@@ -47,13 +47,17 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     same_stages = pp_size == layout.pp
     asked, stages = layout.num_microbatches, layout.stage_layers if same_stages else None
     if from_file:
-        rows = [] if asked else read_csv(Path(str(layout.pipeline_schedule)))
-        asked = asked or 1 + max(action.microbatch for row in rows for action in row)
+        asked = asked or 1 + max(action.microbatch for row in _rows_of(layout) for action in row)
     elif asked is None or asked > MAX_MICROBATCHES or not same_stages:
         asked = 2 * pp_size
     if stages is not None and sum(stages) > MAX_LAYERS:
         stages = [1 + (count > min(stages)) for count in stages]
     return replace(layout, **sizes, num_microbatches=asked, stage_layers=stages)
+
+
+def _rows_of(layout: ParallelConfig) -> Any:
+    """Return the actions of each pipeline rank in the schedule's file."""
+    return read_csv(Path(str(layout.pipeline_schedule)))
 
 
 def verify(

@@ -77,5 +77,5 @@ def test_a_save_is_checked(pools: Pools, tmp_path: Path, monkeypatch: pytest.Mon
     model, optimizer = run("one")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"takes [\d,]+ bytes.*has 1,000 bytes free"):
+    with pytest.raises(CheckpointError, match=r"two states of [\d,]+ bytes.*has 1,000 bytes free"):
         hfscale.check_save(model, optimizer, tmp_path / "states")

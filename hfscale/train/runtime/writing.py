@@ -101,10 +101,11 @@ def sum_or_raise(
     Raises:
         ConfigError: ``refused`` on its rank, and a pointer to it on all others.
     """
-    sums = torch.tensor([int(refused is not None), *numbers])
+    refusing, *found = int(refused is not None), *numbers
     if group is not None:
+        sums = torch.tensor([refusing, *found])
         dist.all_reduce(sums, group=group)
-    refusing, *found = sums.tolist()
+        refusing, *found = sums.tolist()
     if refused is not None:
         raise refused
     if refusing:

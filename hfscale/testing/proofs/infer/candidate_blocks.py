@@ -103,10 +103,7 @@ def _candidate(
 ) -> CandidateBlock | str:
     """Return the candidate, or why there is none."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
-    # Modules with parameters that are used between columns and rows, or between uncut projections and columns.
-    fed = [column for column in columns if uncut and calls[column].feeds <= set(uncut)]
-    used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
-    inner = list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
+    inner = _inner(calls, columns, rows, uncut)
     outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
     if outside or not columns:
         return f"{what}: what it reads passes {', '.join(outside) or 'no projection'}, which is outside of the layer"
@@ -127,6 +124,13 @@ def _candidate(
         inner=relative(inner),
         attends=any(_mixes_tokens(subject, calls[row], calls[column]) for row in rows for column in columns),
     )
+
+
+def _inner(calls: dict[str, Call], columns: list[str], rows: list[str], uncut: list[str]) -> list[str]:
+    """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
+    fed = [column for column in columns if uncut and calls[column].feeds <= set(uncut)]
+    used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
 
 
 def _smallest(inner: list[str], cut: list[str], uncut: list[str]) -> str:
