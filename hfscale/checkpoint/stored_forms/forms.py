@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..._compat.transformers.conversions import Destination
-from ...distributed.files.dequantized import Along, DequantizedOnDisk, Part
+from ...distributed.files.dequantized import Along, DequantizedOnDisk, StoredPart
 from ...distributed.files.reader import TensorOnDisk, open_tensors
 from ...errors import CheckpointError
 from . import arithmetic
@@ -53,7 +53,7 @@ def _fp8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     packed = values.dtype in (torch.int8, torch.uint8)
     columns = arithmetic.two_per_byte() if packed else Along()
     shape = (*values.shape[:-1], values.shape[-1] * columns.entries)
-    parts = {"values": Part(values, columns=columns), "scales": _grid(key, scales, shape, scheme.block)}
+    parts = {"values": StoredPart(values, columns=columns), "scales": _grid(key, scales, shape, scheme.block)}
     return DequantizedOnDisk(shape, parts, arithmetic.blocks_in_float32)
 
 
@@ -61,14 +61,17 @@ def _mxfp4(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values, scales = found["values"], found["scales"]
     experts, rows, groups, size = values.shape
     flat = values.viewed((experts, rows, groups * size))
-    parts = {"values": Part(flat, columns=arithmetic.two_per_byte()), "scales": Part(scales, columns=Along(2 * size))}
+    parts = {
+        "values": StoredPart(flat, columns=arithmetic.two_per_byte()),
+        "scales": StoredPart(scales, columns=Along(2 * size)),
+    }
     shape = (experts, 2 * groups * size, rows)
     return DequantizedOnDisk(shape, parts, arithmetic.powers_of_two, transposed=True)
 
 
 def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values = found["values"]
-    parts = {"values": Part(values)}
+    parts = {"values": StoredPart(values)}
     parts |= {
         name: _grid(key, _matrices(found[name], values), values.shape, scheme.block)
         for name in ("scales", "zeros")
@@ -83,7 +86,7 @@ def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values, scales = found["values"], found["scales"]
     if values.dtype == torch.uint8:
         shape = (values.shape[0], 2 * values.shape[1])
-        parts = {"values": Part(values, columns=arithmetic.two_per_byte())}
+        parts = {"values": StoredPart(values, columns=arithmetic.two_per_byte())}
         parts |= {n: _grid(key, _matrices(found[n], values), shape) for n in ("scales", "whole") if n in found}
         return DequantizedOnDisk(shape, parts, arithmetic.scaled_twice)
     bits, length = scheme.bits, scheme.group and scales.shape[-1] * scheme.group
@@ -94,10 +97,10 @@ def _packed(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
             f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its config describes "
             "another weight: download the checkpoint again, or mend quantization_config in its config.json"
         )
-    parts = {"values": Part(values, columns=packed), "scales": _grid(key, _matrices(scales, values), shape)}
+    parts = {"values": StoredPart(values, columns=packed), "scales": _grid(key, _matrices(scales, values), shape)}
     if "zeros" in found:
         zeros = _matrices(found["zeros"], values)
-        parts["zeros"] = Part(zeros, rows=packed, columns=parts["scales"].columns)
+        parts["zeros"] = StoredPart(zeros, rows=packed, columns=parts["scales"].columns)
     return DequantizedOnDisk(shape, parts, arithmetic.in_type_of_scales)
 
 
@@ -191,7 +194,7 @@ def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
     return tensor.viewed(shape)
 
 
-def _grid(key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> Part:
+def _grid(key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> StoredPart:
     """Return scales of blocks: of ``block`` if their number fits, else of the size that divides the weight."""
     along = []
     for dim, size, wanted in zip((-2, -1), shape[-2:], block or (0, 0), strict=True):
@@ -209,4 +212,4 @@ def _grid(key: str, scales: TensorOnDisk, shape: tuple[int, ...], block: tuple[i
         raise CheckpointError(
             f"{key} of shape {shape} has scales of shape {scales.shape}: download the checkpoint again"
         )
-    return Part(scales, *along)
+    return StoredPart(scales, *along)

@@ -52,7 +52,7 @@ class Along:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """One stored tensor of a weight, with as many dims as the weight.
 
     Attributes:
@@ -95,7 +95,7 @@ class DequantizedOnDisk(TensorOnDisk):
     def __init__(
         self,
         shape: tuple[int, ...],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StoredPart],
         arithmetic: Arithmetic,
         transposed: bool = False,
         if_merged: Arithmetic | None = None,
