@@ -183,7 +183,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="other parameters or groups"):
         hfscale.load_state(model, tmp_path / "state", optimizer=some)
     other = hfscale.from_config(tiny("gpt2", n_embd=16))
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="that this model lacks"):
         hfscale.load_state(other, tmp_path / "state")
     with pytest.raises(CheckpointError, match=r"in torch.float32 and this model in torch.bfloat16"):
         hfscale.load_state(start({}, 0)[0].to(torch.bfloat16), tmp_path / "state")
