@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._compat.transformers.classes import class_name
 from ..distributed.files.dequantized import DequantizedOnDisk
 from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
 from .stored_forms.forms import open_plain
 from .stored_forms.scheme import form_in
@@ -85,6 +86,12 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
 def announced(tensors: Mapping[str, TensorOnDisk]) -> dict[str, Tensor]:
     """Return the tensors on the meta device, as a writer of checkpoints takes them."""
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+
+
+def copy_tensors(tensors: Mapping[str, TensorOnDisk], writer: CheckpointWriter) -> None:
+    """Write tensors that were :func:`announced`, one at a time."""
+    for name, tensor in tensors.items():
+        writer.add(name, tensor[...])
 
 
 def copy_files(model: nn.Module, staging: Path, target: Path) -> None:

@@ -15,7 +15,7 @@ from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import all_or_none, atomic_directory
-from .carried import announced, carried_tensors, copy_files, note_carried
+from .carried import announced, carried_tensors, copy_files, copy_tensors, note_carried
 from .state_directory import find_whole
 from .state_format import INDEX, StateIndex, StateReader
 
@@ -83,8 +83,7 @@ def _write_model(directory: Path, reader: StateReader, target: Path, size: str |
     for name, key in stored.items():
         for stored_name, part in as_stored.made_of(name, reader.whole(key)).items():
             writer.add(stored_name, part)
-    for name, tensor in carried.items():
-        writer.add(name, tensor[...])
+    copy_tensors(carried, writer)
     writer.finish()
     for path in directory.iterdir():
         if path.suffix in _CONFIGS and path.name not in (INDEX, MARK):

@@ -32,7 +32,7 @@ from ..train.runtime.writing import (
     saving,
     warn_of_not_finite,
 )
-from .carried import announced, carried_by, carried_tensors, copy_files
+from .carried import announced, carried_by, carried_tensors, copy_files, copy_tensors
 from .stored_forms.encoding import QuantizedAgain
 from .stored_forms.scheme import describe_again, form_in
 
@@ -118,7 +118,7 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
                 staging.attempt(_add, writer, stored, again, name, tensor)
                 wrong = wrong or (staging.attempt(not_finite, {name: tensor}) if entry.planned else "") or ""
         if writer is not None:
-            staging.attempt(_copy, writer, carried)
+            staging.attempt(copy_tensors, carried, writer)
             staging.attempt(write_configs, runtime.model, staging.path)
             staging.attempt(copy_files, runtime.model, staging.path, target)
             if again is not None:
@@ -131,8 +131,3 @@ def _add(writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain | Non
     for key, plain in stored.made_of(name, tensor).items():
         for stored_name, part in ({key: plain} if again is None else again.made_of(key, plain)).items():
             writer.add(stored_name, part)
-
-
-def _copy(writer: CheckpointWriter, carried: dict[str, TensorOnDisk]) -> None:
-    for name, tensor in carried.items():
-        writer.add(name, tensor[...])
