@@ -19,20 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._compat.peft import LORA_A, LORA_B
-from .._compat.transformers.classes import empty_model
 from .._compat.transformers.saving import AsStored
-from ..config.parallel import ParallelConfig
-from ..distributed.files.reader import open_tensors
 from ..errors import ConfigError
-from ..features.adapters.adapter_structure import adapter_parameters, quietly
-from ..features.adapters.peft_config import read_config
-from ..features.adapters.plan import plan_adapters
-from ..features.adapters.storage import WEIGHTS, stored_names
+from ..features.adapters.storage import WEIGHTS
 from ..plan import AdapterParameter
 from ..train.runtime.writing import atomic_directory
-from .build_plan import build_plan
+from .adapted_base import AdaptedBase
 
-_NAME, _PREFIX = "default", "base_model.model."
+_PREFIX = "base_model.model."
 
 
 def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:
@@ -42,23 +36,18 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
         CheckpointError: a file is damaged.
         ConfigError: the experts' adapter is of a form that engines do not load.
     """
-    config, _ = read_config(str(adapter))
-    model, wrapped = empty_model(base, trust_remote_code), empty_model(base, trust_remote_code)
-    plan = build_plan(model, ParallelConfig())
-    whole = quietly(wrapped, config, _NAME)
-    adapters = adapter_parameters(whole, plan)
-    keys = stored_names(whole, _NAME, plan_adapters(plan, adapters), True)
-    stored = {key: tensor[...] for key, tensor in open_tensors([adapter / WEIGHTS]).items()}
-    contents = {name: p.detach() for name, p in model.named_parameters()}
-    as_stored, settings = AsStored(model, contents), json.loads((adapter / "adapter_config.json").read_text())
+    adapted = AdaptedBase(base, adapter, trust_remote_code)
+    stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
+    contents = {name: p.detach() for name, p in adapted.model.named_parameters()}
+    as_stored, settings = AsStored(adapted.model, contents), json.loads((adapter / "adapter_config.json").read_text())
     factors: dict[str, dict[str, AdapterParameter]] = {}
-    for each in adapters:
+    for each in adapted.adapters:
         if each.experts:
             factors.setdefault(each.base, {})[each.kept_in] = each
     for parameter, pair in factors.items():
         pieces = _pieces(as_stored, parameter, contents[parameter])
         if list(pieces) != [parameter]:
-            a, b = (stored.pop(keys[pair[kind].name]) for kind in (LORA_A, LORA_B))
+            a, b = (stored.pop(adapted.keys[pair[kind].name]) for kind in (LORA_A, LORA_B))
             stored |= _per_expert(a, b, pair[LORA_A].experts, pieces)
             _note(settings, len(a) // pair[LORA_A].experts, {name.rpartition(".")[2] for name in pieces})
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:

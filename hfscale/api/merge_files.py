@@ -1,7 +1,7 @@
 """Merge a saved adapter into a saved checkpoint, file to file: one process, one module in memory at a time.
 
 Tensors without adapters are copied as stored. For others PEFT's own merge runs on the full weight and factors
-(:mod:`..features.adapters.merge_adapters`).
+(:mod:`..features.adapters.merge_adapters`), converted by transformers from the checkpoint's form and back to it.
 """
 
 import shutil
@@ -12,98 +12,123 @@ import torch
 from torch import Tensor
 
 from .._compat.transformers.classes import empty_model, stock_class
-from .._compat.transformers.conversions import Destination, loaded_targets
-from ..checkpoint.stored_forms.scheme import form_in
-from ..config.parallel import ParallelConfig
-from ..distributed.files.reader import TensorOnDisk, open_tensors
+from .._compat.transformers.conversions import convert, loaded_targets
+from .._compat.transformers.saving import AsStored
+from ..checkpoint.carried import announced
+from ..checkpoint.stored_forms.encoding import QuantizedAgain
+from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
+from ..checkpoint.stored_forms.scheme import describe_form, form_in
 from ..distributed.files.replace import finish_move
 from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
-from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.attach import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
-from ..features.adapters.peft_config import read_config
-from ..features.adapters.plan import plan_adapters
-from ..features.adapters.storage import WEIGHTS, stored_names
 from ..train.runtime.writing import atomic_directory
-from .build_plan import build_plan
-
-_NAME = "default"
+from .adapted_base import AdaptedBase
 
 
 class _Merged:
-    """The base's stored tensors with the adapter merged, computed when indexed."""
+    """The base's tensors, as plain values, and the weights that the adapter changes."""
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
-        config, _ = read_config(str(adapter))
-        self.stored = _tensors(base, sorted(base.glob("*.safetensors")))
-        self.trained = _tensors(adapter, [adapter / WEIGHTS])
-        form = form_in(base)
-        if form is not None:
-            raise ConfigError(
-                f"{base} stores its weights quantized ({form.method}), and a merged weight is not: load both with "
-                "hfscale.from_pretrained(base, peft_config=adapter), and call hfscale.merge_and_unload"
-            )
-        plain, wrapped = empty_model(base, trusted), empty_model(base, trusted)
-        plan = build_plan(plain, ParallelConfig())
-        whole = quietly(wrapped, config, _NAME)
-        planned = plan_adapters(plan, adapter_parameters(whole, plan))
-        self.merge = WholeMerge(Adapters(None, whole, _NAME, plan), planned)
+        self.adapted = adapted = AdaptedBase(base, adapter, trusted)
+        files = sorted(base.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{base} has no safetensors files: give the directory of a checkpoint")
+        self.stored = open_plain(files, adapted.form)
+        self.merge = WholeMerge(Adapters(None, adapted.whole, adapted.name, adapted.stock_plan), adapted.plan)
         self.merge.refuse_tied()
-        self.keys = stored_names(whole, _NAME, planned, True)
-        self.owned = {p.name: p.tied_to or p.name for p in planned.parameters}
-        self.targets: dict[str, Destination] = loaded_targets(plain, list(self.stored), plan.by_name)
-        self.key_of = {self.owned.get(t.name, t.name): key for key, t in self.targets.items() if not t.converter}
-        for target in self.targets.values():
-            if target.converter is not None and self.merge.parts(target.name) != [target.name]:
-                raise ConfigError(
-                    f"the adapter changes {target.name}, which the checkpoint stores in another form: load both with "
-                    "hfscale.from_pretrained(base, peft_config=adapter), and call hfscale.merge_and_unload"
-                )
-        missing = [key for name, key in self.keys.items() if name in self.merge.factors and key not in self.trained]
+        self.owned = {p.name: p.tied_to or p.name for p in adapted.plan.parameters}
+        self.targets = loaded_targets(adapted.model, list(self.stored), adapted.stock_plan.by_name)
+        load_weights_as(self.stored, self.targets, {n: t.dtype for n, t in adapted.model.state_dict().items()})
+        self.keys_of: dict[str, list[str]] = {}  # owned name -> keys that it is made of
+        for key, target in self.targets.items():
+            for name in (target.name, *target.others):
+                self.keys_of.setdefault(self.owned.get(name, name), []).append(key)
+        needed = (key for name, key in adapted.keys.items() if name in self.merge.factors)
+        missing = [key for key in needed if key not in adapted.trained]
         if missing:
             raise CheckpointError(f"{adapter} lacks {len(missing)} tensors of its config, {missing[0]} for one")
 
-    def __getitem__(self, key: str) -> Tensor:
+    def changed(self, key: str) -> bool:
+        """Return whether the adapter changes what is stored as ``key``."""
         target = self.targets[key]
-        name = self.owned.get(target.name, target.name)
-        parts = self.merge.parts(name)
-        if parts == [name]:
-            return self._read(name) if target.converter is None else self.stored[key][...]
-        merged = self.merge.merged(name, {part: self._read(part) for part in parts})[name]
-        return merged.to(self.stored[key].dtype).contiguous()
+        names = {self.owned.get(name, name) for name in (target.name, *target.others)}
+        return any(self.merge.parts(name) != [name] for name in names)
+
+    def stored_with(self, key: str) -> dict[str, Tensor]:
+        """Return the merged tensor that is stored as ``key``, and those that are stored together with it, by key."""
+        target = self.targets[key]
+        if target.converter is None:
+            return {key: self._merged(target.name).to(self.stored[key].dtype).contiguous()}
+        whole = {name: self._merged(name) for name in (target.name, *target.others)}
+        as_stored = AsStored(self.adapted.model, {name: tensor.to("meta") for name, tensor in whole.items()})
+        return {
+            key: made.to(self.stored[key].dtype).contiguous()
+            for name, tensor in whole.items()
+            for key, made in as_stored.made_of(name, tensor).items()
+        }
+
+    def _merged(self, name: str) -> Tensor:
+        name = self.owned[name]
+        return self.merge.merged(name, {part: self._read(part) for part in self.merge.parts(name)})[name]
 
     def _read(self, name: str) -> Tensor:
         """Return a factor, or a weight from the adapter if it was trained, else from the base."""
-        trained = self.keys.get(name)
-        return self.trained[trained][...] if trained in self.trained else self.stored[self.key_of[name]][...]
+        trained = self.adapted.keys.get(name)
+        if trained in self.adapted.trained:
+            return self.adapted.trained[trained][...]
+        tensors = {key: self.stored[key][...] for key in self.keys_of[name]}
+        made = convert(tensors, self.targets, self.adapted.model, self.adapted.model.config)
+        return next(tensor for each, tensor in made.items() if self.owned[each] == name)
 
 
 def merge_adapter(
-    base: Path, adapter: Path, out: Path, *, max_shard_size: str | int = "5GB", trust_remote_code: bool = False
+    base: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    max_shard_size: str | int = "5GB",
+    trust_remote_code: bool = False,
+    as_stored: bool = False,
 ) -> int:
     """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors.
 
+    Args:
+        as_stored: quantize merged weights again in the form in which ``base`` stores them, and copy all others as they
+            are, byte for byte. Otherwise all are written as plain values.
+
     Raises:
         CheckpointError: one of them cannot be read, or they do not fit each other.
-        ConfigError: the adapter cannot be merged file to file.
+        ConfigError: the adapter cannot be merged, or ``base`` does not store quantized weights.
     """
     finish_move(base)
-    try:
-        merged = _Merged(base, adapter, trust_remote_code)
-    except (LookupError, OSError) as error:
-        raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
-    contents = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in merged.stored.items()}
-    changed = 0
+    merged = _Merged(base, adapter, trust_remote_code)
+    form = merged.adapted.form if as_stored else None
+    if as_stored and form is None:
+        raise ConfigError(f"{base} does not store quantized weights, as --as-stored expects: leave it out")
+    again = None if form is None else QuantizedAgain(base, form)
+    contents = announced(merged.stored)
+    waiting = dict.fromkeys(key for key in contents if merged.changed(key))
+    changed = len(waiting)
     with atomic_directory(out, stale=REPLACED) as staging:
-        writer = CheckpointWriter(staging.path, contents, max_shard_size)
-        for key in contents:
-            writer.add(key, merged[key])
-            changed += merged.merge.parts(merged.owned.get(merged.targets[key].name, "")) != [merged.targets[key].name]
+        layout = contents if again is None else again.layout(contents)
+        writer = CheckpointWriter(staging.path, layout, max_shard_size)
+        for key in contents.keys() - waiting.keys():
+            tensor = merged.stored[key]
+            for name, source in ({key: tensor} if again is None else in_the_file(key, tensor)).items():
+                writer.add(name, source[...])
+        while waiting:
+            for key, plain in merged.stored_with(next(iter(waiting))).items():
+                for name, made in ({key: plain} if again is None else again.made_of(key, plain)).items():
+                    writer.add(name, made)
+                del waiting[key]
         writer.finish()
         for path in base.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
                 shutil.copyfile(path, staging.path / path.name)
+        if merged.adapted.form is not None:
+            describe_form(staging.path, form)
     return changed
 
 
@@ -113,21 +138,21 @@ def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bo
     """
     from peft import PeftModel
 
-    kind = stock_class(empty_model(base, trust_remote_code))
-    ids = torch.arange(32).view(2, 16)
+    from .build import from_pretrained
 
-    def logits(model: Any) -> Tensor:
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    kind, ids = stock_class(empty_model(base, trust_remote_code)), torch.arange(32).view(2, 16)
+
+    def logits(directory: Path, adapter: str | None = None) -> Tensor:
+        model: Any
+        if form_in(directory) is not None:  # transformers computes with packed weights only on some GPUs
+            model = from_pretrained(directory, auto_class=kind, peft_config=adapter, **options)
+        else:
+            model = kind.from_pretrained(directory, **options)
+            model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
         with torch.no_grad():
             found: Tensor = model.eval()(input_ids=ids).logits
         return found.float()
 
-    options = {"trust_remote_code": True} if trust_remote_code else {}
-    apart = logits(PeftModel.from_pretrained(kind.from_pretrained(base, **options), str(adapter)))
-    together = logits(kind.from_pretrained(out, **options))
+    apart, together = logits(base, str(adapter)), logits(out)
     return float((apart - together).abs().max() / apart.abs().max())
-
-
-def _tensors(source: Path, files: list[Path]) -> dict[str, TensorOnDisk]:
-    if not files:
-        raise CheckpointError(f"{source} has no safetensors files: give the directory of a checkpoint")
-    return open_tensors(files)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name
-from ..distributed.files.dequantized import DequantizedOnDisk
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
-from .stored_forms.forms import open_plain
+from .stored_forms.forms import in_the_file, open_plain
 from .stored_forms.scheme import form_in
 
 _log = logging.getLogger(__name__)
@@ -79,8 +78,9 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
             "%d tensors that %s does not load are no longer in %s, so this checkpoint lacks them: %s",
             len(lost), class_name(model), carried.directory, _some(lost),
         )  # fmt: skip
-    parts = (t.stored_as if as_stored and isinstance(t, DequantizedOnDisk) else {n: ("", t)} for n, t in found.items())
-    return {name: source for each in parts for name, (_, source) in each.items()}
+    if not as_stored:
+        return found
+    return {name: source for key, tensor in found.items() for name, source in in_the_file(key, tensor).items()}
 
 
 def announced(tensors: Mapping[str, TensorOnDisk]) -> dict[str, Tensor]:

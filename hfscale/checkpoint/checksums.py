@@ -138,7 +138,7 @@ def _stored(runtime: Runtime, directory: Path, types: dict[str, torch.dtype]) ->
     result = {}
     for name in [name for name in by_name if name in types and name in keys][rank::world]:
         tensors = {key: stored[key][...].to(types[name]) for key in keys[name]}
-        whole = convert(tensors, found, like, runtime.model.config)
+        whole = convert(tensors, found, like, runtime.model.config)[name]
         del tensors
         everything = [[(0, size)] for size in whole.shape[1:]]
         result[name] = {n: checksum(expert, everything, whole.shape[1:]) for n, expert in enumerate(whole)}

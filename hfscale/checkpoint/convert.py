@@ -16,15 +16,23 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import all_or_none, atomic_directory
 from .carried import announced, carried_tensors, copy_files, copy_tensors, note_carried
+from .save import write_parameter
 from .state_directory import find_whole
 from .state_format import INDEX, StateIndex, StateReader
+from .stored_forms.encoding import quantized_again
+from .stored_forms.scheme import describe_form
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _CONFIGS = (".json", ".py", ".jinja")
 
 
 def convert_state(
-    source: Path, target: Path, *, max_shard_size: str | int = "5GB", trust_remote_code: bool = False
+    source: Path,
+    target: Path,
+    *,
+    max_shard_size: str | int = "5GB",
+    trust_remote_code: bool = False,
+    as_stored: bool = False,
 ) -> StateIndex:
     """Write the weights of a state as a Hugging Face directory, or, for a model with adapters, as PEFT's.
 
@@ -33,6 +41,7 @@ def convert_state(
 
     Args:
         source: directory of the state, or of several states.
+        as_stored: quantize weights again in the form of the checkpoint that the model was loaded from.
 
     Returns:
         the index of the state.
@@ -61,11 +70,13 @@ def convert_state(
             )
             shutil.copyfile(directory / _ADAPTER[0], staging.path / _ADAPTER[0])
         else:
-            _write_model(directory, reader, staging.path, max_shard_size, trust_remote_code)
+            _write_model(directory, reader, staging.path, max_shard_size, trust_remote_code, as_stored)
     return index
 
 
-def _write_model(directory: Path, reader: StateReader, target: Path, size: str | int, trusted: bool) -> None:
+def _write_model(
+    directory: Path, reader: StateReader, target: Path, size: str | int, trusted: bool, as_stored: bool
+) -> None:
     tensors, stored = reader.index.tensors, reader.index.stored
     try:
         model = empty_model(directory, trusted)
@@ -74,18 +85,21 @@ def _write_model(directory: Path, reader: StateReader, target: Path, size: str |
     contents: dict[str, Tensor] = {
         name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
     }
-    as_stored = AsStored(model, contents)
+    converted = AsStored(model, contents)
     if reader.index.carried is not None:
         source, names = reader.index.carried
         note_carried(model, Path(source), names)
-    carried = carried_tensors(model)
-    writer = CheckpointWriter(target, {**as_stored.layout, **announced(carried)}, size)
+    again = quantized_again(model) if as_stored else None
+    layout = converted.layout if again is None else again.layout(converted.layout)
+    carried = carried_tensors(model, as_stored)
+    writer = CheckpointWriter(target, {**layout, **announced(carried)}, size)
     for name, key in stored.items():
-        for stored_name, part in as_stored.made_of(name, reader.whole(key)).items():
-            writer.add(stored_name, part)
+        write_parameter(writer, converted, again, name, reader.whole(key))
     copy_tensors(carried, writer)
     writer.finish()
     for path in directory.iterdir():
         if path.suffix in _CONFIGS and path.name not in (INDEX, MARK):
             shutil.copyfile(path, target / path.name)
     copy_files(model, target, target)
+    if again is not None:
+        describe_form(target, again.form)

@@ -32,9 +32,9 @@ from ..train.runtime.writing import (
     saving,
     warn_of_not_finite,
 )
-from .carried import announced, carried_by, carried_tensors, copy_files, copy_tensors
-from .stored_forms.encoding import QuantizedAgain
-from .stored_forms.scheme import describe_again, form_in
+from .carried import announced, carried_tensors, copy_files, copy_tensors
+from .stored_forms.encoding import QuantizedAgain, quantized_again
+from .stored_forms.scheme import describe_form
 
 _WAIT = timedelta(minutes=2)
 
@@ -90,14 +90,7 @@ def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
             "quantization='as_stored' is of whole weights, and the model has adapters: merge them first "
             "(hfscale.merge_and_unload), or leave it out"
         )
-    source = carried_by(runtime.model)
-    form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
-    if source is None or form is None:
-        raise ConfigError(
-            f"quantization='as_stored' needs the quantized checkpoint that the model was loaded from, and "
-            f"{str(source.directory) if source else 'a model without one'!r} is none: leave it out"
-        )
-    return QuantizedAgain(source.directory, form)
+    return quantized_again(runtime.model)
 
 
 def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain | None) -> None:
@@ -115,19 +108,22 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)
         for entry, (name, tensor) in zip(entries, tensors, strict=True):
             if writer is not None:
-                staging.attempt(_add, writer, stored, again, name, tensor)
+                staging.attempt(write_parameter, writer, stored, again, name, tensor)
                 wrong = wrong or (staging.attempt(not_finite, {name: tensor}) if entry.planned else "") or ""
         if writer is not None:
             staging.attempt(copy_tensors, carried, writer)
             staging.attempt(write_configs, runtime.model, staging.path)
             staging.attempt(copy_files, runtime.model, staging.path, target)
             if again is not None:
-                staging.attempt(describe_again, staging.path, again.form)
+                staging.attempt(describe_form, staging.path, again.form)
             staging.attempt(writer.finish)
     warn_of_not_finite(runtime.mesh, wrong, str(target))
 
 
-def _add(writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain | None, name: str, tensor: Tensor) -> None:
+def write_parameter(
+    writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain | None, name: str, tensor: Tensor
+) -> None:
+    """Write what is stored of one parameter, quantized again if the checkpoint was; nothing if more belongs to it."""
     for key, plain in stored.made_of(name, tensor).items():
         for stored_name, part in ({key: plain} if again is None else again.made_of(key, plain)).items():
             writer.add(stored_name, part)

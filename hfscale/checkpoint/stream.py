@@ -21,6 +21,7 @@ from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_s
 from ..train.runtime.parameter_names import stock_name
 from ..train.runtime.writing import is_writer
 from .carried import carried_tensors
+from .stored_forms.encoding import quantized_again
 
 _NONE = torch.empty(0)  # on ranks that get nothing
 
@@ -45,11 +46,12 @@ def stream_weights(
             Otherwise adapters follow the weights, under the keys of PEFT's files.
         quantization_config: a ``transformers.FineGrainedFP8Config``: weights that transformers would quantize on
             loading are yielded in the same 8-bit floating point, bit by bit, each followed by the scales of its blocks
-            (``KEY_scale_inv``).
+            (``KEY_scale_inv``). ``"as_stored"``: weights that the checkpoint stores quantized are yielded in its form,
+            as :func:`hfscale.save_pretrained` writes them.
 
     Raises:
-        ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, or a weight
-            is not made of whole blocks.
+        ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, a weight is
+            not made of whole blocks, or ``"as_stored"`` is given for a checkpoint that is not quantized.
     """
     runtime = runtime_of(model)
     reshard(runtime.model)
@@ -68,8 +70,7 @@ def stream_weights(
     entries = tensors_to_save(runtime)
     merge = None if adapters is None else WholeMerge(adapters, runtime.plan)
     weights = [entry for entry in entries if merge is None or _owned(entry) not in merge.factors]
-    encoder = None if quantization_config is None else Fp8Encoder(runtime.model, quantization_config)
-    stored = _Stored(runtime, weights, encoder, _rank(runtime.mesh) in chosen)
+    stored = _Stored(runtime, weights, quantization_config, _rank(runtime.mesh) in chosen)
     if merge is None:
         return stored.of(_whole(runtime, entries, chosen))
     if merge_adapters:
@@ -92,12 +93,15 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
 
 
 class _Stored:
-    """Convert a model's full tensors to the checkpoint's format, optionally quantized to fp8, on the chosen ranks."""
+    """Convert a model's full tensors to the checkpoint's format, optionally quantized, on the chosen ranks."""
 
-    def __init__(self, runtime: Runtime, entries: list[SavedTensor], encoder: Fp8Encoder | None, here: bool) -> None:
-        self._model, self._encoder, self._here = runtime.model, encoder, here
+    def __init__(self, runtime: Runtime, entries: list[SavedTensor], quantization: Any, here: bool) -> None:
+        self._model, self._here = runtime.model, here
+        self._again = quantized_again(runtime.model) if quantization == "as_stored" else None
+        self._encoder = None
         self._contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
-        if encoder is not None:
+        if quantization is not None and self._again is None:
+            self._encoder = Fp8Encoder(runtime.model, quantization)
             for name, tensor in self._contents.items():
                 self._refuse_parts_of_blocks(name, AsStored(self._model, {name: tensor}).layout)
 
@@ -109,10 +113,12 @@ class _Stored:
                 continue
             for key, made in as_stored.made_of(entry.name, tensor).items():
                 yield from self._encoded(entry.name, key, made).items()
-        for key, carried in carried_tensors(self._model).items() if self._here else ():
+        for key, carried in carried_tensors(self._model, self._again is not None).items() if self._here else ():
             yield key, carried[...]
 
     def _encoded(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
+        if self._again is not None:
+            return self._again.made_of(key, tensor)
         if self._encoder is None or not self._encoder.wants(name):
             return {key: tensor}
         return self._encoder.made_of(key, tensor)

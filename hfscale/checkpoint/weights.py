@@ -14,6 +14,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import local_tensor
 from ..train.runtime.writing import all_or_none
 from .load import load_pretrained
+from .stored_forms.scheme import form_in
 
 
 @torch.no_grad()
@@ -43,7 +44,10 @@ def _adapter(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
 
 def _shares(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
     kind, dtype = stock_class(runtime.model), runtime.model.dtype
-    _, weights, missing = load_pretrained(kind, directory, runtime.plan, runtime.mesh, {"dtype": dtype})
+    form, options = form_in(Path(directory)), {"dtype": dtype}
+    if form is not None:  # of the same model as plain values, whose config describes no quantized weights
+        options["config"] = runtime.model.config
+    _, weights, missing = load_pretrained(kind, directory, runtime.plan, runtime.mesh, options, form=form)
     if missing:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of another "

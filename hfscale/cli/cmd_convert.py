@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
+    parser.add_argument(
+        "--as-stored", action="store_true", help="quantize again in the form of the checkpoint that was trained"
+    )
     parser.add_argument("--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads")
     parser.add_argument("--base", metavar="BASE", type=Path, help="with --adapter-for: the checkpoint that it adapts")
     add_overwrite(parser)
@@ -44,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         max_shard_size=bytes_of(arguments.max_shard_size, "--max-shard-size"),
         trust_remote_code=arguments.trust_remote_code,
+        as_stored=arguments.as_stored,
     )
     what = "an adapter" if index.adapter else "a model"
     at = "" if index.step is None else f" of step {index.step}"

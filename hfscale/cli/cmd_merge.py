@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--as-stored", action="store_true", help="quantize again in the form of a quantized BASE")
     parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
     add_overwrite(parser)
     add_json(parser)
@@ -36,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     places = arguments.base, arguments.adapter, arguments.out
     size, trusted = bytes_of(arguments.max_shard_size, "--max-shard-size"), arguments.trust_remote_code
-    changed = merge_adapter(*places, max_shard_size=size, trust_remote_code=trusted)
+    options = {"max_shard_size": size, "trust_remote_code": trusted, "as_stored": arguments.as_stored}
+    changed = merge_adapter(*places, **options)
     if not arguments.json:
         print(f"{arguments.out}: {changed} tensors have the adapter in them")
     working("comparing the logits of both")

@@ -24,6 +24,8 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
 from hfscale.api.merge_files import merge_adapter
 from hfscale.checkpoint.checksums import verify_experts
+from hfscale.checkpoint.weights import load_weights
+from hfscale.cli import main
 from hfscale.distributed.files import dequantized
 from hfscale.distributed.files.writer import bytes_of
 from hfscale.testing import RankPool
@@ -153,12 +155,15 @@ def test_what_is_saved_is_a_plain_checkpoint(written: dict[tuple[str, str], Path
         assert "quantization_config" not in json.loads((tmp_path / directory.name / "config.json").read_text())
 
 
-def identical(first: Path, second: Path) -> None:
-    found, expected = (load_file(path / "model.safetensors") for path in (first, second))
+def same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert bytes_of(found[name]) == bytes_of(tensor), name
+
+
+def identical(first: Path, second: Path) -> None:
+    same_bytes(*(load_file(path / "model.safetensors") for path in (first, second)))
     described = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (first, second)]
     assert described[0] == described[1]
 
@@ -285,17 +290,75 @@ def test_quantized_again_as_it_loads(written: dict[tuple[str, str], Path]) -> No
         assert torch.equal(found[0].logits, found[1].logits)
 
 
-def test_an_adapter_is_not_merged_file_to_file(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
-    directory = written["llama", "fp8"]
-    adapted = hfscale.from_pretrained(directory / "stored", peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+MERGED = {
+    ("llama", "int4"): {"target_modules": ["q_proj", "down_proj"]},
+    ("qwen3_moe", "fp8"): {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    ("deepseek_v3", "int4 experts"): {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    ("gpt_oss", "mxfp4"): {"target_modules": ["v_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize("pair", MERGED)
+def test_merged_file_to_file(written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]) -> None:
+    """As plain values and as stored, bit by bit what a loaded model writes; untouched tensors byte for byte."""
+    stored = written[pair] / "stored"
+    lora = LoraConfig(r=2, init_lora_weights=False, **MERGED[pair])
+    adapted = hfscale.from_pretrained(stored, peft_config=lora)
     hfscale.save_pretrained(adapted, tmp_path / "adapter")
     with pytest.raises(ConfigError, match="quantization='as_stored' is of whole weights, and the model has adapters"):
-        hfscale.save_pretrained(adapted, tmp_path / "out", quantization="as_stored")
-    with pytest.raises(ConfigError, match=r"stores its weights quantized \(fp8\), and a merged weight is not"):
-        merge_adapter(directory / "stored", tmp_path / "adapter", tmp_path / "out")
+        hfscale.save_pretrained(adapted, tmp_path / "loaded", quantization="as_stored")
+    streamed = dict(hfscale.stream_weights(adapted, merge_adapters=True, quantization_config="as_stored"))
     merged = hfscale.merge_and_unload(adapted)
-    hfscale.save_pretrained(merged, tmp_path / "out", quantization="as_stored")
-    identical(tmp_path / "out", directory / "stored")  # a new adapter changes nothing
+    for again in (None, "as_stored"):
+        hfscale.save_pretrained(merged, tmp_path / "loaded", quantization=again)
+        files = ["--as-stored"] if again else []
+        places = [str(path) for path in (stored, tmp_path / "adapter", tmp_path / "out")]
+        assert main(["merge", *places, "--overwrite", *files]) == 0
+        found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "loaded"))
+        kept = "e_score_correction_bias"  # the host loads it in float32, however it is stored
+        same_bytes(found, {n: t.to(found[n].dtype) if n.endswith(kept) else t for n, t in expected.items()})
+        described = "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
+        assert described == (again is not None)
+    same_bytes(streamed, found)
+    before = load_file(stored / "model.safetensors")
+    changed = {name for name, tensor in before.items() if bytes_of(found[name]) != bytes_of(tensor)}
+    targets = ("q_proj", "v_proj", "o_proj", ".down_proj", "gate_proj", "up_proj", "experts.down_proj")
+    assert changed
+    assert all(any(target in name for target in targets) for name in changed)
+
+
+def test_a_plain_base_has_no_stored_form(written: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    plain = written["llama", "fp8"] / "plain"
+    adapted = hfscale.from_pretrained(plain, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    hfscale.save_pretrained(adapted, tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="does not store quantized weights"):
+        merge_adapter(plain, tmp_path / "adapter", tmp_path / "out", as_stored=True)
+    with pytest.raises(ConfigError, match="needs the quantized checkpoint"):
+        hfscale.stream_weights(adapted, quantization_config="as_stored")
+
+
+def reload_and_save_state(paths: dict[tuple[str, str], Path], layout: Layout, out: Path) -> None:
+    """Replace weights by those of a quantized checkpoint, stream them as stored, and save a state of them."""
+    for pair, path in paths.items():
+        model = hfscale.from_pretrained(path / "stored", parallel=ParallelConfig(**layout))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_tensor(parameter).zero_()
+        load_weights(model, path / "stored")
+        streamed = {n: t.clone() for n, t in hfscale.stream_weights(model, quantization_config="as_stored")}
+        if streamed:
+            same_bytes(streamed, load_file(path / "stored" / "model.safetensors"))
+        hfscale.save_state(model, out / pair[0], step=1)
+
+
+def test_states_are_converted_as_stored(
+    pools: Pools, written: dict[tuple[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {pair: written[pair] for pair in (("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("llama", "int4"))}
+    pools(4).run(reload_and_save_state, paths, LAYOUTS["tp2-pp2"], tmp_path)
+    for pair, path in paths.items():
+        assert main(["convert", str(tmp_path / pair[0]), str(tmp_path / "out"), "--as-stored", "--overwrite"]) == 0
+        identical(tmp_path / "out", path / "stored")
 
 
 def test_asked_for_another_form(written: dict[tuple[str, str], Path]) -> None:

@@ -33,7 +33,8 @@ def _float8(random: Random, draw: Draw) -> Draw:
     asked = lever_values.float8(random)
     dtype = "float32" if single else "float64"
     # A user's loss is summed, and divided behind the backward pass: no power of two, so 8 bits round what is another.
-    draw = draw.change(config=config, mixed_precision="fp8", float8=asked, dtype=dtype, user_loss=False)
+    # Documents of packed rows share their scales, and the judge computes each by itself.
+    draw = draw.change(config=config, mixed_precision="fp8", float8=asked, dtype=dtype, user_loss=False, packed=False)
     return _in_given_microbatches(draw)
 
 

@@ -107,17 +107,22 @@ def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
     return Merge(sources.index(pattern), dims.get(MergeModulelist), dims.get(Concatenate))
 
 
-def convert(tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any) -> Tensor:
-    """Convert all stored full tensors of one parameter, in transformers' order, as transformers does.
+def convert(
+    tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any
+) -> dict[str, Tensor]:
+    """Convert all stored full tensors of one destination, in transformers' order, as transformers does.
 
     Args:
         like: a stand-in for the model: ``like.get_parameter(name)`` has the shape that a converter may ask for.
+
+    Returns:
+        the parameter, or those that the converter makes of the tensors, by name.
     """
     first = found[next(iter(tensors))]
     if first.converter is None:
-        return next(iter(tensors.values()))
+        return {first.name: next(iter(tensors.values()))}
     converter: Any = copy.deepcopy(first.converter)
     for key, tensor in tensors.items():
         converter.add_tensor(first.name, key, found[key].pattern, tensor)
-    result = converter.convert(first.name, model=like, config=config)[first.name]
-    return result[0] if isinstance(result, list) else result
+    made = converter.convert(first.name, model=like, config=config)
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}

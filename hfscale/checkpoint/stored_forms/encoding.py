@@ -12,14 +12,15 @@ from math import lcm, prod
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distributed.files.dequantized import Along, DequantizedOnDisk
 from ...distributed.files.reader import open_tensors
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
+from ..carried import carried_by
 from .arithmetic import packed, powers_of_two, scaled_twice
-from .forms import as_plain
-from .scheme import StoredForm
+from .forms import as_plain, in_the_file
+from .scheme import StoredForm, form_in
 
 _ENTRIES = 1 << 20  # quantized at a time, if blocks are no larger
 _FLOAT8 = 448.0
@@ -64,7 +65,7 @@ class QuantizedAgain:
             )
         for key, tensor in plain.items():
             if key in self._weights:
-                stored = {name: source for name, (_, source) in self._weights[key].stored_as.items()}
+                stored = in_the_file(key, self._weights[key])
                 result |= {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in stored.items()}
             else:
                 result[key] = tensor.to(self._stored[key].dtype) if key in self._stored else tensor
@@ -80,6 +81,22 @@ class QuantizedAgain:
             name: source[...] if part not in made else made[part].view(source.shape)
             for name, (part, source) in weight.stored_as.items()
         }
+
+
+def quantized_again(model: nn.Module) -> QuantizedAgain:
+    """Return the form of the checkpoint that a model was loaded from.
+
+    Raises:
+        ConfigError: it is not quantized, or was not noted.
+    """
+    source = carried_by(model)
+    form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
+    if source is None or form is None:
+        raise ConfigError(
+            f"'as_stored' needs the quantized checkpoint that the model was loaded from, and "
+            f"{str(source.directory) if source else 'a model without one'!r} is none: leave it out"
+        )
+    return QuantizedAgain(source.directory, form)
 
 
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:

@@ -174,6 +174,13 @@ def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[
     return {**rest, **weights}
 
 
+def in_the_file(key: str, tensor: TensorOnDisk) -> dict[str, TensorOnDisk]:
+    """Return the stored tensors that make up a tensor of a plain checkpoint, by name: packed values and scales."""
+    if not isinstance(tensor, DequantizedOnDisk):
+        return {key: tensor}
+    return {name: source for name, (_, source) in tensor.stored_as.items()}
+
+
 def load_weights_as(
     stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], dtypes: Mapping[str, torch.dtype]
 ) -> None:

@@ -100,11 +100,14 @@ def form_in(directory: Path) -> StoredForm | None:
     return _form(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 
-def describe_again(directory: Path, form: StoredForm) -> None:
-    """Add the description of quantized weights to the config of a checkpoint in a directory."""
+def describe_form(directory: Path, form: StoredForm | None) -> None:
+    """Let the config of a checkpoint in a directory describe quantized weights; ``None``: plain ones."""
     file = directory / "config.json"
-    config = {**json.loads(file.read_bytes()), "quantization_config": dict(form.values)}
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    config = json.loads(file.read_bytes())
+    for holder in (config, config.get("text_config") or {}):
+        holder.pop("quantization_config", None)
+    described = {} if form is None else {"quantization_config": dict(form.values)}
+    file.write_text(json.dumps({**config, **described}, indent=2, sort_keys=True) + "\n")
 
 
 def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
