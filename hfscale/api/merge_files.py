@@ -14,7 +14,7 @@ from torch import Tensor
 from .._compat.transformers.classes import empty_model, stock_class
 from .._compat.transformers.conversions import convert, loaded_targets
 from .._compat.transformers.saving import AsStored
-from ..checkpoint.carried import announced
+from ..checkpoint.carried import announced, copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
 from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
 from ..checkpoint.stored_forms.scheme import describe_form, form_in
@@ -108,28 +108,32 @@ def merge_adapter(
     if as_stored and form is None:
         raise ConfigError(f"{base} does not store quantized weights, as --as-stored expects: leave it out")
     again = None if form is None else QuantizedAgain(base, form)
-    contents = announced(merged.stored)
-    waiting = dict.fromkeys(key for key in contents if merged.changed(key))
-    changed = len(waiting)
     with atomic_directory(out, stale=REPLACED) as staging:
-        layout = contents if again is None else again.layout(contents)
-        writer = CheckpointWriter(staging.path, layout, max_shard_size)
-        for key in contents.keys() - waiting.keys():
-            tensor = merged.stored[key]
-            for name, source in ({key: tensor} if again is None else in_the_file(key, tensor)).items():
-                writer.add(name, source[...])
-        while waiting:
-            for key, plain in merged.stored_with(next(iter(waiting))).items():
-                for name, made in ({key: plain} if again is None else again.made_of(key, plain)).items():
-                    writer.add(name, made)
-                del waiting[key]
-        writer.finish()
+        changed = _write(merged, again, staging.path, max_shard_size)
         for path in base.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
                 shutil.copyfile(path, staging.path / path.name)
         if merged.adapted.form is not None:
             describe_form(staging.path, form)
     return changed
+
+
+def _write(merged: _Merged, again: QuantizedAgain | None, out: Path, max_shard_size: str | int) -> int:
+    contents = announced(merged.stored)
+    writer = CheckpointWriter(out, contents if again is None else again.layout(contents), max_shard_size)
+    changed = dict.fromkeys(key for key in contents if merged.changed(key))
+    for key, tensor in merged.stored.items():
+        if key not in changed:
+            copied = {key: tensor} if again is None else in_the_file(key, tensor)
+            copy_tensors(copied, writer)
+    waiting = dict(changed)
+    while waiting:
+        for key, plain in merged.stored_with(next(iter(waiting))).items():
+            for name, made in ({key: plain} if again is None else again.made_of(key, plain)).items():
+                writer.add(name, made)
+            del waiting[key]
+    writer.finish()
+    return len(changed)
 
 
 def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bool = False) -> float:
