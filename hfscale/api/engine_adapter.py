@@ -11,6 +11,7 @@ Values are copied. Families whose checkpoints store stacked experts (gpt-oss) ar
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,12 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
         if list(pieces) != [parameter]:
             a, b = (stored.pop(adapted.keys[pair[kind].name]) for kind in (LORA_A, LORA_B))
             stored |= _per_expert(a, b, pair[LORA_A].experts, pieces)
-            _note(settings, len(a) // pair[LORA_A].experts, {name.rpartition(".")[2] for name in pieces})
+            rank = len(a) // pair[LORA_A].experts
+            _note(settings, rank, {name.rpartition(".")[2] for name in pieces})
+            for other in _not_adapted(parameter, contents, factors):
+                beside = _pieces(as_stored, other, contents[other])
+                stored |= _zeros(rank, contents[other], beside)
+                _note(settings, rank, {name.rpartition(".")[2] for name in beside})
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
         (staging.path / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -86,6 +92,19 @@ def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int,
         found[f"{_PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
         found[f"{_PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
     return found
+
+
+def _not_adapted(parameter: str, contents: dict[str, Tensor], adapted: Collection[str]) -> list[str]:
+    """Return the other stacked weights of the experts whose ``parameter`` is adapted, as far as they are not."""
+    module = parameter.rpartition(".")[0]
+    beside = (name for name, weight in contents.items() if name.rpartition(".")[0] == module and weight.ndim == 3)
+    return [name for name in beside if name not in adapted]
+
+
+def _zeros(rank: int, weight: Tensor, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
+    """Return factors of no effect: engines want all projections of an expert adapted, or none."""
+    experts, rows, columns = weight.shape
+    return _per_expert(torch.zeros(experts * rank, columns), torch.zeros(rows, rank * experts), experts, pieces)
 
 
 def _note(settings: dict[str, Any], rank: int, projections: set[str]) -> None:

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig
 
+import hfscale
 from hfscale.cli import main
 from hfscale.testing.parity import stored
 
@@ -37,8 +38,12 @@ def saved(directory: Path, config: Any, **given: Any) -> float:
 
 
 @pytest.mark.parametrize("make", [qwen3_moe, mixtral])
-def test_factors_of_each_expert(tmp_path: Path, make: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    scale = saved(tmp_path, make(), target_modules=["q_proj"], target_parameters=BOTH)
+@pytest.mark.parametrize("adapted", [BOTH, BOTH[:1]], ids=["both", "one"])
+def test_factors_of_each_expert(
+    tmp_path: Path, make: Any, adapted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines want factors for all projections of an expert: those without an adapter get zeros."""
+    scale = saved(tmp_path, make(), target_modules=["q_proj"], target_parameters=adapted)
     places = [str(tmp_path / name) for name in ("adapter", "out", "base")]
     assert main(["convert", *places[:2], "--adapter-for", "vllm", "--base", places[2]]) == 0
     assert "for vllm" in capsys.readouterr().out
@@ -76,3 +81,14 @@ def test_stacked_as_stored_and_without_experts_stay_as_they_are(tmp_path: Path) 
 def test_it_needs_the_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--adapter-for", "vllm"]) == 2
     assert "--base" in capsys.readouterr().err
+
+
+def test_saving_says_what_engines_ignore(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, config, targets, said in (
+        ("apart", qwen3_moe(), BOTH, True), ("stacked", gpt_oss(), BOTH, False), ("dense", tiny("llama"), None, False)
+    ):  # fmt: skip
+        caplog.clear()
+        lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+        model = hfscale.from_config(config, peft_config=lora)
+        hfscale.save_pretrained(model, tmp_path / name)
+        assert ("vLLM and SGLang ignore them" in caplog.text) == said, name

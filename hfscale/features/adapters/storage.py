@@ -1,5 +1,6 @@
 """Save and load adapters in PEFT's own format and names: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..._compat.peft import stored_weights
 from ..._compat.transformers.classes import input_embedding
+from ..._compat.transformers.saving import AsStored
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...plan import Plan
@@ -18,6 +20,7 @@ from ...train.runtime.full_tensors import full_parameters
 from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import atomic_directory, is_writer, not_finite, warn_of_not_finite
 
+_log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -88,6 +91,8 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
         CheckpointError: it could not be written; ``target`` is then unchanged.
     """
     writes = is_writer(runtime.mesh)
+    if writes:
+        _warn_of_experts(runtime)
     names = stored_names(whole, name, runtime.plan, "auto") if writes else {}
     owned: dict[str, list[str]] = {}
     for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
@@ -101,6 +106,19 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
             save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             write_adapter_config(whole, name, staging.path)
     warn_of_not_finite(runtime.mesh, not_finite(tensors), str(target))
+
+
+def _warn_of_experts(runtime: Runtime) -> None:
+    """Warn if engines would ignore the adapters of experts, since they look for each expert's under its own name."""
+    stacked = next((adapter.base for adapter in runtime.plan.adapters if adapter.experts), None)
+    if stacked is None:
+        return
+    whole = torch.empty(runtime.plan.by_name[stacked].shape, device="meta")
+    if AsStored(runtime.model, {stacked: whole}).layout.keys() != {stacked}:
+        _log.warning(
+            "PEFT loads these adapters of experts, stacked as in %s, and vLLM and SGLang ignore them: for an engine, "
+            "rewrite the saved adapter with `hfscale convert ADAPTER OUT --adapter-for vllm --base CHECKPOINT`", stacked
+        )  # fmt: skip
 
 
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
