@@ -19,7 +19,6 @@ from ..parallel.data import reshard
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
 from ..train.runtime.parameter_names import stock_name
-from ..train.runtime.writing import is_writer
 from .carried import carried_tensors
 from .stored_forms.encoding import quantized_again
 
@@ -137,17 +136,21 @@ def _merged(
     runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], chosen: Sequence[int]
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
     by_name = {_owned(entry): entry for entry in entries}
+    names = [name for name in by_name if name not in merge.factors]
+    modules, merged = dict[str, list[str]](), set[str]()  # the first weight of a module -> all that it is merged from
+    for name in names:
+        if name not in merged:
+            modules[name] = merge.parts(name)
+            merged |= {name, *modules[name]} - merge.factors
+    arriving = _whole(runtime, [by_name[part] for parts in modules.values() for part in parts], chosen)
     ready: dict[str, Tensor] = {}
-    for name, entry in by_name.items():
-        if name in merge.factors:
-            continue
-        if name not in ready:
-            parts = merge.parts(name)
-            found = {_owned(e): tensor for e, tensor in _whole(runtime, [by_name[part] for part in parts], chosen)}
-            ready |= (
-                merge.merged(name, found) if _rank(runtime.mesh) in chosen else dict.fromkeys([name, *parts], _NONE)
-            )
-        yield entry, ready.pop(name)
+    for name in names:
+        if name in modules:
+            parts = modules[name]
+            found = {part: tensor for part, (_, tensor) in zip(parts, arriving, strict=False)}
+            here = _rank(runtime.mesh) in chosen
+            ready |= merge.merged(name, found) if here else dict.fromkeys([name, *parts], _NONE)
+        yield by_name[name], ready.pop(name)
 
 
 def _with_adapters(
@@ -172,25 +175,5 @@ def _rank(mesh: Mesh) -> int:
 
 def _whole(runtime: Runtime, entries: list[SavedTensor], chosen: Sequence[int]) -> Iterator[tuple[SavedTensor, Tensor]]:
     """Yield each full tensor on the chosen ranks; every rank must exhaust it, and gets empty tensors if not chosen."""
-    mesh = runtime.mesh
-    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries), strict=True):
-        yield entry, _handed_on(entry, tensor, mesh, chosen, _rank(mesh))
-
-
-def _handed_on(entry: SavedTensor, tensor: Tensor, mesh: Mesh, chosen: Sequence[int], rank: int) -> Tensor:
-    """Send the first rank's tensor to the chosen ranks."""
-    if is_writer(mesh) and (tensor.device.type != "cpu" or not tensor.is_contiguous()):
-        tensor = tensor.cpu().contiguous()
-    if mesh.control is None or tuple(chosen) == (0,) or 0 in entry.shape:
-        return tensor
-    if rank != 0:
-        tensor = tensor.new_empty(entry.shape, device="cpu") if rank in chosen else tensor
-    flat = tensor.view(-1).view(torch.uint8)
-    if len(set(chosen) | {0}) == mesh.layout.total_size:
-        dist.broadcast(flat, src=0, group=mesh.control)
-    elif rank == 0:
-        for other in sorted(set(chosen) - {0}):
-            dist.send(flat, dst=other, group=mesh.control)
-    elif rank in chosen:
-        dist.recv(flat, src=0, group=mesh.control)
-    return tensor
+    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, to=chosen), strict=True):
+        yield entry, tensor.cpu().contiguous()

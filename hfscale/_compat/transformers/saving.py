@@ -12,6 +12,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.dynamic_module_utils import custom_object_save
 
 from ...errors import CheckpointError
+from ..replaced import attribute_replaced
 from .classes import class_name, empty_copy, stock_class
 
 
@@ -36,11 +37,10 @@ class AsStored:
         Raises:
             CheckpointError: converting all tensors together, and group by group, gives different results.
         """
-        _note_conversions(model)
-        self._model, self._whole = model, contents
-        with _whole_shapes(model, contents):
+        self._model, self._whole, self._conversions = model, contents, _conversions(model)
+        with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
-            self._together = _together(model, contents)
+            self._together = _together(model, contents, self._conversions)
             self._together |= _after_another(model, contents, self._together, set(expected))
         self._waiting: dict[str, Tensor] = {}
         self.layout: dict[str, Tensor] = {}
@@ -59,33 +59,31 @@ class AsStored:
         self._waiting[name] = tensor
         if any(other not in self._waiting for other in names):
             return {}
-        with _whole_shapes(self._model, self._whole):
+        with self._reverting():
             stored: dict[str, Tensor] = revert_weight_conversion(
                 self._model, {other: self._waiting.pop(other) for other in names}
             )
         return stored
 
+    @contextmanager
+    def _reverting(self) -> Iterator[None]:
+        """Let transformers find the conversions, and the shapes of full tensors, on the model in the ``with`` block."""
+        model, known = self._model, self._whole
+        model.get_parameter = lambda name: known[name] if name in known else type(model).get_parameter(model, name)
+        try:
+            with attribute_replaced(model, "_weight_conversions", self._conversions):
+                yield
+        finally:
+            del model.get_parameter
 
-@contextmanager
-def _whole_shapes(model: Any, contents: dict[str, Tensor]) -> Iterator[None]:
-    """Make ``model.get_parameter`` return full tensors in the ``with`` block: transformers reads shapes from it."""
-    known = dict(contents)
-    model.get_parameter = lambda name: known[name] if name in known else type(model).get_parameter(model, name)
-    try:
-        yield
-    finally:
-        del model.get_parameter
 
-
-def _together(model: Any, contents: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
+def _together(model: Any, contents: dict[str, Tensor], conversions: list[Any]) -> dict[str, tuple[str, ...]]:
     """Map each tensor to all tensors stored together with it, itself included, in order.
 
     Such tensors get the same stored name, or a converter of several patterns gives them one key (two mixtures of a
     layer that are stored as one list of experts; transformers refuses to convert them one by one).
     """
-    mapping = getattr(model, "_weight_conversions", None)
-    mapping = get_model_conversion_mapping(model, add_legacy=False) if mapping is None else mapping
-    converters = [entry.reverse_transform() for entry in mapping[::-1] if isinstance(entry, WeightConverter)]
+    converters = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
     known: dict[str, list[str]] = {}
     for name, tensor in contents.items():
         found = ((entry, *entry.rename_source_key(name)) for entry in converters)
@@ -125,15 +123,18 @@ def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
     return AsStored(model, contents).layout
 
 
-def _note_conversions(model: Any) -> None:
-    """Record the conversions needed for saving on a model that was not loaded, as loading would.
+def _conversions(model: Any) -> list[Any]:
+    """Return the conversions that loading recorded on a model; if it was not loaded, those of its class.
 
-    Transformers would look them up by the name of the class, which FSDP2 changes.
+    Transformers would look them up for every tensor, by the name of the class, which FSDP2 changes.
     """
-    if getattr(model, "_weight_conversions", None) is None and type(model) is not stock_class(model):
-        found = get_model_conversion_mapping(empty_copy(model), add_legacy=False)
-        # A prefix is known from loading only, as in transformers' own `revert_weight_conversion`.
-        model._weight_conversions = [entry for entry in found if type(entry).__name__ != "PrefixChange"] or None
+    loaded: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if loaded is not None:
+        return loaded
+    stock = model if type(model) is stock_class(model) else empty_copy(model)
+    found = get_model_conversion_mapping(stock, add_legacy=False)
+    # A prefix is known from loading only, as in transformers' own `revert_weight_conversion`.
+    return [entry for entry in found if type(entry).__name__ != "PrefixChange"]
 
 
 def write_configs(model: Any, directory: Path) -> None:

@@ -1,9 +1,10 @@
-"""Gather a model's full tensors on rank 0, one at a time; no rank holds more than one."""
+"""Gather a model's full tensors, bucket by bucket; no rank holds more than a bucket and one full tensor."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan, write_share
 from .runtime import Runtime
 from .shards import local_tensor
-from .writing import Attempt, is_writer, plainly
+from .writing import Attempt, plainly
+
+_ALIGNED = 16  # bytes; views of any dtype begin at a multiple
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class SavedTensor:
     dtype: torch.dtype
     home: int
     planned: ParameterPlan | None  # None: a buffer, full on every rank of its stage
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the full tensor."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def told(self) -> tuple[Any, ...]:
         """Return the fields as a short tuple to send to other ranks, which have the same plan; one per tensor."""
@@ -102,17 +110,35 @@ def full_tensors(
     entries: list[SavedTensor],
     share_of: Callable[[SavedTensor], Tensor | None] | None = None,
     attempt: Attempt = plainly,
+    to: Sequence[int] = (0,),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor to save, one at a time, in the same order on every rank: full on rank 0, empty elsewhere.
+    """Yield every tensor to save, one at a time, in the same order on every rank: full on some ranks, empty elsewhere.
+
+    Tensors are gathered in buckets as large as the largest of them, so that many small ones take few messages: each
+    rank sends all that it holds of a bucket straight to every rank in ``to``, at once.
 
     Args:
         share_of: returns this rank's shard of an entry, if not the model's own parameter; cut the same way.
         attempt: calls everything that may fail on one rank alone. After a failure shards are still sent and
             received, so that no rank waits for another, and the tensors' values mean nothing.
+        to: the global ranks that get full tensors.
     """
     held = share_of or _shares(runtime)
+    for bucket in _buckets(entries):
+        yield from _gather(bucket, held, runtime.mesh, to, attempt)
+
+
+def _buckets(entries: list[SavedTensor]) -> Iterator[list[SavedTensor]]:
+    """Split tensors into runs of consecutive ones, no run larger than the largest tensor."""
+    most, bucket, filled = max((entry.nbytes for entry in entries), default=0), list[SavedTensor](), 0
     for entry in entries:
-        yield entry.name, _gather(entry, held(entry), runtime.mesh, attempt)
+        if bucket and filled + entry.nbytes > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(entry)
+        filled += entry.nbytes
+    if bucket:
+        yield bucket
 
 
 def _shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
@@ -126,47 +152,97 @@ def _shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-def _gather(entry: SavedTensor, share: Tensor | None, mesh: Mesh, attempt: Attempt) -> Tensor:
-    cuts = entry.planned.cuts if entry.planned else ()
-    is_here = not cuts and is_writer(mesh) and entry.home == 0
-    if share is not None and (mesh.device_mesh is None or is_here):
-        return share
-    _, own = mesh.view(cuts)
-    sends = mesh.pp_rank == entry.home and not any(own[axis] for axis in mesh.free_axes(cuts))
-    sent = _on_host(share, attempt) if share is not None and sends else None
-    if is_writer(mesh):
-        return _put_together(entry, sent, mesh, attempt)
-    if sent is not None and sent.numel():
-        dist.send(sent.view(-1).view(torch.uint8), dst=0, group=mesh.control)
+@dataclass(frozen=True)
+class _Piece:
+    """One rank's shard of a tensor, and its place among the bytes that this rank sends of a bucket."""
+
+    entry: SavedTensor
+    ranks: dict[str, int]
+    start: int
+    stop: int
+
+    def view(self, sent: Tensor) -> Tensor:
+        """Return the shard as a view of the bytes."""
+        shape = self.entry.planned.local_shape(self.ranks) if self.entry.planned else self.entry.shape
+        return sent[self.start : self.stop].view(self.entry.dtype).view(shape)
+
+
+def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[int, list[_Piece]]:
+    """Return the shards that each rank sends, in order; uncut tensors do not leave the only rank that wants them."""
+    result: dict[int, list[_Piece]] = {}
+    for entry in bucket:
+        cuts = entry.planned.cuts if entry.planned else ()
+        for coordinates in product(*(range(cut.size) for cut in cuts)):
+            ranks = {cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}
+            source = mesh.rank_at(cuts, ranks, entry.home)
+            if not cuts and tuple(to) == (source,):
+                continue
+            pieces = result.setdefault(source, [])
+            start = -(-pieces[-1].stop // _ALIGNED) * _ALIGNED if pieces else 0
+            shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
+            pieces.append(_Piece(entry, ranks, start, start + prod(shape) * entry.dtype.itemsize))
+    return {source: pieces for source, pieces in result.items() if pieces[-1].stop}
+
+
+def _gather(
+    bucket: list[SavedTensor],
+    held: Callable[[SavedTensor], Tensor | None],
+    mesh: Mesh,
+    to: Sequence[int],
+    attempt: Attempt,
+) -> Iterator[tuple[str, Tensor]]:
+    if mesh.control is None:
+        yield from ((entry.name, _put_together(entry, [], held, attempt)) for entry in bucket)
+        return
+    rank, pieces, sent = dist.get_rank(), _pieces(bucket, mesh, to), dict[int, Tensor]()
+    if rank in pieces:
+        own = attempt(_copy, pieces[rank], held)
+        sent[rank] = torch.empty(pieces[rank][-1].stop, dtype=torch.uint8) if own is None else own
+    if rank in to:
+        sent |= {s: torch.empty(p[-1].stop, dtype=torch.uint8) for s, p in pieces.items() if s != rank}
+    works = [dist.irecv(flat, src=source, group=mesh.control) for source, flat in sent.items() if source != rank]
+    others = (other for other in to if other != rank and rank in pieces)
+    works += [dist.isend(sent[rank], dst=other, group=mesh.control) for other in others]
+    for work in works:
+        if work is not None:
+            work.wait()
+    shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
+    for source, flat in sent.items() if rank in to else ():
+        for piece in pieces[source]:
+            shards.setdefault(id(piece.entry), []).append((piece.ranks, piece.view(flat)))
+    for entry in bucket:
+        found = shards.get(id(entry), [])
+        yield entry.name, _put_together(entry, found, held, attempt) if rank in to else _nothing(entry)
+
+
+def _nothing(entry: SavedTensor) -> Tensor:
     return torch.empty(0, dtype=entry.dtype)
 
 
-def _on_host(share: Tensor, attempt: Attempt) -> Tensor:
-    """Return a CPU copy of a shard; after a failure, an empty tensor of the same size."""
-    copied: Tensor | None = attempt(_copy, share)
-    return torch.empty(share.shape, dtype=share.dtype) if copied is None else copied
+def _copy(pieces: list[_Piece], held: Callable[[SavedTensor], Tensor | None]) -> Tensor:
+    """Return the bytes of this rank's shards on the CPU: one copy off the device."""
+    shares = [held(piece.entry) for piece in pieces]
+    found = [share for share in shares if share is not None]
+    flat = torch.empty(pieces[-1].stop, dtype=torch.uint8, device=found[0].device)
+    for piece, share in zip(pieces, found, strict=True):
+        piece.view(flat).copy_(share)
+    return flat.cpu()
 
 
-def _copy(share: Tensor) -> Tensor:
-    return share.cpu().contiguous()
-
-
-def _put_together(entry: SavedTensor, own: Tensor | None, mesh: Mesh, attempt: Attempt) -> Tensor:
-    """Assemble the full tensor from all ranks' shards; ``own`` is rank 0's shard, ``None`` if another rank sends it."""
+def _put_together(
+    entry: SavedTensor,
+    shards: list[tuple[dict[str, int], Tensor]],
+    held: Callable[[SavedTensor], Tensor | None],
+    attempt: Attempt,
+) -> Tensor:
+    """Return a full tensor from the shards that ranks sent; if none did, this rank has all of it."""
+    if not shards:
+        own = held(entry)
+        return torch.empty(entry.shape, dtype=entry.dtype) if own is None else own
     cuts = entry.planned.cuts if entry.planned else ()
+    if not cuts:
+        return shards[0][1]
     whole = attempt(partial(torch.empty, entry.shape, dtype=entry.dtype))
-    for coordinates in product(*(range(cut.size) for cut in cuts)):
-        ranks = {cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}
-        share = _receive(entry, ranks, mesh) if own is None or any(coordinates) else own
+    for ranks, share in shards:
         attempt(write_share, whole, share, cuts, ranks)
-    return torch.empty(0, dtype=entry.dtype) if whole is None else whole
-
-
-def _receive(entry: SavedTensor, ranks: dict[str, int], mesh: Mesh) -> Tensor:
-    """Receive the shard of the rank with the coordinates ``ranks``."""
-    shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
-    share = torch.empty(shape, dtype=entry.dtype)
-    if share.numel():
-        source = mesh.rank_at(entry.planned.cuts if entry.planned else (), ranks, entry.home)
-        dist.recv(share.view(-1).view(torch.uint8), src=source, group=mesh.control)
-    return share
+    return _nothing(entry) if whole is None else whole
