@@ -194,25 +194,39 @@ def _gather(
     if mesh.control is None:
         yield from ((entry.name, _put_together(entry, [], held, attempt)) for entry in bucket)
         return
-    rank, pieces, sent = dist.get_rank(), _pieces(bucket, mesh, to), dict[int, Tensor]()
-    if rank in pieces:
-        own = attempt(_copy, pieces[rank], held)
-        sent[rank] = torch.empty(pieces[rank][-1].stop, dtype=torch.uint8) if own is None else own
-    if rank in to:
-        sent |= {s: torch.empty(p[-1].stop, dtype=torch.uint8) for s, p in pieces.items() if s != rank}
-    works = [dist.irecv(flat, src=source, group=mesh.control) for source, flat in sent.items() if source != rank]
-    others = (other for other in to if other != rank and rank in pieces)
-    works += [dist.isend(sent[rank], dst=other, group=mesh.control) for other in others]
-    for work in works:
-        if work is not None:
-            work.wait()
+    rank, pieces = dist.get_rank(), _pieces(bucket, mesh, to)
+    sent = _exchange(pieces, held, mesh, to, attempt)
     shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
-    for source, flat in sent.items() if rank in to else ():
+    for source, flat in sent.items():
         for piece in pieces[source]:
             shards.setdefault(id(piece.entry), []).append((piece.ranks, piece.view(flat)))
     for entry in bucket:
         found = shards.get(id(entry), [])
         yield entry.name, _put_together(entry, found, held, attempt) if rank in to else _nothing(entry)
+
+
+def _exchange(
+    pieces: dict[int, list[_Piece]],
+    held: Callable[[SavedTensor], Tensor | None],
+    mesh: Mesh,
+    to: Sequence[int],
+    attempt: Attempt,
+) -> dict[int, Tensor]:
+    """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
+    rank = dist.get_rank()
+    sizes = {source: own[-1].stop for source, own in pieces.items()}
+    wanted = [source for source in sizes if source != rank] if rank in to else []
+    sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
+    works = [dist.irecv(flat, src=source, group=mesh.control) for source, flat in sent.items()]
+    if rank in pieces:
+        own = attempt(_copy, pieces[rank], held)
+        flat = torch.empty(sizes[rank], dtype=torch.uint8) if own is None else own
+        works += [dist.isend(flat, dst=other, group=mesh.control) for other in to if other != rank]
+        sent |= {rank: flat} if rank in to else {}
+    for work in works:
+        if work is not None:
+            work.wait()
+    return sent
 
 
 def _nothing(entry: SavedTensor) -> Tensor:

@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     ),
     "mixture": (qwen3_moe, {"target_modules": ["q_proj", "o_proj"]}),
+    "experts": (qwen3_moe, {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}),
 }
 
 
@@ -45,16 +46,6 @@ def test_merged(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -
             into.update(load_file(file))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = AutoModelForCausalLM.from_config(qwen3_moe(), dtype=torch.float32)
-    base.save_pretrained(tmp_path / "base")
-    config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
-    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 2
-    assert "stores in another form" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_there_stays_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
