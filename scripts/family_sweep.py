@@ -42,8 +42,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hfscale
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.context import ContextPlan
-from hfscale.plan.own_loss import OwnLossPlan
+from hfscale.plan.feature_plans import ContextPlan, OwnLossPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain
 from hfscale.testing.families import MIXED, config_of
 

@@ -31,7 +31,7 @@ from ..parallel.pipeline.run import check_stages, stage_places
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..train.runtime.initialize import initialize_local_weights
-from ..train.runtime.local_weights import LocalWeights
+from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
 from .arguments import code_arguments, model_arguments
 from .build_plan import build_plan

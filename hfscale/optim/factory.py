@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_count, check_number, check_switch
 from ..plan import ParameterPlan
-from ..plan.offload import offloaded, refuse_aside
+from ..plan.feature_plans import offloaded, refuse_aside
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments

@@ -28,7 +28,7 @@ def check_values(recipe: Recipe) -> None:
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1")
     if recipe.memory.get("offload_optimizer"):
-        from ..plan.offload import refuse_aside  # which imports torch
+        from ..plan.feature_plans import refuse_aside  # which imports torch
 
         refuse_aside(training.optimizer)
     if recipe.profile:

@@ -15,8 +15,8 @@ from ...distributed.ops.four_bit import shown_unpacked
 from ...errors import PlanError
 from ...plan import Plan
 from ...train.runtime import Part, Runtime
-from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import owner_of, parameter_at
+from ...train.runtime.shards import LocalWeights
 from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import install_adapter_edges

@@ -13,7 +13,7 @@ from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
 from ...distributed.ops.four_bit import forget_packed
 from ...errors import ConfigError
-from ...models.projections import follow_weight
+from ...models.module_kinds import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, put_parameter, unwrapped

@@ -7,11 +7,10 @@ differently from one process is refused.
 import difflib
 from typing import Any
 
+from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
-from ...models.projections import PROJECTIONS, weight_dims
-from ...plan.context import ContextPlan
 from ...plan.drafting.draft import Draft
-from ...plan.products_plan import ProductsPlan
+from ...plan.feature_plans import ContextPlan, ProductsPlan
 
 _MULTIPLE = 16  # of both sizes of a weight, for tensor cores
 _SPREAD = "experts have products of their own"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..._compat.bitsandbytes import functional
 from ..._compat.torch_device import device_module, is_accelerator, keep_for_stream
-from ...plan.compress_plan import BLOCK
+from ...plan.feature_plans import BLOCK
 
 
 class Stored(Protocol):

@@ -8,11 +8,8 @@ from ..._compat.torch import operators_named
 from ..._compat.transformers.attention import implementation_of
 from ...models.fields import HEAD_FIELDS, counts, text_config
 from ...models.names import wild_name
-from ...plan.compress_plan import CompressPlan
 from ...plan.drafting.draft import Draft
-from ...plan.offload import OffloadPlan
-from ...plan.recompute_plan import RecomputePlan
-from ...plan.scores_plan import ScoresPlan
+from ...plan.feature_plans import CompressPlan, OffloadPlan, RecomputePlan, ScoresPlan
 
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention up
 

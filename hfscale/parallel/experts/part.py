@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .layer import Routing
 from .mixture import install_experts
 

@@ -35,7 +35,7 @@ from ...distributed.ops.overlap import (
     narrowed,
     products_of,
 )
-from ...models.projections import PROJECTIONS, is_transposed
+from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from .random import cut_region

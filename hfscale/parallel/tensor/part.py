@@ -8,13 +8,13 @@ import torch
 
 from ..._compat.torch import has_gradient_hook
 from ...errors import ConfigError
-from ...models.partial_outputs import partial_output
+from ...models.fields import partial_output
 from ...plan import BlockPlan
-from ...plan.recompute_plan import recomputed
+from ...plan.feature_plans import recomputed
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.axes import SequenceAxis
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .edges import Overlap, install_block_edges, set_local_sizes
 from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss

@@ -11,10 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..._compat.torch import tree_leaves
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.hidden_states import hidden_states_of
-from ...models.expert_modules import takes_routes
+from ...models.module_kinds import takes_routes
 from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children
 from ...plan.drafting.shared_submodules import lend
-from ...plan.loans import Loan
+from ...plan.stages import Loan
 from .clones import tiny_model, without_cache
 from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts
 

@@ -17,7 +17,7 @@ from ..._compat.transformers.experts import use_eager_experts
 from ...models.fields import text_config
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
-from ...plan.own_loss import OwnLossPlan
+from ...plan.feature_plans import OwnLossPlan
 from .clones import tiny_model_of
 from .probe import Probe, names_no_size, probed, skipped_experts
 
@@ -78,7 +78,7 @@ class _LossProbe(Probe):
 
 
 def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Return the fields of a :class:`hfscale.plan.own_loss.OwnLossPlan`, or ``None`` if the loss is no such mean.
+    """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`, or ``None`` if the loss is no such mean.
 
     A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss
     of two batches together is the mean of their losses, weighted by rows (text classification) or by labels that are

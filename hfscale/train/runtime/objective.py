@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
-from ...plan.own_loss import OwnLossPlan
+from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
 
 _IGNORED = -100

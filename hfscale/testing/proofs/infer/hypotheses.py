@@ -12,10 +12,8 @@ from torch import nn
 
 from ...._compat.torch import own_parameters
 from ....models.blueprint import Block
-from ....models.code import used_names
-from ....models.fields import HEAD_FIELDS, field
-from ....models.fused import query_key_value
-from ....models.projections import PROJECTIONS, weight_dims
+from ....models.fields import HEAD_FIELDS, field, query_key_value
+from ....models.module_kinds import PROJECTIONS, used_names, weight_dims
 from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
