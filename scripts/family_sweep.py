@@ -14,6 +14,7 @@ a defect.
 
 import argparse
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,9 @@ import hfscale
 from hfscale.models.clone import tiny_clone
 from hfscale.plan.feature_plans import ContextPlan, OwnLossPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain
-from hfscale.testing.families import MIXED, config_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.families import MIXED, config_of
 
 TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)

@@ -50,11 +50,7 @@ def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """Parse the number of steps to profile: ``"3 steps"`` -> 3.
-
-    Args:
-        steps: of the run.
-    """
+    """Parse the number of steps to profile: ``"3 steps"`` -> 3; ``steps``: of the run."""
     found = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
     if found is None or int(found[1]) < 1:
         raise RecipeError(f"profile={asked!r} says no number of steps: write profile: 3 steps")

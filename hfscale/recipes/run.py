@@ -45,11 +45,7 @@ def start_rank(read: Callable[[], AnyRecipe], limit: float | None = None) -> Non
 
 
 def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Pretrain or fine-tune as the recipe says; call it on every rank.
-
-    Args:
-        limit: as for :func:`start`.
-    """
+    """Pretrain or fine-tune as the recipe says; call it on every rank; ``limit``: as for :func:`start`."""
     layout = layout_of(recipe)
     check_places(recipe)
     model, tokenizer = load(recipe, layout)

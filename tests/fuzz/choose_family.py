@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hfscale.models.clone import HIDDEN, VOCABULARY
 from hfscale.models.module_kinds import EXPERT_FIELDS
-from hfscale.testing.families import MIXED, config_of
 
+from ..families import MIXED, config_of
 from .draw import is_dropout
 
 COMMON = [

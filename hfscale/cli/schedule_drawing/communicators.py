@@ -41,19 +41,14 @@ class _Task:
 
 @dataclass
 class _Rank:
-    """Build the queue of one rank from its program.
-
-    Attributes:
-        communicator: (kind of transfer, this rank, other rank) -> the communicator.
-        halves: transfer -> its halves, of all ranks.
-    """
+    """Build the queue of one rank from its program."""
 
     rank: int
     homes: dict[int, int]
     costs: Costs
-    communicator: Callable[[str, int, int], Hashable]
+    communicator: Callable[[str, int, int], Hashable]  # (kind of transfer, this rank, other rank) -> the communicator
     queues: dict[Hashable, list[_Task]]
-    halves: dict[tuple[str, int, int], list[_Task]]
+    halves: dict[tuple[str, int, int], list[_Task]]  # transfer -> its halves, of all ranks
     trains: bool
     arriving: dict[tuple[str, int, int], _Task] = field(default_factory=dict)
     leaving: dict[tuple[int, int], _Task] = field(default_factory=dict)

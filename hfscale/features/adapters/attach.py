@@ -30,21 +30,13 @@ from .storage import load_adapter, stored_names
 
 @dataclass(eq=False)
 class Adapters(Part):
-    """A part with PEFT's adapters of one model.
+    """A part with PEFT's adapters of one model."""
 
-    Attributes:
-        peft_model: PEFT's model around this rank's model.
-        whole: PEFT's model around the full model, on the meta device.
-        name: the adapter's name in PEFT.
-        stock_plan: the plan without adapters.
-        source: the path or Hub id of the saved adapter they were loaded from, if any.
-    """
-
-    peft_model: Any
-    whole: Any
-    name: str
-    stock_plan: Plan
-    source: str | None = None
+    peft_model: Any  # PEFT's model around this rank's model
+    whole: Any  # PEFT's model around the full model, on the meta device
+    name: str  # the adapter's name in PEFT
+    stock_plan: Plan  # the plan without adapters
+    source: str | None = None  # the path or Hub id of the saved adapter they were loaded from, if any
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""

@@ -36,19 +36,13 @@ _TRAINS = object()
 
 @dataclass
 class Conversation:
-    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients.
+    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
 
-    Attributes:
-        call: the arguments of that call.
-        answers: results of the other calls, in order, with a marker in the place of that one.
-        scores: the result of that call; ``None`` until the step has computed it.
-        place: how many calls have been made.
-    """
-
-    call: dict[str, Any] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)  # the arguments of that call
+    # results of the other calls, in order, with a marker in the place of that one
     answers: list[Any] = field(default_factory=list)
-    scores: TokenScores | None = None
-    place: int = 0
+    scores: TokenScores | None = None  # the result of that call; ``None`` until the step has computed it
+    place: int = 0  # how many calls have been made
 
 
 class FusedHead:

@@ -67,16 +67,11 @@ def _read_inside(draft: Draft, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Describe how the modules of one model class and config read other tokens.
+    """Describe how the modules of one model class and config read other tokens."""
 
-    Attributes:
-        mixing: why sequences cannot be sharded; empty if they can.
-        kinds: names of classes of modules that mix tokens, and can be run on full sequences.
-    """
-
-    mixing: str
+    mixing: str  # why sequences cannot be sharded; empty if they can
     pads: bool = False
-    kinds: Collection[str] = ()
+    kinds: Collection[str] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
     seen: Collection[str] = ()
 
 

@@ -34,21 +34,14 @@ from ...train.runtime.parameter_names import module_at
 
 @dataclass
 class StageForward:
-    """Hold the state of one stage's current forward pass.
+    """Hold the state of one stage's current forward pass."""
 
-    Attributes:
-        first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
-        arriving: hidden states from the previous stage; ``None`` on the first stage.
-        arrived: whether they were used.
-        leaving: hidden states after the stage's last layer, once computed.
-    """
-
-    first: int = 0
+    first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
     shape: tuple[int, int] = (0, 0)
     under_way: bool = False
-    arriving: Tensor | None = None
-    arrived: bool = False
-    leaving: Tensor | None = None
+    arriving: Tensor | None = None  # hidden states from the previous stage; ``None`` on the first stage
+    arrived: bool = False  # whether they were used
+    leaving: Tensor | None = None  # hidden states after the stage's last layer, once computed
     border: int | None = None
     target: tuple[int, int] = (0, 0)
     memory: Tensor | None = None

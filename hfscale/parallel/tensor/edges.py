@@ -185,18 +185,14 @@ def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequen
 
 @dataclass(frozen=True)
 class Edge:
-    """Hold how one tensor rank communicates with the others.
-
-    Attributes:
-        enter_other: applied to the block's other inputs, which are the same on all ranks.
-        gather: concatenates the ranks' slices of a tensor's last dim, given their lengths.
-    """
+    """Hold how one tensor rank communicates with the others."""
 
     rank: int
     size: int
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
-    enter_other: Callable[[Tensor], Tensor]
+    enter_other: Callable[[Tensor], Tensor]  # applied to the block's other inputs, which are the same on all ranks
+    # concatenates the ranks' slices of a tensor's last dim, given their lengths
     gather: Callable[[Tensor, list[int]], Tensor]
 
 

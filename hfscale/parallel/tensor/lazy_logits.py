@@ -115,11 +115,7 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
-    """Return ``head(hidden)`` as lazy logits.
-
-    Args:
-        trains: whether the head has trainable parameters.
-    """
+    """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
     # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()

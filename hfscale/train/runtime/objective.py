@@ -125,12 +125,8 @@ class OwnLoss(KeepsOutputs):
 
 @dataclass(frozen=True)
 class Objective:
-    """Compute the loss of a step's microbatches, on the rank that has the head.
+    """Compute the loss of a step's microbatches, on the rank that has the head."""
 
-    Attributes:
-        loss: ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches.
-        recomputes: whether its backward pass recomputes, so that weight gradients cannot be deferred.
-    """
-
+    # ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches
     loss: Callable[[Any, Microbatch, int], Tensor]
-    recomputes: bool = False
+    recomputes: bool = False  # whether its backward pass recomputes, so that weight gradients cannot be deferred

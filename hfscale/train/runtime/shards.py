@@ -91,15 +91,11 @@ def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: 
 
 @dataclass
 class LocalWeights:
-    """Hold this rank's shards of all weights between loading, or removal from the model, and installation into it.
+    """Hold this rank's shards of all weights between loading, or removal from the model, and installation into it."""
 
-    Attributes:
-        tensors: by owned name.
-        quantized: the additional tensors of quantized weights: module, parameter name, and this rank's shard; or the
-            parameter itself, if it is of a bitsandbytes class.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by owned name
+    # the additional tensors of quantized weights: module, parameter name, and this rank's shard; or the parameter
+    # itself, if it is of a bitsandbytes class
     quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
     def copy(self) -> "LocalWeights":
