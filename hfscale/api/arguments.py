@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .._compat.hub import hub_is_away
-from .._compat.transformers.classes import classes_by_config
-from .._compat.transformers.configs import made_or_explained
+from .._compat.transformers.classes import classes_by_config, made_or_explained
 from .._compat.transformers.loading import loading_arguments
 from ..config.parallel import ParallelConfig
 from ..distributed.files.replace import finish_move

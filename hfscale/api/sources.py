@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .._compat.torch import own_buffers, own_parameters
-from .._compat.transformers.classes import from_config
-from .._compat.transformers.configs import built_or_explained
+from .._compat.transformers.classes import built_or_explained, from_config
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary

@@ -46,13 +46,13 @@ class StateIndex:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     # names of the parameters in each of the optimizer's groups; ``None`` without an optimizer
     groups: list[list[str]] | None = None
-    # its name, and the names of its options; ``None`` in states that were written without them
+    # the optimizer's name, and the names of its options; ``None`` in states that were written without them
     optimizer: list[Any] | None = None
     # name of another saved object -> whether its state was the same on every rank
     others: dict[str, bool] = field(default_factory=dict)
     # name of a tensor in a checkpoint, or in an adapter's file -> its key here
     stored: dict[str, str] = field(default_factory=dict)
-    adapter: bool = False  # whether these are an adapter's, in PEFT's names
+    adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
     # the checkpoint that the model was loaded from, and the names of what its class does not load there
     carried: list[Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it

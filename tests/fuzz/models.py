@@ -13,7 +13,7 @@ import hfscale
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale._compat.transformers.experts import use_eager_experts
 from hfscale.models.precision import WIDENS_INSIDE, keep_float64
-from hfscale.optim.decay import owners_of
+from hfscale.optim.factory import owners_of
 from hfscale.optim.muon import is_hidden_matrix
 from hfscale.testing.parity import plain_name
 from hfscale.train.runtime import runtime_of

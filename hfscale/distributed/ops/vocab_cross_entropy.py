@@ -155,10 +155,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Combine a slice's log-sum-exp and sums, ``[k, n, 1]``, over ranks into those of the full vocabulary."""
+    everyone = gathered(terms, group)  # [t, k, n, 1]
+    return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+
+
+def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather this rank's ``terms`` of any shape into ``[t, ...]``."""
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, terms, group=group)
-    everyone = torch.stack(pieces)  # [t, k, n, 1]
-    return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+    return torch.stack(pieces)
 
 
 def _is_fused(device: torch.device) -> bool:

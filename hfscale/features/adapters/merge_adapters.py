@@ -169,15 +169,11 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge adapters into full tensors, weight by weight.
-
-    Attributes:
-        factors: names of the adapters' own parameters.
-    """
+    """Merge adapters into full tensors, weight by weight."""
 
     def __init__(self, adapters: Any, plan: Plan) -> None:
         self._adapters, self._plan = adapters, plan
-        self.factors = {adapter.name for adapter in plan.adapters}
+        self.factors = {adapter.name for adapter in plan.adapters}  # names of the adapters' own parameters
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module

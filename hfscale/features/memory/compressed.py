@@ -24,15 +24,10 @@ from ...plan.feature_plans import BLOCK
 
 
 class Stored(Protocol):
-    """Define a saved tensor that is kept compressed or offloaded.
+    """Define a saved tensor that is kept compressed or offloaded."""
 
-    Attributes:
-        readers: how many saved references to it have not been read.
-        size: bytes that it takes there.
-    """
-
-    readers: int
-    size: int
+    readers: int  # how many saved references to it have not been read
+    size: int  # bytes that it takes there
 
     def fetch(self) -> None:
         """Begin to bring it back."""

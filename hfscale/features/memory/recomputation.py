@@ -35,13 +35,10 @@ _PREFIX = "hfscale_recomputed_"
 
 
 class Recomputation(Part):
-    """A part that recomputes the layers and modules named by the plan.
-
-    Attributes:
-        chosen: the layers that are recomputed; ``None`` while a memory budget has not chosen yet.
-    """
+    """A part that recomputes the layers and modules named by the plan."""
 
     def __init__(self) -> None:
+        # the layers that are recomputed; ``None`` while a memory budget has not chosen yet
         self.chosen: frozenset[str] | None = None
         self._attention: list[tuple[Any, str]] = []
 

@@ -46,16 +46,12 @@ class Conversation:
 
 
 class FusedHead:
-    """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores.
-
-    Attributes:
-        conversation: the recorded calls of the current pipelined step, if any.
-    """
+    """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores."""
 
     def __init__(self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
         self._runtime: Runtime = runtime_of(model)
         self.temperature, self._outputs, self._trains = temperature, {"log_probs", *outputs}, trains
-        self.conversation: Conversation | None = None
+        self.conversation: Conversation | None = None  # the recorded calls of the current pipelined step, if any
         answer_calls(self._runtime.model, self)
 
     def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

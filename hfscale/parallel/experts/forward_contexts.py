@@ -32,14 +32,11 @@ class Pass:
 
 
 class ForwardContexts(ForwardPasses[Pass]):
-    """Track the latest forward passes of a model.
-
-    Attributes:
-        tokens: the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``.
-    """
+    """Track the latest forward passes of a model."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
+        # the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``
         self.tokens: Tensor | None = None
         self.draws, self._with_labels = draws, False
 

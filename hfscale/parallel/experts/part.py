@@ -23,13 +23,10 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """Keep the routing of a model in step with its training steps and forward passes.
-
-    Attributes:
-        routing: the routing of all mixtures; ``None`` where there are none, or only stock ones.
-    """
+    """Keep the routing of a model in step with its training steps and forward passes."""
 
     def __init__(self) -> None:
+        # the routing of all mixtures; ``None`` where there are none, or only stock ones
         self.routing: Routing | None = None
 
     @property

@@ -44,11 +44,7 @@ from .sequence_region import SequenceRegion
 
 
 class Overlap:
-    """Compute the weight gradients of one block's column projections after starting the block's backward collective.
-
-    Attributes:
-        gathered: re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``.
-    """
+    """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
     def __init__(
         self,
@@ -62,6 +58,7 @@ class Overlap:
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
+        # re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``
         self.gathered: Regather | None = None
         for module in self.columns:
             self._take_apart(module)

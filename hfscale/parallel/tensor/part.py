@@ -26,16 +26,12 @@ from .sequence_region import SequenceRegion
 
 
 class TensorParallel(Part, SequenceAxis):
-    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them.
-
-    Attributes:
-        sums: sums partial gradients over the tensor ranks; ``None`` for one rank.
-        overlaps: entries of blocks that overlap their collectives with weight gradients, by the block's name.
-    """
+    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them."""
 
     def __init__(self) -> None:
-        self.sums: PartialSums | None = None
+        self.sums: PartialSums | None = None  # sums partial gradients over the tensor ranks; ``None`` for one rank
         self.regions: list[SequenceRegion] = []
+        # entries of blocks that overlap their collectives with weight gradients, by the block's name
         self.overlaps: dict[str, Overlap] = {}
         self._region_of: dict[str, SequenceRegion | None] = {}
         self._blocks: list[str] = []

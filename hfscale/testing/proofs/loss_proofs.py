@@ -39,15 +39,11 @@ def prove_loss(model: Any) -> tuple[str | None, bool]:
 
 
 class _LossProbe(Probe):
-    """Run a model on two tokens with labels, with a recording function in place of its loss.
-
-    Attributes:
-        difference: how the model's loss differs, in words; ``None`` if it does not.
-    """
+    """Run a model on two tokens with labels, with a recording function in place of its loss."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.difference: str | None = None
+        self.difference: str | None = None  # how the model's loss differs, in words; ``None`` if it does not
         self._calls = 0
         device = next(model.parameters()).device
         self._labels = torch.full(PROBED, 4, dtype=torch.long, device=device)

@@ -107,13 +107,11 @@ class StockCode(Part):
 
     Args:
         save: :func:`hfscale.save_pretrained`.
-
-    Attributes:
-        structure: the modules, parameters and loss that were built; ``None`` in one process.
     """
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
+        # the modules, parameters and loss that were built; ``None`` in one process
         self.structure: Structure | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

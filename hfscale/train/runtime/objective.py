@@ -17,22 +17,15 @@ _IGNORED = -100
 
 
 class StepLoss(Protocol):
-    """Compute a loss that can be normalized for a whole step.
+    """Compute a loss that can be normalized for a whole step."""
 
-    Attributes:
-        shift: by how many positions labels are shifted against the tokens they are compared with.
-        expected_gradient: the gradient with which backward passes start (a loss scale), for losses that compute
-            16-bit gradients in the forward pass.
-        needs_labels: whether batches without ``labels`` are refused.
-        ignores: whether labels of -100 are ignored.
-        divides: whether the model's own code divides the loss by ``num_items_in_batch``.
-    """
-
-    shift: int
+    shift: int  # by how many positions labels are shifted against the tokens they are compared with
+    # the gradient with which backward passes start (a loss scale), for losses that compute 16-bit gradients in the
+    # forward pass
     expected_gradient: float
-    needs_labels: bool
-    ignores: bool
-    divides: bool
+    needs_labels: bool  # whether batches without ``labels`` are refused
+    ignores: bool  # whether labels of -100 are ignored
+    divides: bool  # whether the model's own code divides the loss by ``num_items_in_batch``
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the positions of a microbatch that contribute to the loss, and its labels outside of the vocabulary;

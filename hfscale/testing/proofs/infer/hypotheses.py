@@ -25,12 +25,7 @@ Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
 
 class Guesses:
-    """Enumerate hypotheses about one candidate.
-
-    Attributes:
-        heads: the number of attention heads of the clone; 0 where its config does not say.
-        key_heads: the number of key/value heads.
-    """
+    """Enumerate hypotheses about one candidate."""
 
     def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
         self.subject, self.trace, self.candidate = subject, trace, candidate
@@ -40,9 +35,10 @@ class Guesses:
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
+        # the number of attention heads of the clone; 0 where its config does not say
         self.heads = next((count for name in HEAD_FIELDS if isinstance(count := field(self.config, name), int)), 0)
         key_heads = (count for name in _KEY_HEADS if isinstance(count := field(self.config, name), int))
-        self.key_heads = next(key_heads, self.heads)
+        self.key_heads = next(key_heads, self.heads)  # the number of key/value heads
         self.widths = {self._width(name) for name in candidate.column}
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
