@@ -1,6 +1,5 @@
 """Run a recipe from its model or base to its results."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, BitsAndBytesConfig, PreTrai
 import hfscale
 
 from .._compat.transformers.classes import made_or_explained
+from ..errors import did_you_mean
 from ..features.adapters.peft_config import config_class
 from ..train.guards import check_packed_rows
 from .dataset import END_OF_TEXT_ID, prepare
@@ -140,8 +140,7 @@ def _made(section: str, kind: Callable[..., Any], fields: dict[str, Any], fixed:
     names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
     unknown = [name for name in fields if name not in names]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(unknown[0], names)
         name = getattr(kind, "__name__", "the config")
         raise RecipeError(f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}")
     try:
