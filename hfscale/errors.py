@@ -117,8 +117,7 @@ def check_choice(name: str, given: object, known: Sequence[str], more: str = "")
         ConfigError: with the value, and the most similar known one.
     """
     if given not in known:
-        close = meant(given, known) if isinstance(given, str) else None
-        hint = f"did you mean {close!r}? " if close else ""
+        hint = did_you_mean(given, known)
         raise ConfigError(f"{name}={given!r} is unknown: {hint}use one of {', '.join(known)}{more}")
 
 
@@ -212,3 +211,9 @@ def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
         return next((plain[each] for each in _MEANT[asked] if each in plain), None)
     close = difflib.get_close_matches(asked, plain, 1, cutoff)
     return plain[close[0]] if close else None
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Return ``did you mean 'x'? `` for the ``known`` name most similar to ``name``; empty if none is similar."""
+    close = meant(name, known) if isinstance(name, str) else None
+    return f"did you mean {close!r}? " if close else ""

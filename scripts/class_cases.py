@@ -14,9 +14,8 @@ from transformers.models.auto import modeling_auto
 from hfscale._compat.transformers.classes import classes_by_config
 from hfscale.models.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
-from hfscale.testing.families import CHANGES
 from hfscale.testing.parity import Batch
-from hfscale.testing.picture_configs import ALWAYS_PICTURED, with_pictures
+from hfscale.testing.picture_configs import ALWAYS_PICTURED, CHANGES, with_pictures
 from hfscale.testing.picture_parity import PictureCase
 
 SIDE = 32

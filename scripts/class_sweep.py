@@ -36,8 +36,7 @@ import hfscale
 from hfscale._compat.transformers.classes import from_config as host_from_config
 from hfscale._compat.transformers.experts import use_eager_experts
 from hfscale.models.precision import keep_float64
-from hfscale.plan.own_loss import OwnLossPlan
-from hfscale.plan.towers import TowersPlan
+from hfscale.plan.feature_plans import OwnLossPlan, TowersPlan
 from hfscale.testing import measure_parity, plain
 from hfscale.testing.parity import Case, Parity, in_float64
 from hfscale.testing.picture_parity import PictureCase, PlainPictureCase

@@ -10,6 +10,7 @@ within bfloat16's noise of stock's in bfloat16 (BOUND). Refused: hfscale names w
 """
 
 import argparse
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -28,8 +29,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hfscale
 from hfscale.models.clone import LAYERS
 from hfscale.testing import Case, RankPool
-from hfscale.testing.families import config_of
 from hfscale.train.runtime import local_tensor, runtime_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.families import config_of
 
 WRONG = {"FAILS", "DIFFERS"}
 EPSILON = torch.finfo(torch.bfloat16).eps

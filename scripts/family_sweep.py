@@ -14,6 +14,7 @@ a defect.
 
 import argparse
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -42,10 +43,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hfscale
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.context import ContextPlan
-from hfscale.plan.own_loss import OwnLossPlan
+from hfscale.plan.feature_plans import ContextPlan, OwnLossPlan
 from hfscale.testing import Case, RankPool, measure_parity, plain
-from hfscale.testing.families import MIXED, config_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.families import MIXED, config_of
 
 TOLERANCE = 1e-9
 LAYOUT = hfscale.ParallelConfig(tp_size=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hfscale import ParallelConfig
 from hfscale.models.clone import HIDDEN, VOCABULARY
-from hfscale.models.expert_modules import EXPERT_FIELDS
+from hfscale.models.module_kinds import EXPERT_FIELDS
 
 PICKS = 3  # pairs per family
 _SEQUENCE: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}

@@ -15,9 +15,11 @@ import argparse
 import copy
 import json
 import random
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +36,10 @@ import hfscale
 from hfscale.models.clone import tiny_clone
 from hfscale.models.digest import digest
 from hfscale.models.facts import TABLE, Facts, proved_anew
-from hfscale.testing.families import config_of
 from hfscale.train.guards.packed_rows import check_packed_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.families import config_of
 
 STAGE_LAYERS = 4
 _LONG = 10**9  # tokens: no config names a length that is longer

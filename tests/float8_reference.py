@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfscale.features.fp8 import scaled_matmul as float8
-from hfscale.models.projections import PROJECTIONS, is_transposed
+from hfscale.models.module_kinds import PROJECTIONS, is_transposed
 
 
 def in_32_bits(module: Any, name: str) -> Any:

@@ -23,19 +23,12 @@ _groups: Any = distributed_c10d
 
 @dataclass(frozen=True)
 class UnderWay:
-    """Describe an unfinished collective.
+    """Describe an unfinished collective."""
 
-    Attributes:
-        call: its name, as ``all_reduce``.
-        group: the name of its group.
-        shapes: dtypes and shapes of its inputs.
-        created: time of the call, in nanoseconds since 1970.
-    """
-
-    call: str
-    group: str
-    shapes: str
-    created: int
+    call: str  # its name, as ``all_reduce``
+    group: str  # the name of its group
+    shapes: str  # dtypes and shapes of its inputs
+    created: int  # time of the call, in nanoseconds since 1970
 
 
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:

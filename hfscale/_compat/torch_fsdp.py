@@ -105,16 +105,11 @@ def _states(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters whose gradients are reduced in one buffer.
+    """Parameters whose gradients are reduced in one buffer."""
 
-    Attributes:
-        module: the name of the module that FSDP2 wraps.
-        sizes: padded sizes of this rank's trained shards, in the buffer's order.
-        average_by: sets a hook that gets the buffer once it is reduced over the shards.
-    """
-
-    module: str
-    sizes: list[torch.Size]
+    module: str  # the name of the module that FSDP2 wraps
+    sizes: list[torch.Size]  # padded sizes of this rank's trained shards, in the buffer's order
+    # sets a hook that gets the buffer once it is reduced over the shards
     average_by: Callable[[Callable[[torch.Tensor], None]], None]
 
 
@@ -215,17 +210,11 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ManagedPlace:
-    """A module's attribute that holds either FSDP2's shard or the full parameter.
+    """A module's attribute that holds either FSDP2's shard or the full parameter."""
 
-    Attributes:
-        module: the module that holds it.
-        name: the attribute there.
-        first: its value when this was made; FSDP2 reads it in its first pass.
-    """
-
-    module: nn.Module
-    name: str
-    first: Any
+    module: nn.Module  # the module that holds it
+    name: str  # the attribute there
+    first: Any  # its value when this was made; FSDP2 reads it in its first pass
     _parameter: Any
 
     def has_its_own(self) -> bool:

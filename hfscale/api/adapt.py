@@ -11,10 +11,10 @@ from .._compat.transformers.classes import class_name, empty_copy
 from ..errors import ConfigError, check_count
 from ..features.adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
 from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_tied
-from ..plan.own_loss import OwnLossPlan
+from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
 from ..train.runtime import Runtime, runtime_of
-from ..train.runtime.local_weights import LocalWeights
+from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
 
 _SAMPLE = (2, 16)  # rows and tokens of the batch that measures the change by merging

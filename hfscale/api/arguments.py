@@ -10,12 +10,20 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .._compat.hub import hub_is_away
-from .._compat.transformers.classes import classes_by_config
-from .._compat.transformers.configs import made_or_explained
+from .._compat.transformers.classes import classes_by_config, made_or_explained
 from .._compat.transformers.loading import loading_arguments
 from ..config.parallel import ParallelConfig
 from ..distributed.files.replace import finish_move
-from ..errors import CheckpointError, ConfigError, check_count, check_path, check_switch, meant, written_like_a_path
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    check_count,
+    check_path,
+    check_switch,
+    did_you_mean,
+    meant,
+    written_like_a_path,
+)
 from ..models.fields import field
 
 # Arguments of transformers' from_pretrained that distribute a model by other means.
@@ -180,8 +188,7 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
             continue
         found = getattr(torch, each, None) if isinstance(each, str) else each
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            close = meant(each, _DTYPES) if isinstance(each, str) else None
-            hint = f"did you mean {close!r}? " if close else ""
+            hint = did_you_mean(each, _DTYPES)
             raise ConfigError(f"dtype={each!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}")
     return None if dtype == "auto" else dtype
 

@@ -40,8 +40,8 @@ from ..plan.drafting.vocabulary import plan_own_loss, plan_vocabulary
 from ..train.guards.packed_rows import PackedRows
 from ..train.guards.part import SharedBatch, StockCode
 from ..train.runtime import Part, Runtime, local_tensor
-from ..train.runtime.local_weights import LocalWeights
 from ..train.runtime.parameter_names import put_parameter
+from ..train.runtime.shards import LocalWeights
 from ..train.runtime.snapshot import watch
 
 PLAN_PARTS: tuple[Callable[[Draft], None], ...] = (

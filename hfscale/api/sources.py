@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .._compat.torch import own_buffers, own_parameters
-from .._compat.transformers.classes import from_config
-from .._compat.transformers.configs import built_or_explained
+from .._compat.transformers.classes import built_or_explained, from_config
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
@@ -31,7 +30,7 @@ from ..parallel.pipeline.run import check_stages, stage_places
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..train.runtime.initialize import initialize_local_weights
-from ..train.runtime.local_weights import LocalWeights
+from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
 from .arguments import code_arguments, model_arguments
 from .build_plan import build_plan

@@ -1,11 +1,10 @@
 """Load, save and resume: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
-from .background import wait_for_saves
 from .checksums import verify_experts
 from .load import load_pretrained
 from .save import save_pretrained
 from .save_check import SaveCheck, check_save
-from .state import load_state, save_state
+from .state import load_state, save_state, wait_for_saves
 from .stream import stream_weights
 
 __all__ = [

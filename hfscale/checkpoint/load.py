@@ -18,8 +18,7 @@ from .._compat.transformers.classes import empty_copy
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
 from ..distributed.files.reader import TensorOnDisk, named_files
-from ..distributed.files.resized import ResizedOnDisk
-from ..distributed.files.slices import ShareOnDisk, is_elsewhere
+from ..distributed.files.slices import ResizedOnDisk, ShareOnDisk, is_elsewhere
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.quantization.arrival import Quantizing
@@ -27,8 +26,8 @@ from ..features.quantization.stored import split_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
-from ..train.runtime.local_weights import LocalWeights
 from ..train.runtime.parameter_names import put_buffer, put_parameter
+from ..train.runtime.shards import LocalWeights
 from .carried import note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around

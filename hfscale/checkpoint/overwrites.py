@@ -49,9 +49,6 @@ class _StandIns(TorchDispatchMode):
     Args:
         shapes: of full parameters; by default those of the model.
         real: names of parameters that get real memory, full of ``fill``, and can be written.
-
-    Attributes:
-        tensors: the placeholder of each parameter, by name.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class _StandIns(TorchDispatchMode):
         super().__init__()
         self.model = model
         self.own = dict(model.named_parameters(remove_duplicate=False))
-        self.tensors: dict[str, nn.Parameter] = {}
+        self.tensors: dict[str, nn.Parameter] = {}  # the placeholder of each parameter, by name
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # keeps storages alive, since _names goes by their address
         self._written: set[str] = set()

@@ -11,30 +11,111 @@ shards from them::
     DIRECTORY/complete.json             sizes and checksums; comes last (:mod:`hfscale.distributed.files.complete`)
 """
 
+import functools
 import logging
 import operator
+import sys
+import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .._compat.accelerate import stock_optimizer
+from .._compat.torch_device import device_module, is_accelerator
 from ..distributed.files.directories import target_of
-from ..errors import CheckpointError, check_count
+from ..distributed.mesh import Mesh
+from ..distributed.processes import host_group
+from ..errors import CheckpointError, check_count, in_words
 from ..parallel.data import reshard
 from ..parallel.tensor.part import RandomStreams
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, saving
-from .background import apart, begin_save, on_host, wait_for_saves
 from .state_directory import none_there, run_of
 from .state_load import Resumed, load_from
 from .state_save import take_state, write_state
+
+
+class _Save(threading.Thread):
+    """A thread that saves; not a daemon, so the process does not end before it."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(name=f"hfscale-save {name}", daemon=False)
+        self.target, self.work = name, work
+        self.error: BaseException | None = None
+
+    @saving()
+    def run(self) -> None:
+        """Save; keep an error for :func:`wait_for_saves`, and print it in case nobody waits."""
+        try:
+            self.work()
+        except BaseException as error:  # kept, or wait_for_saves would take the save for done
+            self.error = error
+            told = in_words(error)
+            print(f"hfscale: the asynchronous save of {self.target} failed: {told}", file=sys.stderr, flush=True)
+
+
+_running: list[_Save] = []
+"""The asynchronous save, one at a time, in a thread with its own process group. Steps wait only for the copy to CPU
+memory; the next save, and the end of the process, wait for it and raise its error on every rank."""
+
+
+def begin_save(name: str, work: Callable[[], None]) -> None:
+    """Run ``work`` in a thread, once the previous save is done."""
+    wait_for_saves()
+    save = _Save(name, work)
+    try:
+        save.start()
+    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
+        save.run()
+    _running.append(save)
+
+
+def wait_for_saves() -> None:
+    """Wait until the last ``hfscale.save_state(..., asynchronous=True)`` is on disk; call it on every rank.
+
+    Raises:
+        CheckpointError: it failed; the previous content of its directory is still there.
+    """
+    while _running:
+        save = _running.pop()
+        if save.ident is not None:
+            save.join()
+        if save.error is not None:
+            told = in_words(save.error)
+            raise CheckpointError(f"the asynchronous save of {save.target} failed: {told}") from save.error
+
+
+def apart(mesh: Mesh) -> Mesh:
+    """Return the mesh with a separate control group for a thread's messages; the first call is collective."""
+    return mesh if mesh.control is None else replace(mesh, control=_group(dist.group.WORLD))
+
+
+@functools.lru_cache(maxsize=1)  # the latest process group's
+def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return host_group([range(dist.get_world_size())])
+
+
+def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to CPU memory, pinned if they come from a GPU; complete on return."""
+    copies = {}
+    for key, tensor in tensors.items():
+        pinned = is_accelerator(tensor.device)
+        copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[key].copy_(tensor, non_blocking=pinned)
+    for device in {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}:
+        device_module(device).current_stream(device).synchronize()
+    return copies
+
 
 _log = logging.getLogger(__name__)
 _WAIT = timedelta(minutes=2)

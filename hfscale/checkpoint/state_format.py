@@ -33,39 +33,29 @@ _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
 
 @dataclass
 class StateIndex:
-    """The contents of ``state.json``.
+    """The contents of ``state.json``."""
 
-    Attributes:
-        sizes: axis -> size, of the layout that it was written in.
-        layers: the layers of each pipeline rank, in words; empty without stages.
-        axes: axes and sizes, outermost first: of the mesh, and of the mesh that experts see.
-        step: the caller's step number.
-        batch_world: distinct batches in a step.
-        tensors: ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts.
-        numbers: name of a parameter -> its optimizer state besides tensors.
-        groups: names of the parameters in each of the optimizer's groups; ``None`` without an optimizer.
-        optimizer: its name, and the names of its options; ``None`` in states that were written without them.
-        others: name of another saved object -> whether its state was the same on every rank.
-        stored: name of a tensor in a checkpoint, or in an adapter's file -> its key here.
-        adapter: whether these are an adapter's, in PEFT's names.
-        carried: the checkpoint that the model was loaded from, and the names of what its class does not load there.
-        versions: of the packages that wrote it.
-    """
-
-    sizes: dict[str, int]
-    layers: list[str]
-    axes: list[list[tuple[str, int]]]
-    step: int | None = None
-    batch_world: int = 1
+    sizes: dict[str, int]  # axis -> size, of the layout that it was written in
+    layers: list[str]  # the layers of each pipeline rank, in words; empty without stages
+    axes: list[list[tuple[str, int]]]  # axes and sizes, outermost first: of the mesh, and of the mesh that experts see
+    step: int | None = None  # the caller's step number
+    batch_world: int = 1  # distinct batches in a step
+    # ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts
     tensors: dict[str, StateTensor] = field(default_factory=dict)
+    # name of a parameter -> its optimizer state besides tensors
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # names of the parameters in each of the optimizer's groups; ``None`` without an optimizer
     groups: list[list[str]] | None = None
+    # the optimizer's name, and the names of its options; ``None`` in states that were written without them
     optimizer: list[Any] | None = None
+    # name of another saved object -> whether its state was the same on every rank
     others: dict[str, bool] = field(default_factory=dict)
+    # name of a tensor in a checkpoint, or in an adapter's file -> its key here
     stored: dict[str, str] = field(default_factory=dict)
-    adapter: bool = False
+    adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
+    # the checkpoint that the model was loaded from, and the names of what its class does not load there
     carried: list[Any] | None = None
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it
 
     @classmethod
     def of(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":

@@ -29,19 +29,12 @@ _COUNTED = ("step", "mu_product")  # scalars in the states of torch's optimizers
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state from which a run was resumed.
+    """The state from which a run was resumed."""
 
-    Attributes:
-        directory: of the state; ``None`` if there was none.
-        step: the ``step`` passed to :func:`hfscale.save_state`.
-        batch_world: number of distinct batches in a step when it was saved.
-        same_layout: whether the run continues bit by bit.
-    """
-
-    directory: Path | None
-    step: int | None
-    batch_world: int
-    same_layout: bool
+    directory: Path | None  # of the state; ``None`` if there was none
+    step: int | None  # the ``step`` passed to :func:`hfscale.save_state`
+    batch_world: int  # number of distinct batches in a step when it was saved
+    same_layout: bool  # whether the run continues bit by bit
 
 
 def load_from(

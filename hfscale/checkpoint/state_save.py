@@ -37,29 +37,21 @@ from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_n
 
 @dataclass
 class TakenState:
-    """Hold this rank's state that is not written yet.
+    """Hold this rank's state that is not written yet."""
 
-    Attributes:
-        mesh: the ranks that write it.
-        index: with the tensors of this rank's stage, and what its optimizer keeps besides.
-        held: key -> shard that this rank writes: the run's own tensor, or a copy.
-        options: of the optimizer's groups.
-        digests: of the states of other objects, by name.
-        rest: this rank's other data, as the bytes of a file.
-        entries: this rank's entries of the tensors that a converter saves.
-        stored: key in the file of an adapter -> name of a parameter; empty without one, and on other ranks.
-        beside: config files of a Hugging Face checkpoint, by name; on the first rank.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the ranks that write it
     runtime: Runtime
-    index: StateIndex
+    index: StateIndex  # with the tensors of this rank's stage, and what its optimizer keeps besides
+    # key -> shard that this rank writes: the run's own tensor, or a copy
     held: dict[str, Tensor] = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    rest: bytes = b""
+    options: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups
+    digests: dict[str, str] = field(default_factory=dict)  # of the states of other objects, by name
+    rest: bytes = b""  # this rank's other data, as the bytes of a file
+    # this rank's entries of the tensors that a converter saves
     entries: list[tuple[Any, ...]] = field(default_factory=list)
+    # key in the file of an adapter -> name of a parameter; empty without one, and on other ranks
     stored: dict[str, str] = field(default_factory=dict)
+    # config files of a Hugging Face checkpoint, by name; on the first rank
     beside: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:

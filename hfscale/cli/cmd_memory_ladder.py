@@ -92,14 +92,10 @@ def _text(steps: "list[Step]", family: str, tokens: int) -> str:
 
 def draw(path: Path, steps: "list[Step]", family: str, tokens: int) -> None:
     """Draw stacked bars of the clone, counted beside estimated, and of the model itself."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure: Any = Figure(figsize=(12, 4.6), facecolor="white")
-    canvas: Any = FigureCanvasSVG if path.suffix.lower() == ".svg" else FigureCanvasAgg
-    canvas(figure)
     left, right = figure.subplots(1, 2)
     names = [step.name for step in steps]
     counted = [step.counted for step in steps]

@@ -27,7 +27,7 @@ def remote_code(arguments: argparse.Namespace) -> dict[str, bool]:
 
 def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
     """Explain transformers' errors about a model that it cannot build inside the ``with`` block."""
-    from .._compat.transformers.configs import built_or_explained
+    from .._compat.transformers.classes import built_or_explained
 
     return built_or_explained(auto_class_of(arguments.auto_class), config)
 
@@ -36,7 +36,7 @@ def auto_class_of(name: str) -> Any:
     """Return the Auto class of this name."""
     import transformers
 
-    from .._compat.transformers.configs import auto_classes
+    from .._compat.transformers.classes import auto_classes
 
     found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
     if not hasattr(found, "from_config"):

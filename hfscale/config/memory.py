@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, check_count, check_names, check_switch, meant
+from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
 
 RECOMPUTE = ("none", "full", "selective")
@@ -93,9 +93,7 @@ class MemoryConfig(Spelled):
                     f"recompute={given!r} leaves no memory for activations: use 'full', or a larger budget like '8GiB'"
                 )
             if given not in RECOMPUTE and self.budget is None:
-                close = meant(given, RECOMPUTE)
-                hint = f"did you mean {close!r}? " if close else ""
-                raise ConfigError(f"recompute={given!r} is unknown: {hint}{_HOW}")
+                raise ConfigError(f"recompute={given!r} is unknown: {did_you_mean(given, RECOMPUTE)}{_HOW}")
         elif isinstance(given, int) and not isinstance(given, bool):
             check_count("recompute", given)
         elif isinstance(given, Sequence):

@@ -20,41 +20,32 @@ EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The live counterpart of a layout, as this rank sees it.
+    """The live counterpart of a layout, as this rank sees it."""
 
-    Attributes:
-        layout: the sizes.
-        device: this rank's device.
-        ranks: this rank's coordinate on each axis.
-        device_mesh: torch's mesh over :data:`MESH_AXES`; ``None`` in a single process, like all groups.
-        control: a gloo group over all ranks for barriers and small objects.
-        replicas: number of consecutive tensor ranks that hold the same shard -> their group, through this rank.
-        ties: pipeline ranks that hold one tied tensor -> their group, if this rank is one of them.
-        tie_reports: the same ranks -> their gloo group.
-        streams: (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a
-            backend may serialize the transfers of one group.
-        reports: the gloo group of this rank's pipeline, for small messages; ``None`` for one rank.
-        expert_reports: the gloo group of the expert ranks.
-        sharing: the gloo group of the ranks that are given the same batch.
-        expert_mesh: torch's mesh over :data:`EXPERT_AXES`; ``None`` where experts are not spread.
-        context: the group of the context ranks, which hold pieces of the same sequences; ``None`` without ``cp``.
-        whole_sequences: the group of shard ranks with different sequences; ``None`` for one rank, or without ``cp``.
-    """
-
-    layout: ParallelConfig
-    device: torch.device
-    ranks: dict[str, int]
+    layout: ParallelConfig  # the sizes
+    device: torch.device  # this rank's device
+    ranks: dict[str, int]  # this rank's coordinate on each axis
+    # torch's mesh over :data:`MESH_AXES`; ``None`` in a single process, like all groups
     device_mesh: DeviceMesh | None = None
-    control: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None  # a gloo group over all ranks for barriers and small objects
+    # number of consecutive tensor ranks that hold the same shard -> their group, through this rank
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    # the same ranks -> their gloo group
     tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    # (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a backend may
+    # serialize the transfers of one group
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
+    # the gloo group of this rank's pipeline, for small messages; ``None`` for one rank
     reports: dist.ProcessGroup | None = None
-    expert_reports: dist.ProcessGroup | None = None
-    sharing: dist.ProcessGroup | None = None
+    expert_reports: dist.ProcessGroup | None = None  # the gloo group of the expert ranks
+    sharing: dist.ProcessGroup | None = None  # the gloo group of the ranks that are given the same batch
+    # torch's mesh over :data:`EXPERT_AXES`; ``None`` where experts are not spread
     expert_mesh: DeviceMesh | None = None
+    # the group of the context ranks, which hold pieces of the same sequences; ``None`` without ``cp``
     context: dist.ProcessGroup | None = None
+    # the group of shard ranks with different sequences; ``None`` for one rank, or without ``cp``
     whole_sequences: dist.ProcessGroup | None = None
 
     @property

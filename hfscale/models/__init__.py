@@ -7,9 +7,9 @@ from .blueprint import Blueprint
 from .decoders import DECODERS
 from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
+from .family_limits import SEQUENCE_UNFIT
 from .gpt_decoders import GPT_DECODERS
 from .mixtures import MIXTURES
-from .sequence_unfit import SEQUENCE_UNFIT
 
 FAMILIES: dict[str, Blueprint] = {**DECODERS, **GPT_DECODERS, **MIXTURES, **ENCODERS, **ENCODER_DECODERS}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from .expert_modules import EXPERT_FIELDS
 from .fields import HEAD_FIELDS, LENGTHS, field, text_config
+from .module_kinds import EXPERT_FIELDS
 
 HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS = 4, 8, 2, 67, 4
 HIDDEN = HEADS * HEAD_DIM

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .blueprint import Block, Blueprint, in_layers
-from .fused import query_key_value
+from .fields import query_key_value
 
 # The attention of LLaMA and of those that follow it
 _LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))

@@ -32,19 +32,14 @@ Answers = dict[str, dict[str, dict[str, Any]]]
 
 
 class Facts:
-    """Hold the facts in the table and those proved since.
-
-    Attributes:
-        proved: what no table had, and holds for all models of the same digest.
-        contradictions: models of one digest for which different answers were proved, in words.
-    """
+    """Hold the facts in the table and those proved since."""
 
     def __init__(self, written: Answers | None = None, doubted: bool = False) -> None:
         if written is not None:
             self.written = written
         self._doubted = doubted
-        self.proved: Answers = {}
-        self.contradictions: list[str] = []
+        self.proved: Answers = {}  # what no table had, and holds for all models of the same digest
+        self.contradictions: list[str] = []  # models of one digest for which different answers were proved, in words
         self._latest: dict[Hashable, Any] = {}
         self._told: set[type] = set()
 

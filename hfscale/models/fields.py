@@ -1,4 +1,4 @@
-"""Read numbers from a config whose layers may have different ones.
+"""Read fields of a config whose layers may have different ones.
 
 transformers refuses to read such a field from the config itself (``AmbiguousGlobalPerLayerAttributeError``, a
 ``RuntimeError``): there is one answer per layer.
@@ -79,3 +79,27 @@ def _mappings(config: Any) -> Iterator[dict[str, Any]]:
         if isinstance(fields, dict):
             yield fields
             found += [] if fields is vars(config) else [each for each in fields.values() if isinstance(each, dict)]
+
+
+def query_key_value(config: Any) -> tuple[int, ...]:
+    """Return the lengths of queries, keys and values that are fused side by side in one projection."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_heads = config.num_key_value_heads
+    return config.num_attention_heads * head_dim, key_heads * head_dim, key_heads * head_dim
+
+
+_WHY = {
+    "output_attentions": "would return the attention weights of this rank's heads only",
+    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
+    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
+}
+
+
+def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:
+    """Return, in words, the requested output (by config or ``arguments``) of which a tensor rank has only a part."""
+    given = arguments or {}
+    for name, why in _WHY.items():
+        asked = given.get(name)
+        if field(text_config(config), name, False) if asked is None else asked:
+            return f"{name}=True {why}"
+    return None

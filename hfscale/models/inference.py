@@ -5,7 +5,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from .blueprint import Block, Blueprint
-from .fused import query_key_value
+from .fields import query_key_value
 
 TOLERANCE = 1e-10
 """Of a proof: relative, in float64."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .blueprint import Block, Blueprint, in_layers
-from .unwritable import UNWRITABLE
+from .family_limits import UNWRITABLE
 
 _ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
 _MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())

@@ -30,23 +30,15 @@ def _floats(value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The meaning of an optimizer's name.
+    """The meaning of an optimizer's name."""
 
-    Attributes:
-        engine: what builds it: ``torch``, ``bitsandbytes``, ``adafactor`` or ``muon``.
-        stock: name of the stock class.
-        fixed: options that the name implies.
-        takes: options that a user may give, with functions that parse their values.
-        adam: which of ``betas`` and ``eps`` it has.
-        finish: converts all options to those of the stock class.
-    """
-
-    engine: str
-    stock: str
-    fixed: Options = field(default_factory=dict)
+    engine: str  # what builds it: ``torch``, ``bitsandbytes``, ``adafactor`` or ``muon``
+    stock: str  # name of the stock class
+    fixed: Options = field(default_factory=dict)  # options that the name implies
+    # options that a user may give, with functions that parse their values
     takes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    adam: tuple[str, ...] = ()
-    finish: Callable[[Options], Options] | None = None
+    adam: tuple[str, ...] = ()  # which of ``betas`` and ``eps`` it has
+    finish: Callable[[Options], Options] | None = None  # converts all options to those of the stock class
 
     @property
     def betas(self) -> tuple[int, ...]:

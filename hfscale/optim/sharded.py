@@ -30,17 +30,11 @@ State = MutableMapping[Any, dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Hold one parameter that an optimizer steps.
+    """Hold one parameter that an optimizer steps."""
 
-    Attributes:
-        planned: its entry in the plan.
-        parameter: the model's own parameter.
-        group: index of its parameter group.
-    """
-
-    planned: ParameterPlan
-    parameter: nn.Parameter
-    group: int
+    planned: ParameterPlan  # its entry in the plan
+    parameter: nn.Parameter  # the model's own parameter
+    group: int  # index of its parameter group
 
     @property
     def weight(self) -> Tensor:

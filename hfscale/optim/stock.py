@@ -36,14 +36,10 @@ Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Aside:
-    """Define where weights are copied to be stepped, and how results are written back.
+    """Define where weights are copied to be stepped, and how results are written back."""
 
-    Attributes:
-        device: device of the copies.
-        seed: seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype.
-    """
-
-    device: torch.device
+    device: torch.device  # device of the copies
+    # seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype
     seed: int | None = None
 
     def copy(self, tensor: Tensor) -> Tensor:

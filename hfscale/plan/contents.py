@@ -31,47 +31,28 @@ FeatureT = TypeVar("FeatureT", bound=Feature)
 
 @dataclass(frozen=True)
 class PlanContents:
-    """Hold a model under a layout: parameters, layers, blocks, stages and features.
+    """Hold a model under a layout: parameters, layers, blocks, stages and features."""
 
-    Attributes:
-        family: ``config.model_type``.
-        layout: the sizes it was made for.
-        parameters: every parameter, in the model's order, tied ones included.
-        layers: names of the layers, in order; an encoder's before its decoder's.
-        blocks: the tensor-parallel blocks; empty where ``tp_size`` is 1.
-        sequence_regions: the layer stacks whose hidden states are cut along the sequence, under sequence parallelism.
-        features: the decisions of all other features of the layout, one entry each (:meth:`feature`).
-        experts: the experts that are spread over ranks; empty where ``ep_size`` is 1.
-        mixtures: the experts of every mixture, spread or not.
-        embedding: name of the vocabulary-parallel embedding, if cut.
-        lookup: name of the embedding that every token is looked up in, cut or not, where there is one.
-        head: name of the output projection onto the vocabulary, if the loss runs on it.
-        loss: transformers' name of the loss, if it is one of :data:`hfscale.models.losses.LOSSES`.
-        no_step: why ``train_step`` cannot run the model's loss, in words; empty where it can.
-        source: where the blueprint of its blocks comes from, in words; empty where there are none.
-        stages: the pipeline stages; ``None`` where ``pp_size`` is 1.
-        quantized: which weights are loaded in 4 or 8 bits; ``None`` where none are.
-        adapters: the parameters of adapters, which come last in ``parameters``.
-    """
-
-    family: str
-    layout: ParallelConfig
-    parameters: tuple[ParameterPlan, ...]
-    layers: tuple[str, ...]
-    blocks: tuple[BlockPlan, ...]
-    embedding: str | None
-    head: str | None
-    loss: str | None
+    family: str  # ``config.model_type``
+    layout: ParallelConfig  # the sizes it was made for
+    parameters: tuple[ParameterPlan, ...]  # every parameter, in the model's order, tied ones included
+    layers: tuple[str, ...]  # names of the layers, in order; an encoder's before its decoder's
+    blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty where ``tp_size`` is 1
+    embedding: str | None  # name of the vocabulary-parallel embedding, if cut
+    head: str | None  # name of the output projection onto the vocabulary, if the loss runs on it
+    loss: str | None  # transformers' name of the loss, if it is one of :data:`hfscale.models.losses.LOSSES`
+    # the layer stacks whose hidden states are cut along the sequence, under sequence parallelism
     sequence_regions: tuple[SequencePlan, ...] = ()
+    # the decisions of all other features of the layout, one entry each (:meth:`feature`)
     features: tuple[Feature, ...] = ()
-    experts: tuple[ExpertsPlan, ...] = ()
-    mixtures: tuple[ExpertsPlan, ...] = ()
-    source: str = ""
-    no_step: str = ""
-    lookup: str | None = None
-    stages: StagePlan | None = None
-    quantized: QuantizedPlan | None = None
-    adapters: tuple[AdapterParameter, ...] = ()
+    experts: tuple[ExpertsPlan, ...] = ()  # the experts that are spread over ranks; empty where ``ep_size`` is 1
+    mixtures: tuple[ExpertsPlan, ...] = ()  # the experts of every mixture, spread or not
+    source: str = ""  # where the blueprint of its blocks comes from, in words; empty where there are none
+    no_step: str = ""  # why ``train_step`` cannot run the model's loss, in words; empty where it can
+    lookup: str | None = None  # name of the embedding that every token is looked up in, cut or not, where there is one
+    stages: StagePlan | None = None  # the pipeline stages; ``None`` where ``pp_size`` is 1
+    quantized: QuantizedPlan | None = None  # which weights are loaded in 4 or 8 bits; ``None`` where none are
+    adapters: tuple[AdapterParameter, ...] = ()  # the parameters of adapters, which come last in ``parameters``
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:

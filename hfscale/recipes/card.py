@@ -25,19 +25,12 @@ from .trainer import Outcome
 
 @dataclass(frozen=True)
 class Made:
-    """Describe a directory of weights that a run has written.
+    """Describe a directory of weights that a run has written."""
 
-    Attributes:
-        kind: ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one.
-        validation_loss: of these weights.
-        accuracy: likewise, where it is counted.
-        coverage: what the adapter covers, in lines.
-    """
-
-    kind: str
-    validation_loss: float
-    accuracy: float | None = None
-    coverage: str = ""
+    kind: str  # ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one
+    validation_loss: float  # of these weights
+    accuracy: float | None = None  # likewise, where it is counted
+    coverage: str = ""  # what the adapter covers, in lines
 
     @property
     def directory(self) -> str:

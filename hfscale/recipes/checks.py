@@ -28,7 +28,7 @@ def check_values(recipe: Recipe) -> None:
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1")
     if recipe.memory.get("offload_optimizer"):
-        from ..plan.offload import refuse_aside  # which imports torch
+        from ..plan.feature_plans import refuse_aside  # which imports torch
 
         refuse_aside(training.optimizer)
     if recipe.profile:
@@ -50,11 +50,7 @@ def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """Parse the number of steps to profile: ``"3 steps"`` -> 3.
-
-    Args:
-        steps: of the run.
-    """
+    """Parse the number of steps to profile: ``"3 steps"`` -> 3; ``steps``: of the run."""
     found = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
     if found is None or int(found[1]) < 1:
         raise RecipeError(f"profile={asked!r} says no number of steps: write profile: 3 steps")

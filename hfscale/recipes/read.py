@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import meant
+from ..errors import did_you_mean
 from . import LIBRARY
 from .checks import check_values
 from .flags import add_memory_limit
@@ -119,6 +119,5 @@ def _explain(schema: type, path: str, error: OmegaConfBaseException) -> str:
     name = key.rpartition(".")[2]
     if name in valid:
         return f"{key} in {path} or on the command line has an impossible value: {str(error).splitlines()[0]}"
-    close = meant(name, valid)
-    hint = f"did you mean {close!r}? " if close else ""
+    hint = did_you_mean(name, valid)
     return f"{key} in {path} or on the command line is not a key of a recipe: {hint}valid here are {', '.join(valid)}"

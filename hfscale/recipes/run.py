@@ -1,16 +1,18 @@
 """Run a recipe from its model or base to its results."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, BitsAndBytesConfig, PreTrainedConfig
 
 import hfscale
 
-from .._compat.transformers.configs import made_or_explained
+from .._compat.transformers.classes import made_or_explained
+from ..errors import did_you_mean
+from ..features.adapters.peft_config import config_class
 from ..train.guards import check_packed_rows
-from .adapting import adapter_of, quantization_of
 from .dataset import END_OF_TEXT_ID, prepare
 from .launch import layout_of
 from .main_process import is_main
@@ -45,11 +47,7 @@ def start_rank(read: Callable[[], AnyRecipe], limit: float | None = None) -> Non
 
 
 def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Pretrain or fine-tune as the recipe says; call it on every rank.
-
-    Args:
-        limit: as for :func:`start`.
-    """
+    """Pretrain or fine-tune as the recipe says; call it on every rank; ``limit``: as for :func:`start`."""
     layout = layout_of(recipe)
     check_places(recipe)
     model, tokenizer = load(recipe, layout)
@@ -122,3 +120,30 @@ def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
             pad_token_id=END_OF_TEXT_ID,
         )
     return config
+
+
+def adapter_of(recipe: FinetuneRecipe) -> Any:
+    """Return a PEFT config, or the path of a saved adapter; ``None`` where all parameters train."""
+    if not recipe.adapter or "path" in recipe.adapter:
+        return recipe.adapter.get("path")
+    fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
+    kind, fixed = config_class(recipe.adapter["method"])
+    return _made("adapter", kind, fields, {"task_type": task_of(recipe.data).adapter, **fixed})
+
+
+def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
+    """Return the base's quantization config; ``None`` where it is not quantized."""
+    return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
+
+
+def _made(section: str, kind: Callable[..., Any], fields: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
+    unknown = [name for name in fields if name not in names]
+    if unknown:
+        hint = did_you_mean(unknown[0], names)
+        name = getattr(kind, "__name__", "the config")
+        raise RecipeError(f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}")
+    try:
+        return kind(**fixed, **fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{section}={fields} is refused by {kind.__name__}: {error}; change that field") from error

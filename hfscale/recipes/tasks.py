@@ -21,30 +21,19 @@ from .schema import DataRecipe, RecipeError
 
 @dataclass(frozen=True)
 class Task:
-    """Define a task: its classes, loss, metrics and names.
+    """Define a task: its classes, loss, metrics and names."""
 
-    Attributes:
-        auto_class: of transformers, which finds the model's class.
-        adapter: PEFT's word for it, ``task_type``.
-        tag: the Hub's, ``pipeline_tag``.
-        each: what losses are means over.
-        baseline: what the validation loss is put beside.
-        knows: who does as well as that.
-        reader: the class of transformers that reads what it is given: ``AutoTokenizer`` or ``AutoProcessor``.
-        rows: of a batch, that one row of the data becomes.
-        loss: of what the model returns; ``None`` where that is the model's own.
-        right: how much of a microbatch the model has right, of what it returns; ``None`` where that is not counted.
-    """
-
-    auto_class: Any
-    adapter: str = "CAUSAL_LM"
-    tag: str = "text-generation"
-    each: str = "token"
-    baseline: str = "unigram entropy"
-    knows: str = "the best that knowing only how frequent each token is can do"
+    auto_class: Any  # of transformers, which finds the model's class
+    adapter: str = "CAUSAL_LM"  # PEFT's word for it, ``task_type``
+    tag: str = "text-generation"  # the Hub's, ``pipeline_tag``
+    each: str = "token"  # what losses are means over
+    baseline: str = "unigram entropy"  # what the validation loss is put beside
+    knows: str = "the best that knowing only how frequent each token is can do"  # who does as well as that
+    # the class of transformers that reads what it is given: ``AutoTokenizer`` or ``AutoProcessor``
     reader: Any = AutoTokenizer
-    rows: int = 1
-    loss: LossOfOutputs | None = None
+    rows: int = 1  # of a batch, that one row of the data becomes
+    loss: LossOfOutputs | None = None  # of what the model returns; ``None`` where that is the model's own
+    # how much of a microbatch the model has right, of what it returns; ``None`` where that is not counted
     right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
 
     @property

@@ -168,11 +168,7 @@ class RecipeTrainer(hfscale.Trainer):
 
 
 def arguments_of(recipe: Recipe, microbatches: int, size: int, precision: str) -> TrainingArguments:
-    """Return the ``TrainingArguments`` of a recipe.
-
-    Args:
-        precision: ``no``, ``bf16`` or ``fp16``.
-    """
+    """Return the ``TrainingArguments`` of a recipe; ``precision``: ``no``, ``bf16`` or ``fp16``."""
     training = recipe.training
     return TrainingArguments(
         output_dir=str(recipe.directory / "state"),
@@ -262,11 +258,7 @@ class Watch(TrainerCallback):
 
 
 def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
-    """Return the rows of a recipe's data, as the model takes them.
-
-    Args:
-        tokenizer: of the model, or its processor.
-    """
+    """Return the rows of a recipe's data, as the model takes them; ``tokenizer``: of the model, or its processor."""
     if recipe.data.images_column is not None:
         from .pictures import PictureRows  # needs pillow
 

@@ -27,11 +27,7 @@ def utilization(config: Any, recipe: Recipe, devices: int, tokens_per_second: fl
 
 
 def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
-    """Return the FLOPs that training needs per token.
-
-    Args:
-        adapted: whether weights stay as they are, under adapters.
-    """
+    """Return the FLOPs that training needs per token; ``adapted``: whether weights stay as they are, under adapters."""
     shape = shape_of(config)
     weights = shape.layers * shape.active_weights + shape.table_weights
     forward = 2 * weights + 4 * shape.layers * shape.queries * sequence_length

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat.torch import TorchDispatchMode, schema_of, tree_leaves
-from ..cost.model.links import ring_share
+from ..cost.model.traffic import ring_share
 
 
 @dataclass

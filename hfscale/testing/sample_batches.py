@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from ..errors import ConfigError, HFScaleError
 from ..models.clone import tiny_clone
 from ..plan import Plan
-from ..plan.own_loss import OwnLossPlan
+from ..plan.feature_plans import OwnLossPlan
 from . import plain
 from .parity import Case, in_float64
 from .picture_configs import with_pictures

@@ -16,7 +16,7 @@ from ..config.parallel import AXES, ParallelConfig
 from ..config.schedules import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError
 from ..models.clone import EXPERTS, layers_of_every_kind
-from ..models.expert_modules import EXPERT_FIELDS
+from ..models.module_kinds import EXPERT_FIELDS
 from ..parallel.pipeline.csv_table import read_csv
 from . import sample_batches
 from .parity import Case, Parity, measure_parity

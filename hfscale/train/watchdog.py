@@ -64,21 +64,13 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
 
 @dataclass(frozen=True)
 class RankState:
-    """Hold the state that one rank writes to the store.
+    """Hold the state that one rank writes to the store."""
 
-    Attributes:
-        beat: number of entries it has written.
-        seconds: for how long it has waited.
-        waits: the call and the group it waits in, in words; empty if it waits for no other rank.
-        place: the innermost line of the user's code.
-        inside: the innermost line of hfscale's code, if it is in some.
-    """
-
-    beat: int
-    seconds: float = 0.0
-    waits: str = ""
-    place: str = ""
-    inside: str = ""
+    beat: int  # number of entries it has written
+    seconds: float = 0.0  # for how long it has waited
+    waits: str = ""  # the call and the group it waits in, in words; empty if it waits for no other rank
+    place: str = ""  # the innermost line of the user's code
+    inside: str = ""  # the innermost line of hfscale's code, if it is in some
 
 
 class _Watchdog(threading.Thread):

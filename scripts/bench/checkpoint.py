@@ -61,7 +61,7 @@ def _run(directory: Path, hidden: int, rounds: int) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     import hfscale
-    from hfscale.checkpoint.background import on_host
+    from hfscale.checkpoint.state import on_host
     from hfscale.checkpoint.state_save import contents_of
     from hfscale.train.runtime import runtime_of
 

@@ -18,10 +18,10 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.distributed.files.reader import SafetensorsFile
 from hfscale.testing import RankPool
-from hfscale.testing.families import config_of
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
 
+from ..families import config_of
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]

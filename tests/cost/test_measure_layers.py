@@ -11,9 +11,9 @@ from hfscale import MemoryConfig, ParallelConfig
 from hfscale.features.memory.saved import count_saved
 from hfscale.models.clone import HIDDEN
 from hfscale.testing import RankPool
-from hfscale.testing.families import config_of
 from hfscale.train.runtime import runtime_of
 
+from ..families import config_of
 from ..sweeps import cases, pairs
 
 Pools = Callable[[int], RankPool]

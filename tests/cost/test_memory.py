@@ -12,7 +12,7 @@ from hfscale.cost.model.layer_bytes import stream_width
 from hfscale.cost.model.memory_model import estimate_memory
 from hfscale.cost.model.optimizer_bytes import NAMES
 from hfscale.models.clone import tiny_clone
-from hfscale.models.expert_modules import experts_per_token
+from hfscale.models.module_kinds import experts_per_token
 from hfscale.optim.catalog import CHOICES
 
 from ..tiny_models import tiny

@@ -18,9 +18,9 @@ from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.errors import ConfigError
 from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool
-from hfscale.testing.families import config_of
 from hfscale.train.runtime import runtime_of
 
+from ..families import config_of
 from ..features.quantization.models import four_bits, save, wide
 from ..sweeps import cases, pairs
 from ..tiny_models import tiny

@@ -10,9 +10,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from hfscale.models.clone import HIDDEN, VOCABULARY
-from hfscale.models.expert_modules import EXPERT_FIELDS
-from hfscale.testing.families import MIXED, config_of
+from hfscale.models.module_kinds import EXPERT_FIELDS
 
+from ..families import MIXED, config_of
 from .draw import is_dropout
 
 COMMON = [

@@ -10,8 +10,8 @@ from torch import nn
 
 import hfscale
 from hfscale.features.memory import compressed
-from hfscale.models.projections import PROJECTIONS
-from hfscale.plan.products_plan import ProductsPlan
+from hfscale.models.module_kinds import PROJECTIONS
+from hfscale.plan.feature_plans import ProductsPlan
 from tests.float8_reference import convert, float8_in_32_bits, in_32_bits
 
 from .draw import Draw

@@ -13,12 +13,12 @@ import hfscale
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale._compat.transformers.experts import use_eager_experts
 from hfscale.models.precision import WIDENS_INSIDE, keep_float64
-from hfscale.optim.decay import owners_of
+from hfscale.optim.factory import owners_of
 from hfscale.optim.muon import is_hidden_matrix
-from hfscale.testing.families import config_of
 from hfscale.testing.parity import plain_name
 from hfscale.train.runtime import runtime_of
 
+from ..families import config_of
 from .draw import Draw
 from .levers import COMPUTES, computes_in, planned_by, scaled_by
 

@@ -15,9 +15,9 @@ from hfscale.models.digest import digest
 from hfscale.models.facts import Facts, proved_anew
 from hfscale.models.inference import as_data, from_data
 from hfscale.testing import proofs
-from hfscale.testing.families import config_of
 from hfscale.testing.proofs.infer import infer
 
+from ..families import config_of
 from ..tiny_models import needs, tiny
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.optim.decay import decays, owners_of
+from hfscale.optim.factory import decays, owners_of
 from hfscale.optim.muon import is_hidden_matrix
 from hfscale.train.runtime import like_sharded, runtime_of
 from hfscale.train.runtime.shards import local_tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.optim.decay import decays, owners_of
+from hfscale.optim.factory import decays, owners_of
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor

@@ -14,8 +14,8 @@ from hfscale import ParallelConfig, PlanError, plan
 from hfscale.models import FAMILIES as FAMILIES_OF_PLAN
 from hfscale.models.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.families import config_of
 
+from ..families import config_of
 from ..sweeps import cases
 
 Pools = Callable[[int], RankPool]

@@ -21,7 +21,7 @@ from transformers import (
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.own_loss import OwnLossPlan
+from hfscale.plan.feature_plans import OwnLossPlan
 from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.testing.sample_batches import changes_for
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.towers import TowersPlan
+from hfscale.plan.feature_plans import TowersPlan
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.picture_inputs import join_pictures, make_picture

@@ -9,7 +9,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.plan import to_json
 from hfscale.plan.contents import Feature, PlanContents
-from hfscale.plan.context import ContextPlan
+from hfscale.plan.feature_plans import ContextPlan
 
 CONFIG = LlamaConfig(
     hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, pad_token_id=None

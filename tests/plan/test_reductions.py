@@ -8,8 +8,9 @@ import torch
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.plan.reductions import Reduction
-from hfscale.testing.families import config_of
 from tests.tiny_models import tiny
+
+from ..families import config_of
 
 _TIED = {"tie_word_embeddings": True, "num_hidden_layers": 4}
 _HEADS = "model.layers.0.self_attn.k_proj.weight"

@@ -18,9 +18,9 @@ from peft import IA3Config, LoHaConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hfscale.cli import main
-from hfscale.recipes.adapting import adapter_of, quantization_of
 from hfscale.recipes.flags import memory_limit_flags
 from hfscale.recipes.read import load_recipe, recipe_and_limit
+from hfscale.recipes.run import adapter_of, quantization_of
 from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
 from hfscale.testing import RankPool

@@ -1,8 +1,8 @@
-"""Stock classes, and models built from them."""
+"""Stock classes, models built from them, and errors about both and their configs in our own words."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...errors import ConfigError
+from ...errors import ConfigError, HFScaleError
 from ..replaced import attribute_replaced
 
 
@@ -130,3 +131,45 @@ def input_embedding(model: Any) -> Any:
         return model.get_input_embeddings()
     except NotImplementedError:
         return None
+
+
+@contextmanager
+def made_or_explained(source: str) -> Iterator[None]:
+    """Raise ConfigError with the reason if reading a config of ``source`` fails inside the ``with`` block."""
+    try:
+        yield
+    except ArithmeticError as error:  # division by a size of 0
+        raise ConfigError(f"no config could be made of {source}: one of its sizes is 0 ({error})") from error
+    except StrictDataclassError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        kind, _, words = reason.partition(": ")
+        raise ConfigError(f"{source} is invalid: {words if kind.endswith('Error') else reason}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"no config could be read from {source}: {reason}") from error
+
+
+@contextmanager
+def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -> Iterator[None]:
+    """Raise ConfigError for a ValueError, or ``others``, of building a model inside the ``with`` block."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, HFScaleError) or not isinstance(error, (ValueError, *others)):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        if not reason.startswith("Unrecognized configuration class"):
+            raise ConfigError(
+                f"no {config.model_type!r} model can be built of this config and these arguments: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
+        built = {name: classes_by_config(getattr(transformers, name)) or () for name in auto_classes()}
+        fitting = [name for name, kinds in built.items() if type(config) in kinds]
+        use = f"the Auto class {', '.join(fitting)}" if fitting else "another Auto class"
+        kind = getattr(auto_class, "__name__", auto_class)
+        raise ConfigError(f"{kind} cannot build a {config.model_type!r} model: use {use}") from error
+
+
+def auto_classes() -> list[str]:
+    """Return the names of transformers' Auto classes of models."""
+    return [name for name in dir(transformers) if name.startswith("AutoModel")]

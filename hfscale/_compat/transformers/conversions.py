@@ -23,35 +23,22 @@ class Merge:
 
     Tensors come in transformers' order: by source, then by the numbers in their names (``experts.9`` before
     ``experts.10``).
-
-    Attributes:
-        source: index of this tensor among the converter's sources: a gate projection, say, before an up projection.
-        stack: the new dim along which the tensors of one source are stacked; ``None``: they are not.
-        join: the dim along which the sources are then concatenated; ``None`` for one source.
     """
 
-    source: int
-    stack: int | None
-    join: int | None
+    source: int  # index of this tensor among the converter's sources: a gate projection, say, before an up projection
+    stack: int | None  # the new dim along which the tensors of one source are stacked; ``None``: they are not
+    join: int | None  # the dim along which the sources are then concatenated; ``None`` for one source
 
 
 @dataclass(frozen=True)
 class Destination:
-    """The parameter or buffer that a stored tensor loads into.
+    """The parameter or buffer that a stored tensor loads into."""
 
-    Attributes:
-        name: the parameter or buffer; the first, if a converter makes several of it.
-        converter: the conversion; ``None`` if it loads as it is.
-        pattern: the one of the converter's sources that its key matched.
-        others: the other tensors that the converter makes of it.
-        merge: the converter, if it changes neither values nor their order.
-    """
-
-    name: str
-    converter: WeightConverter | None = None
-    pattern: str = ""
-    others: tuple[str, ...] = ()
-    merge: Merge | None = None
+    name: str  # the parameter or buffer; the first, if a converter makes several of it
+    converter: WeightConverter | None = None  # the conversion; ``None`` if it loads as it is
+    pattern: str = ""  # the one of the converter's sources that its key matched
+    others: tuple[str, ...] = ()  # the other tensors that the converter makes of it
+    merge: Merge | None = None  # the converter, if it changes neither values nor their order
 
 
 def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, Destination]:

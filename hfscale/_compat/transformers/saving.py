@@ -26,9 +26,6 @@ class AsStored:
 
     Tensors get their stored names; fused ones are taken apart, and separate ones are fused, as stored. Works on the
     meta device too.
-
-    Attributes:
-        layout: every tensor of the checkpoint, on the meta device.
     """
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
@@ -43,7 +40,7 @@ class AsStored:
             self._together = _together(model, contents, self._conversions)
             self._together |= _after_another(model, contents, self._together, set(expected))
         self._waiting: dict[str, Tensor] = {}
-        self.layout: dict[str, Tensor] = {}
+        self.layout: dict[str, Tensor] = {}  # every tensor of the checkpoint, on the meta device
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:

@@ -42,18 +42,12 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A full model's config and tensors, read on demand.
-
-    Attributes:
-        tensors: stored name -> tensor, on disk or in memory.
-        generation: its generation config, if it has one.
-        directory: its directory; ``None`` in memory.
-    """
+    """A full model's config and tensors, read on demand."""
 
     config: PreTrainedConfig
-    tensors: Mapping[str, Tensor | TensorOnDisk]
-    generation: GenerationConfig | None
-    directory: Path | None
+    tensors: Mapping[str, Tensor | TensorOnDisk]  # stored name -> tensor, on disk or in memory
+    generation: GenerationConfig | None  # its generation config, if it has one
+    directory: Path | None  # its directory; ``None`` in memory
 
     def read(self, name: str) -> Tensor:
         """Return a copy of one tensor on the CPU."""

@@ -27,16 +27,12 @@ INTERMEDIATE_DIM = {"gate": 0, "up": 0, "down": 1}
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """One tensor, or one per expert, of a layer's routed experts in the target's checkpoint.
+    """One tensor, or one per expert, of a layer's routed experts in the target's checkpoint."""
 
-    Attributes:
-        name: inside the layer, as stored. With ``{expert}`` each expert has its own tensor; without, one tensor holds
-            all experts along a new first dim.
-        parts: the projections in it, concatenated along an expert's first dim.
-    """
-
+    # inside the layer, as stored. With ``{expert}`` each expert has its own tensor; without, one tensor holds all
+    # experts along a new first dim
     name: str
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the projections in it, concatenated along an expert's first dim
 
 
 @dataclass(frozen=True)
@@ -54,33 +50,23 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Family:
-    """How a dense family becomes a mixture of experts.
+    """How a dense family becomes a mixture of experts."""
 
-    Attributes:
-        target: the ``model_type`` it becomes.
-        weights: the routed experts' tensors.
-        router: the name of the router's matrix inside a layer.
-        count_field: the target's field with the number of experts.
-        width_field: the target's field with the width of one expert.
-        fixed: further fields of the target, such as the one that normalizes routing weights.
-        every_field: the target's field that makes only every n-th layer a mixture; ``None`` if all layers must be.
-        neutral: fields that only the dense family has, and the values with which they have no effect; ``None``: any.
-        kept: fields that the target reads without declaring them.
-        one_window: whether the target has one sliding window for all layers, and the dense family types of layers.
-        shared: the target's shared expert.
-    """
-
-    target: str
-    weights: tuple[ExpertWeight, ...]
-    router: str
-    count_field: str
-    width_field: str = "intermediate_size"
+    target: str  # the ``model_type`` it becomes
+    weights: tuple[ExpertWeight, ...]  # the routed experts' tensors
+    router: str  # the name of the router's matrix inside a layer
+    count_field: str  # the target's field with the number of experts
+    width_field: str = "intermediate_size"  # the target's field with the width of one expert
+    # further fields of the target, such as the one that normalizes routing weights
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    # the target's field that makes only every n-th layer a mixture; ``None`` if all layers must be
     every_field: str | None = None
+    # fields that only the dense family has, and the values with which they have no effect; ``None``: any
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
+    # whether the target has one sliding window for all layers, and the dense family types of layers
     one_window: bool = False
-    shared: SharedExpert | None = None
+    shared: SharedExpert | None = None  # the target's shared expert
 
     def start(self, projection: str) -> float:
         """Return the factor on a routed expert's copy of a projection."""

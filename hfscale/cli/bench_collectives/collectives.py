@@ -34,19 +34,12 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class Measured:
-    """One collective with one size of message.
+    """One collective with one size of message."""
 
-    Attributes:
-        collective: a name of :data:`COLLECTIVES`.
-        size: bytes of the message.
-        ranks: how many took part.
-        seconds: time of one call, the median of its repetitions on the slowest rank.
-    """
-
-    collective: str
-    size: int
-    ranks: int
-    seconds: float
+    collective: str  # a name of :data:`COLLECTIVES`
+    size: int  # bytes of the message
+    ranks: int  # how many took part
+    seconds: float  # time of one call, the median of its repetitions on the slowest rank
 
     @property
     def bus_bandwidth(self) -> float:

@@ -8,14 +8,8 @@ Verdict = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        about: the subject of the check, in a word or two.
-        verdict: ``note`` means that nothing is wrong, but worth knowing.
-        text: the result; for a problem, also the remedy.
-    """
-
-    about: str
-    verdict: Verdict
-    text: str
+    about: str  # the subject of the check, in a word or two
+    verdict: Verdict  # ``note`` means that nothing is wrong, but worth knowing
+    text: str  # the result; for a problem, also the remedy

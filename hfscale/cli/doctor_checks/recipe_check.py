@@ -13,11 +13,10 @@ from ...errors import HFScaleError
 from ...features.adapters import describe_coverage
 from ...plan import Plan
 from ...plan.table import human
-from ...recipes.adapting import adapter_of, quantization_of
 from ...recipes.batch_sizes import per_rank
 from ...recipes.memory_limit import of_one_microbatch
 from ...recipes.places import check_places
-from ...recipes.run import config_of, options_of
+from ...recipes.run import adapter_of, config_of, options_of, quantization_of
 from ...recipes.schema import FinetuneRecipe, PretrainRecipe
 from ...recipes.tasks import model_options
 from . import Finding

@@ -97,11 +97,7 @@ def sum_of_ranks(device: torch.device) -> float:
 
 
 def accelerate_config(path: Path | None = None) -> Finding:
-    """Check the config file with defaults of ``accelerate launch``.
-
-    Args:
-        path: by default Accelerate's own.
-    """
+    """Check the config file with defaults of ``accelerate launch``; ``path``: by default Accelerate's own."""
     from accelerate.commands.config.config_args import default_config_file
 
     file, about = Path(default_config_file) if path is None else path, "accelerate"

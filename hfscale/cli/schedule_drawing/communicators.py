@@ -12,18 +12,14 @@ Here ranks enqueue transfers where their programs do (:mod:`...parallel.pipeline
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ...errors import ConfigError
 from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs
 from ...parallel.pipeline.timeline import Action, Order, Span, Timeline, stage_ranks
 from ...parallel.pipeline.transfers import rank_programs
 
-Sharing = Literal["ways", "directions"]
-"""Which transfers share a communicator: those from one rank to another (what a mesh has), or all activations of a
-pipeline, and all gradients."""
 _Programs = list[list[tuple[str, int, int]]]
 
 
@@ -41,19 +37,13 @@ class _Task:
 
 @dataclass
 class _Rank:
-    """Build the queue of one rank from its program.
-
-    Attributes:
-        communicator: (kind of transfer, this rank, other rank) -> the communicator.
-        halves: transfer -> its halves, of all ranks.
-    """
+    """Build the queue of one rank from its program."""
 
     rank: int
     homes: dict[int, int]
     costs: Costs
-    communicator: Callable[[str, int, int], Hashable]
     queues: dict[Hashable, list[_Task]]
-    halves: dict[tuple[str, int, int], list[_Task]]
+    halves: dict[tuple[str, int, int], list[_Task]]  # transfer -> its halves, of all ranks
     trains: bool
     arriving: dict[tuple[str, int, int], _Task] = field(default_factory=dict)
     leaving: dict[tuple[int, int], _Task] = field(default_factory=dict)
@@ -98,7 +88,8 @@ class _Rank:
         other = self.homes[stage]
         before = self.queues[self.rank, "computing"][-1:]  # a transfer begins after the computation queued so far
         task = _Task(self.costs.communication, before)
-        self.queues[self.rank, self.communicator(kind, self.rank, other)].append(task)
+        way = (self.rank, other) if kind.startswith("SEND") else (other, self.rank)  # those that share a communicator
+        self.queues[self.rank, way].append(task)
         self.halves[name].append(task)
         return task
 
@@ -108,7 +99,6 @@ def simulate_communicators(
     costs: Costs = DEFAULT_COSTS,
     name: str = "",
     microbatches: int = 0,
-    sharing: Sharing = "ways",
 ) -> Timeline:
     """Simulate an order like :func:`...parallel.pipeline.simulate.simulate`, but with one transfer at a time, of
     ``costs.communication``, on each communicator.
@@ -118,7 +108,7 @@ def simulate_communicators(
     halves: dict[tuple[str, int, int], list[_Task]] = defaultdict(list)
     trains = any(action.kind != "forward" for row in order for action in row)
     for rank, program in enumerate(_programs(order, homes)):
-        _Rank(rank, homes, costs, _communicators(sharing), queues, halves, trains).run(program)
+        _Rank(rank, homes, costs, queues, halves, trains).run(program)
     for first, second in halves.values():
         first.other, second.other = second, first
     if not _play(queues):
@@ -144,13 +134,6 @@ def _programs(order: Order, homes: dict[int, int]) -> _Programs:
             program += [(f"SEND_{letter}", stage, index)] if behind and kind != "update" else []
         programs.append(program)
     return programs
-
-
-def _communicators(sharing: Sharing) -> Callable[[str, int, int], Hashable]:
-    def of_way(kind: str, rank: int, other: int) -> Hashable:
-        return (rank, other) if kind.startswith("SEND") else (other, rank)
-
-    return of_way if sharing == "ways" else lambda kind, rank, other: kind[-1]
 
 
 def _play(queues: dict[Hashable, list[_Task]]) -> bool:

@@ -61,8 +61,6 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     """
     check_drawing(path)
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     horizon = max(timeline.end for _, timeline in timelines)
@@ -72,8 +70,6 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     head, gap, foot = 0.42, 0.42, 0.85
     height = sum(heights) + head * len(heights) + gap * (len(heights) - 1) + foot
     figure: Any = Figure(figsize=(width, height), facecolor="white")
-    canvas: Any = FigureCanvasSVG if path.suffix.lower() == ".svg" else FigureCanvasAgg
-    canvas(figure)
     top = height
     for (heading, timeline), rows in zip(timelines, heights, strict=True):
         top -= head

@@ -12,12 +12,8 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from ...errors import ConfigError
-from ...plan.compress_plan import BYTES, compressed
-from ...plan.context import ContextPlan
-from ...plan.offload import offloaded
+from ...plan.feature_plans import BYTES, ContextPlan, compressed, heads_with_scores, offloaded, recomputed
 from ...plan.plan import Plan
-from ...plan.recompute_plan import recomputed
-from ...plan.scores_plan import heads_with_scores
 from ...plan.table import human
 from .layer_bytes import Types, layer_bytes, sequence_ranks, stream_width, types_of
 from .situation import LayerBytes, Situation

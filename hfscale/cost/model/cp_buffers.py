@@ -11,7 +11,7 @@ context ranks and ``s/n`` on each, at the most, which is in the backward pass::
 What collectives copy in order to send it comes on top: as much again at most, over gloo.
 """
 
-from ...plan.context import ContextPlan
+from ...plan.feature_plans import ContextPlan
 from ...plan.plan import Plan
 from ...plan.sequence_split import choose
 

@@ -6,9 +6,7 @@ from math import prod
 
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
-from ...plan.offload import offloaded
-from ...plan.products_plan import gathered_in_8_bits
-from ...plan.recompute_plan import recomputed
+from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed
 from .activation_bytes import has_head, is_matrix, layers_held, trained_names
 from .layer_bytes import types_of, widest
 from .situation import Situation

@@ -35,12 +35,9 @@ from functools import cached_property
 from math import prod
 
 from ..._compat.peft import LORA_A
-from ...plan.compress_plan import FEW
-from ...plan.context import ContextPlan
+from ...plan.feature_plans import FEW, ContextPlan, heads_with_scores, recomputed
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
-from ...plan.recompute_plan import recomputed
-from ...plan.scores_plan import heads_with_scores
 from .cp_buffers import replicas, shares_heads
 from .situation import LayerBytes, Situation, own_parameters
 

@@ -6,8 +6,8 @@ from math import prod
 from typing import Any
 
 from ...errors import ConfigError
-from ...models.expert_modules import EXPERT_FIELDS, experts_per_token
 from ...models.fields import counts, text_config
+from ...models.module_kinds import EXPERT_FIELDS, experts_per_token
 from ...plan import Plan
 from .layer_bytes import stream_width
 

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from .job import Job, Place
-from .links import data_bus, sent, tensor_bus
 from .machines_known import Constants, Machine
 from .model_shape import ModelShape
-from .traffic import data_traffic, edge_traffic, layer_traffic
+from .traffic import data_bus, data_traffic, edge_traffic, layer_traffic, sent, tensor_bus
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ...errors import check_count
 from ...features.memory.saved import SavedBytes, SavedCounter
 from ...plan import Plan
 from ...plan.columns import aligned
-from ...plan.recompute_plan import recomputed
+from ...plan.feature_plans import recomputed
 from ...plan.table import human
 from ..model.job import Place, places_of
 from ..model.traffic import Traffic, rank_traffic

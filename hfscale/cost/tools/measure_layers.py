@@ -28,8 +28,7 @@ from ...features.memory.kept_activations import KeptActivations
 from ...features.memory.saved import SavedCounter
 from ...models.clone import first_layers
 from ...plan import Plan
-from ...plan.compress_plan import BYTES, compressed
-from ...plan.recompute_plan import recomputed
+from ...plan.feature_plans import BYTES, compressed, recomputed
 from ...train.runtime import runtime_of
 from ..model.job import job_of
 from ..model.layer_bytes import is_known

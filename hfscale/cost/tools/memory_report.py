@@ -18,11 +18,11 @@ from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...errors import ConfigError, check_count, check_switch
 from ...features.memory.recomputation import Recomputation
 from ...features.quantization.quantized_modules import beside_quantized
-from ...models.expert_modules import experts_per_token
+from ...models.module_kinds import experts_per_token
 from ...parallel.data import DataParallel
 from ...parallel.pipeline.in_flight import in_flight_together
 from ...plan import Plan
-from ...plan.offload import offloaded, refuse_aside
+from ...plan.feature_plans import offloaded, refuse_aside
 from ...train.runtime import find_runtime, local_tensor, runtime_of
 from ..model.memory_model import MemoryEstimate, estimate_memory
 

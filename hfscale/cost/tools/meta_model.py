@@ -25,7 +25,7 @@ from ...parallel.tensor.local_parameters import cut_parameters
 from ...plan import Plan
 from ...train import train_step
 from ...train.runtime import runtime_of
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from ..model.job import Job
 from ..model.model_shape import ModelShape
 from .simulated_rank import FusedAttention, SimulatedRank, SimulatedTraffic, leave_alone, simulated_rank

@@ -26,7 +26,7 @@ from ...distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 from ...parallel.pipeline.run import Pipeline
 from ...parallel.tensor import RandomStreams
 from ...train.runtime import Runtime
-from ..model.links import ring_share
+from ..model.traffic import ring_share
 
 HOST, OTHERS = "host", "others"
 # Operators whose result has a size, or a number, that the host must know.

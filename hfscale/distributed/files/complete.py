@@ -40,19 +40,12 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of a directory's marker file.
+    """The content of a directory's marker file."""
 
-    Attributes:
-        written: time of writing, in seconds since 1970.
-        files: sizes and checksums by file name.
-        step: training step of the run.
-        run: the run's id; ``None`` if an earlier hfscale wrote it.
-    """
-
-    written: float
-    files: dict[str, FileSum]
-    step: int | None = None
-    run: str | None = None
+    written: float  # time of writing, in seconds since 1970
+    files: dict[str, FileSum]  # sizes and checksums by file name
+    step: int | None = None  # training step of the run
+    run: str | None = None  # the run's id; ``None`` if an earlier hfscale wrote it
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:

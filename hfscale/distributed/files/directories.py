@@ -24,11 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class DirectoryLock:
-    """A lock on a directory that a living process writes; the system releases it when the process ends.
-
-    Attributes:
-        held: whether the file system supports such locks.
-    """
+    """A lock on a directory that a living process writes; the system releases it when the process ends."""
 
     def __init__(self, path: Path) -> None:
         self._handle, self.held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), True
@@ -40,7 +36,7 @@ class DirectoryLock:
                 f"another job is writing {path} at this moment: give each job a directory of its own"
             ) from error
         except OSError:  # NFS, for one
-            self.held = False
+            self.held = False  # whether the file system supports such locks
             _log.info("%s cannot be locked", path)
 
     def release(self) -> None:

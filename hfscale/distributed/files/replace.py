@@ -50,16 +50,12 @@ _log = logging.getLogger(__name__)
 
 
 class NewFiles:
-    """New files of a directory that is being written.
-
-    Attributes:
-        path: where to write them.
-    """
+    """New files of a directory that is being written."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         finish_move(target)
-        self.path = target / _INSIDE if _stays(target) else staging_of(target)
+        self.path = target / _INSIDE if _stays(target) else staging_of(target)  # where to write them
         self._lock, self._placed = make_staging(target, self.path), False
 
     def commit(self, stale: Sequence[str]) -> None:

@@ -33,14 +33,10 @@ _SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float3
 
 
 class HeadRows(Protocol):
-    """The interface of a head as :func:`hfscale.distributed.ops.head_cross_entropy` runs it.
-
-    Attributes:
-        reusable: whether the gradient may be written into the last logits, which nothing reads any more.
-    """
+    """The interface of a head as :func:`hfscale.distributed.ops.head_cross_entropy` runs it."""
 
     parameters: Sequence[Tensor]
-    reusable: bool
+    reusable: bool  # whether the gradient may be written into the last logits, which nothing reads any more
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
         """Compute logits ``[n, V/t]`` of rows ``[n, h]`` without a graph; ``gradients``: :meth:`backward` follows."""

@@ -20,16 +20,11 @@ _Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 @dataclass
 class Casts:
-    """Copies of weights as they are now.
+    """Copies of weights as they are now."""
 
-    Attributes:
-        memory: the storages of the copies.
-        plain: copies by place and form of the weight.
-        in_graph: copies with their autograd graphs, of weights that train.
-    """
-
-    memory: set[int] = field(default_factory=set)
-    plain: dict[_Key, Tensor] = field(default_factory=dict)
+    memory: set[int] = field(default_factory=set)  # the storages of the copies
+    plain: dict[_Key, Tensor] = field(default_factory=dict)  # copies by place and form of the weight
+    # copies with their autograd graphs, of weights that train
     in_graph: dict[_Key, Tensor] = field(default_factory=dict)
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .vocab_cross_entropy import Targets, VocabularySlice, compute_dtype
+from .vocab_cross_entropy import Targets, VocabularySlice, compute_dtype, gathered
 
 
 @dataclass
@@ -64,7 +63,8 @@ class _Scores(torch.autograd.Function):
             z.sum(-1, keepdim=True),
             z.amax(-1, keepdim=True),
         )
-        every = _gathered(torch.cat((*own, earlier), 1), vocabulary.group)  # [t, N, 7]
+        terms, group = torch.cat((*own, earlier), 1), vocabulary.group
+        every = terms.unsqueeze(0) if group is None else gathered(terms, group)  # [t, N, 7]
         lses, squares, hits, means, sums, largest, before = every.unbind(-1)
         lse, target = lses.logsumexp(0), hits.sum(0)
         entropy = lse - ((lses - lse).exp() * means).sum(0)
@@ -91,15 +91,6 @@ class _Scores(torch.autograd.Function):
             grad -= column * p
             grad.scatter_add_(1, ctx.at.places, ctx.at.kept(column))
         return grad.to(logits.dtype), None, None
-
-
-def _gathered(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather this rank's ``[N, k]`` into ``[t, N, k]``."""
-    if group is None:
-        return terms.unsqueeze(0)
-    pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(pieces, terms, group=group)
-    return torch.stack(pieces)
 
 
 def token_scores(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> TokenScores:

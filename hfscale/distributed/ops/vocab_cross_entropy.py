@@ -31,34 +31,21 @@ _BLOCK_ELEMENTS_GPU = 1 << 26
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """This rank's slice of the vocabulary.
+    """This rank's slice of the vocabulary."""
 
-    Attributes:
-        start: the first token id of this rank's slice.
-        size: token ids in the full vocabulary.
-        widest: token ids in the longest slice, equal on all ranks.
-        group: the tensor ranks; ``None`` for one rank, which holds the full vocabulary.
-        smoothing: fraction of the target's probability that is spread evenly over the full vocabulary.
-    """
-
-    start: int
-    size: int
-    widest: int
-    group: dist.ProcessGroup | None = None
-    smoothing: float = 0.0
+    start: int  # the first token id of this rank's slice
+    size: int  # token ids in the full vocabulary
+    widest: int  # token ids in the longest slice, equal on all ranks
+    group: dist.ProcessGroup | None = None  # the tensor ranks; ``None`` for one rank, which holds the full vocabulary
+    smoothing: float = 0.0  # fraction of the target's probability that is spread evenly over the full vocabulary
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Columns of the targets of some rows in this rank's logits, ``[n, 1]``.
+    """Columns of the targets of some rows in this rank's logits, ``[n, 1]``."""
 
-    Attributes:
-        places: column in this rank's slice; 0 for a target outside of it.
-        missed: whether the target is outside; ``None`` where all are inside.
-    """
-
-    places: Tensor
-    missed: Tensor | None
+    places: Tensor  # column in this rank's slice; 0 for a target outside of it
+    missed: Tensor | None  # whether the target is outside; ``None`` where all are inside
 
     @classmethod
     def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False) -> "Targets":
@@ -168,10 +155,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Combine a slice's log-sum-exp and sums, ``[k, n, 1]``, over ranks into those of the full vocabulary."""
+    everyone = gathered(terms, group)  # [t, k, n, 1]
+    return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+
+
+def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather this rank's ``terms`` of any shape into ``[t, ...]``."""
     pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, terms, group=group)
-    everyone = torch.stack(pieces)  # [t, k, n, 1]
-    return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
+    return torch.stack(pieces)
 
 
 def _is_fused(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from ..._compat.peft import (
 )
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
-from ...models.projections import is_transposed
+from ...models.module_kinds import is_transposed
 from ...plan import AdapterParameter, Plan
 from ...train.runtime.parameter_names import stock_name, unwrapped
 from .plan import is_known

@@ -15,8 +15,8 @@ from ...distributed.ops.four_bit import shown_unpacked
 from ...errors import PlanError
 from ...plan import Plan
 from ...train.runtime import Part, Runtime
-from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import owner_of, parameter_at
+from ...train.runtime.shards import LocalWeights
 from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import install_adapter_edges
@@ -30,21 +30,13 @@ from .storage import load_adapter, stored_names
 
 @dataclass(eq=False)
 class Adapters(Part):
-    """A part with PEFT's adapters of one model.
+    """A part with PEFT's adapters of one model."""
 
-    Attributes:
-        peft_model: PEFT's model around this rank's model.
-        whole: PEFT's model around the full model, on the meta device.
-        name: the adapter's name in PEFT.
-        stock_plan: the plan without adapters.
-        source: the path or Hub id of the saved adapter they were loaded from, if any.
-    """
-
-    peft_model: Any
-    whole: Any
-    name: str
-    stock_plan: Plan
-    source: str | None = None
+    peft_model: Any  # PEFT's model around this rank's model
+    whole: Any  # PEFT's model around the full model, on the meta device
+    name: str  # the adapter's name in PEFT
+    stock_plan: Plan  # the plan without adapters
+    source: str | None = None  # the path or Hub id of the saved adapter they were loaded from, if any
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""

@@ -13,7 +13,7 @@ from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
 from ...distributed.ops.four_bit import forget_packed
 from ...errors import ConfigError
-from ...models.projections import follow_weight
+from ...models.module_kinds import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, put_parameter, unwrapped
@@ -169,15 +169,11 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge adapters into full tensors, weight by weight.
-
-    Attributes:
-        factors: names of the adapters' own parameters.
-    """
+    """Merge adapters into full tensors, weight by weight."""
 
     def __init__(self, adapters: Any, plan: Plan) -> None:
         self._adapters, self._plan = adapters, plan
-        self.factors = {adapter.name for adapter in plan.adapters}
+        self.factors = {adapter.name for adapter in plan.adapters}  # names of the adapters' own parameters
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module

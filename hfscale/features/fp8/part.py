@@ -26,12 +26,12 @@ from ...distributed.ops.overlap import (
     multiply_by,
     products_of,
 )
-from ...models.projections import is_transposed, weight_dims
-from ...plan.products_plan import ProductsPlan, gathered_in_8_bits
+from ...models.module_kinds import is_transposed, weight_dims
+from ...plan.feature_plans import ProductsPlan, gathered_in_8_bits
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import computing, module_at
+from ...train.runtime.shards import LocalWeights
 from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, weight_scales
 
 

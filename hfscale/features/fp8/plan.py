@@ -4,14 +4,13 @@ The choice follows from the full model, so that it is the same in every layout; 
 differently from one process is refused.
 """
 
-import difflib
 from typing import Any
 
+from ...errors import did_you_mean
+from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
-from ...models.projections import PROJECTIONS, weight_dims
-from ...plan.context import ContextPlan
 from ...plan.drafting.draft import Draft
-from ...plan.products_plan import ProductsPlan
+from ...plan.feature_plans import ContextPlan, ProductsPlan
 
 _MULTIPLE = 16  # of both sizes of a weight, for tensor cores
 _SPREAD = "experts have products of their own"
@@ -28,8 +27,7 @@ def plan_float8(draft: Draft) -> None:
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})
-            close = difflib.get_close_matches(end, known, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = did_you_mean(end, known)
             draft.problem(f"leave_out: no projection of the layers is called {end!r}: {hint}use {', '.join(known)}")
     reasons = {name: _reason(draft, name, module, asked.leave_out) for name, module in inside.items()}
     chosen = tuple(name for name, why in reasons.items() if not why)

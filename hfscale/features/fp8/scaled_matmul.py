@@ -33,15 +33,10 @@ _LIKE = (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_zeros.def
 
 
 class Float8Weight(Tensor):
-    """A tensor in place of a parameter ``[out, in]`` while it is gathered; autograd sees the type of its gradient.
+    """A tensor in place of a parameter ``[out, in]`` while it is gathered; autograd sees the type of its gradient."""
 
-    Attributes:
-        entries: the weight times its scale, rounded to 8 bits.
-        scale: a scalar tensor that views of the weight share, so that it can be renewed with the entries.
-    """
-
-    entries: Tensor
-    scale: Tensor
+    entries: Tensor  # the weight times its scale, rounded to 8 bits
+    scale: Tensor  # a scalar tensor that views of the weight share, so that it can be renewed with the entries
 
     def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
         """Make a tensor that reports ``dtype`` as its own."""
@@ -126,14 +121,12 @@ class Float8Projection:
         groups: ranks with the other shards of its tensors.
         rowwise: a scale for each row, a power of two, and gradients with as many digits as the rest; or one for each
             tensor, and gradients with fewer digits over a wider range.
-
-    Attributes:
-        shared: scales of the weight kept between passes that find it unchanged, by the dim they are along (``None``:
-            the tensorwise one). ``None`` where the weight may have changed since the last pass.
     """
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
         self.groups, self.rowwise = groups, rowwise
+        # scales of the weight kept between passes that find it unchanged, by the dim they are along (``None``: the
+        # tensorwise one). ``None`` where the weight may have changed since the last pass
         self.shared: dict[int | None, Tensor] | None = None
 
     def __call__(self) -> "Float8Products":

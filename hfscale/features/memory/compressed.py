@@ -20,19 +20,14 @@ from torch import Tensor
 
 from ..._compat.bitsandbytes import functional
 from ..._compat.torch_device import device_module, is_accelerator, keep_for_stream
-from ...plan.compress_plan import BLOCK
+from ...plan.feature_plans import BLOCK
 
 
 class Stored(Protocol):
-    """Define a saved tensor that is kept compressed or offloaded.
+    """Define a saved tensor that is kept compressed or offloaded."""
 
-    Attributes:
-        readers: how many saved references to it have not been read.
-        size: bytes that it takes there.
-    """
-
-    readers: int
-    size: int
+    readers: int  # how many saved references to it have not been read
+    size: int  # bytes that it takes there
 
     def fetch(self) -> None:
         """Begin to bring it back."""

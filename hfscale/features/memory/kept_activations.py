@@ -23,10 +23,9 @@ from ..._compat.torch import base_of, own_buffers, own_parameters, storage_key, 
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...distributed.ops.shared_casts import is_shared_cast
 from ...errors import ConfigError
-from ...plan.compress_plan import FEW, compressed
-from ...plan.offload import offloaded
+from ...plan.feature_plans import FEW, compressed, offloaded
 from ...train.runtime import Part, Runtime, local_tensor, memory_of
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .compressed import Compressed, Here, OnHost, Stored
 
 

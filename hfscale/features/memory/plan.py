@@ -1,18 +1,15 @@
 """Plan activation recomputation, by module names, and offload to the host."""
 
-import difflib
 import sys
 from importlib.util import find_spec
 
 from ..._compat.torch import operators_named
 from ..._compat.transformers.attention import implementation_of
+from ...errors import did_you_mean
 from ...models.fields import HEAD_FIELDS, counts, text_config
 from ...models.names import wild_name
-from ...plan.compress_plan import CompressPlan
 from ...plan.drafting.draft import Draft
-from ...plan.offload import OffloadPlan
-from ...plan.recompute_plan import RecomputePlan
-from ...plan.scores_plan import ScoresPlan
+from ...plan.feature_plans import CompressPlan, OffloadPlan, RecomputePlan, ScoresPlan
 
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # where the host's files look attention up
 
@@ -99,8 +96,7 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
         named = [name for name, layer in inside.items() if f".{name.removeprefix(layer + '.')}".endswith(f".{end}")]
         if not named:
             known = sorted({wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()})
-            close = difflib.get_close_matches(end, known, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = did_you_mean(end, known)
             draft.problem(f"recompute: no layer has a module {end!r}: {hint}use one of {', '.join(known)}")
         found |= dict.fromkeys(named)
     for block in draft.blocks:

@@ -22,26 +22,23 @@ from ..._compat.transformers.attention import answer, implementation_of, set_imp
 from ..._compat.transformers.computing import without_cache
 from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation
-from ...models.expert_modules import experts_per_token
+from ...models.module_kinds import experts_per_token
 from ...parallel.context.attention_override import attention_configs
 from ...parallel.context.cut_batch import shape_of
 from ...parallel.pipeline.in_flight import most_in_flight
-from ...plan.recompute_plan import recomputed
+from ...plan.feature_plans import recomputed
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 
 _PREFIX = "hfscale_recomputed_"
 
 
 class Recomputation(Part):
-    """A part that recomputes the layers and modules named by the plan.
-
-    Attributes:
-        chosen: the layers that are recomputed; ``None`` while a memory budget has not chosen yet.
-    """
+    """A part that recomputes the layers and modules named by the plan."""
 
     def __init__(self) -> None:
+        # the layers that are recomputed; ``None`` while a memory budget has not chosen yet
         self.chosen: frozenset[str] | None = None
         self._attention: list[tuple[Any, str]] = []
 

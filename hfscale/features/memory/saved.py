@@ -25,19 +25,12 @@ class _Saved:
 
 @dataclass
 class SavedBytes:
-    """Peak bytes saved for backward passes, each storage once, without parameters.
+    """Peak bytes saved for backward passes, each storage once, without parameters."""
 
-    Attributes:
-        layers: saved in the layers, with their inputs.
-        around: saved outside of them; the loss of stock models saves logits.
-        head: gradients of the head that wait for the backward pass.
-        total: of all kinds together; each kind may peak at another time.
-    """
-
-    layers: int = 0
-    around: int = 0
-    head: int = 0
-    total: int = 0
+    layers: int = 0  # saved in the layers, with their inputs
+    around: int = 0  # saved outside of them; the loss of stock models saves logits
+    head: int = 0  # gradients of the head that wait for the backward pass
+    total: int = 0  # of all kinds together; each kind may peak at another time
     _now: dict[str, int] = field(default_factory=lambda: {"layers": 0, "around": 0, "head": 0})
 
     @property

@@ -15,10 +15,10 @@ from ..._compat.liger import LOSSES, activation_of, applies, computes_in, give_k
 from ..._compat.liger import switches_of as switches_of_family
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
-from ...models.expert_modules import holds_experts, takes_routes
+from ...models.module_kinds import holds_experts, takes_routes
 from ...train.runtime import Part, Runtime
-from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import stock_name
+from ...train.runtime.shards import LocalWeights
 from ...train.runtime.snapshot import Undo, watch
 
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")

@@ -23,8 +23,7 @@ from torch import nn
 from ..._compat.torch import unscale_and_check
 from ...errors import ConfigError
 from ...train.runtime import Part, Runtime, local_tensor
-from ...train.runtime.local_weights import LocalWeights
-from ...train.runtime.shards import add_back, gradients_aside
+from ...train.runtime.shards import LocalWeights, add_back, gradients_aside
 
 
 class LossScaling(Part):

@@ -11,10 +11,10 @@ from ..._compat.torch import autocast_remembers, own_parameters
 from ..._compat.transformers.computing import recomputes
 from ...config.options import MIXED_PRECISIONS
 from ...distributed.ops.shared_casts import Casts, autocasted_weight, is_sharing, sharing
+from ...models.module_kinds import PROJECTIONS
 from ...models.precision import WIDENS_INSIDE
-from ...models.projections import PROJECTIONS
 from ...train.runtime import Part, Runtime
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 
 
 class Autocast(Part):

@@ -20,8 +20,8 @@ from ...distributed.ops.four_bit import Packing, pack, register_packed, scales_n
 from ...errors import CheckpointError
 from ...models.names import wild_name
 from ...plan import ParameterPlan, Plan
-from ...train.runtime.local_weights import LocalWeights
 from ...train.runtime.parameter_names import owner_of, put_parameter
+from ...train.runtime.shards import LocalWeights
 from .stored import PackedOnDisk, check_row, fill_row
 
 

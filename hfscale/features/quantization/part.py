@@ -5,7 +5,7 @@ from pathlib import Path
 from ...errors import ConfigError
 from ...plan.quantized import QuantizedPlan
 from ...train.runtime import Part, Runtime
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .quantized_modules import install_quantized, take_quantized
 
 

@@ -29,11 +29,11 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
 from ...distributed.ops.four_bit import gathered, mark, packings_of, register_packed, scales_name, unpack
 from ...errors import ConfigError
-from ...models.projections import is_transposed
+from ...models.module_kinds import is_transposed
 from ...plan import Plan
 from ...plan.quantized import QuantizedPlan
 from ...train.runtime import like_sharded, local_tensor
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 
 _ROWS = "ShardedLinear8bitLt"
 

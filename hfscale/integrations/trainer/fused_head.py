@@ -36,32 +36,22 @@ _TRAINS = object()
 
 @dataclass
 class Conversation:
-    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients.
+    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
 
-    Attributes:
-        call: the arguments of that call.
-        answers: results of the other calls, in order, with a marker in the place of that one.
-        scores: the result of that call; ``None`` until the step has computed it.
-        place: how many calls have been made.
-    """
-
-    call: dict[str, Any] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)  # the arguments of that call
+    # results of the other calls, in order, with a marker in the place of that one
     answers: list[Any] = field(default_factory=list)
-    scores: TokenScores | None = None
-    place: int = 0
+    scores: TokenScores | None = None  # the result of that call; ``None`` until the step has computed it
+    place: int = 0  # how many calls have been made
 
 
 class FusedHead:
-    """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores.
-
-    Attributes:
-        conversation: the recorded calls of the current pipelined step, if any.
-    """
+    """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores."""
 
     def __init__(self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool) -> None:
         self._runtime: Runtime = runtime_of(model)
         self.temperature, self._outputs, self._trains = temperature, {"log_probs", *outputs}, trains
-        self.conversation: Conversation | None = None
+        self.conversation: Conversation | None = None  # the recorded calls of the current pipelined step, if any
         answer_calls(self._runtime.model, self)
 
     def __call__(self, call: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

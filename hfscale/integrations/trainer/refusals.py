@@ -18,7 +18,7 @@ from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
 from ...parallel.experts import ExpertRouting
-from ...plan.offload import offloaded, refuse_aside
+from ...plan.feature_plans import offloaded, refuse_aside
 from ...train.guards import check_packed_rows
 from ...train.runtime import Runtime
 from .trainer_optimizers import check_optimizer

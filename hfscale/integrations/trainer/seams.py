@@ -23,15 +23,11 @@ from .fused_head import FusedHead
 
 
 class Seams:
-    """The replacements, for one trainer, and the layout and options of models that it makes itself.
-
-    Attributes:
-        heads: the fused heads of its models; the first belongs to the trained model.
-    """
+    """The replacements, for one trainer, and the layout and options of models that it makes itself."""
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
         self.layout, self.options = layout, options
-        self.heads: list[FusedHead] = []
+        self.heads: list[FusedHead] = []  # the fused heads of its models; the first belongs to the trained model
         self._policy: Runtime | None = None
         self._made_of: list[tuple[nn.Parameter, Tensor]] = []
 

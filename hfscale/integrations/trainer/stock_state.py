@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._compat.transformers.classes import empty_copy
 from ...errors import CheckpointError
 from ...features.adapters import Adapters
-from ...optim.decay import decays, owners_of
+from ...optim.factory import decays, owners_of
 from ...plan import ParameterPlan
 from ...train.runtime import Runtime, like_sharded, local_tensor
 from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save

@@ -65,16 +65,12 @@ def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
 
 
 class Marked(dict[str, Any]):
-    """A batch with the numbers of the examples in it.
+    """A batch with the numbers of the examples in it."""
 
-    Attributes:
-        lengths: how many tokens each example has, if all are packed into one row; positions cannot tell, since an
-            example may consist of several texts.
-        known: how many examples there are, and how many of them count.
-    """
-
+    # how many tokens each example has, if all are packed into one row; positions cannot tell, since an example may
+    # consist of several texts
     lengths: tuple[int, ...] = ()
-    known: tuple[int, int] = (0, 0)
+    known: tuple[int, int] = (0, 0)  # how many examples there are, and how many of them count
 
 
 class Collator:

@@ -36,17 +36,12 @@ _SAID |= {"max_length_k"}
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Hold the scaling of one attention call.
-
-    Attributes:
-        softcap: bound of the scores after tanh; ``None``: no softcap.
-        sinks: ``[h]`` logits of a key without value; ``None``: no sinks.
-    """
+    """Hold the scaling of one attention call."""
 
     scale: float
-    softcap: float | None
+    softcap: float | None  # bound of the scores after tanh; ``None``: no softcap
     dropout: float
-    sinks: Tensor | None
+    sinks: Tensor | None  # ``[h]`` logits of a key without value; ``None``: no sinks
 
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall], Tensor]

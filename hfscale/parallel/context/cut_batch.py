@@ -40,19 +40,16 @@ _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_
 
 @dataclass(frozen=True)
 class CutBatch:
-    """Describe the full sequences of which one context rank computes a part.
-
-    Attributes:
-        padding: ``[b, s]`` of the whole sequences, False where a token is padding; ``None``: none is.
-        position_ids: ``[..., s]`` of the whole sequences, where the batch gives them: ``[1 or b, s]``, or with three or
-            four rows in front for time, height and width, and the text before them.
-        documents: ``[b, s]``: which example of a packed row each token is in; ``None`` where rows hold one each.
-    """
+    """Describe the full sequences of which one context rank computes a part."""
 
     split: Split
     rank: int
+    # ``[b, s]`` of the whole sequences, False where a token is padding; ``None``: none is
     padding: Tensor | None = None
+    # ``[..., s]`` of the whole sequences, where the batch gives them: ``[1 or b, s]``, or with three or four rows in
+    # front for time, height and width, and the text before them
     position_ids: Tensor | None = None
+    # ``[b, s]``: which example of a packed row each token is in; ``None`` where rows hold one each
     documents: Tensor | None = None
 
     @property

@@ -36,16 +36,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """Describe one attention call for all its blocks.
-
-    Attributes:
-        seed: seed of dropout; that of each pair of intervals is derived from it.
-    """
+    """Describe one attention call for all its blocks."""
 
     mask: MaskBlocks
     kernel: Kernel
     source: Source
-    seed: int = 0
+    seed: int = 0  # seed of dropout; that of each pair of intervals is derived from it
 
     def own(self) -> tuple[Interval, ...]:
         """Return the token intervals of this rank's queries."""

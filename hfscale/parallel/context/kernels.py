@@ -29,18 +29,13 @@ _SCORES = 1 << 25  # entries in memory at once, of which a backward pass has abo
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Describe how the queries of one block read its keys.
+    """Describe how the queries of one block read its keys."""
 
-    Attributes:
-        causal: each row reads the columns up to its own number.
-        bias: ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``.
-        idle: ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none.
-    """
-
-    causal: bool = False
+    causal: bool = False  # each row reads the columns up to its own number
+    # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask but ``causal``
     bias: Tensor | None = None
     seed: int = 0
-    idle: Tensor | None = None
+    idle: Tensor | None = None  # ``[b, 1, rows]``: queries for which all keys score alike; ``None``: there are none
     first: int = 0
 
     def of(self, rows: slice) -> "ScoreBlock":

@@ -24,20 +24,15 @@ _ROWS = 1024  # of a block, looked at at once
 
 @dataclass
 class MaskBlocks:
-    """Hold the mask of one forward pass.
-
-    Attributes:
-        function: transformers' mask function of full-sequence positions: (sample, head, query, key) -> whether it
-            attends.
-        idle: ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing.
-        attend: computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``.
-    """
+    """Hold the mask of one forward pass."""
 
     batch: CutBatch
+    # transformers' mask function of full-sequence positions: (sample, head, query, key) -> whether it attends
     function: Callable[..., Tensor]
     samples: int
     device: torch.device
-    attend: Callable[..., Any]
+    attend: Callable[..., Any]  # computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``
+    # ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing
     idle: Tensor | None = None
     _kinds: dict[tuple[Interval, Interval], str] = field(default_factory=dict)
     _others: dict[int, "MaskBlocks"] = field(default_factory=dict)

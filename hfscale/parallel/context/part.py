@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
-from ...plan.context import ContextPlan
+from ...plan.feature_plans import ContextPlan
 from ...train.runtime import Batch, Part, Runtime, recomputing
 from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .attention_override import AttentionOverride, attention_configs, learn
 from .cut_batch import CutBatch, cut_batch
 from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside

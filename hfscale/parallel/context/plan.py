@@ -7,13 +7,13 @@ from torch import nn
 
 from ...models.clone import layers_of_every_kind
 from ...models.facts import ask
+from ...models.family_limits import UNWRITABLE
 from ...models.fields import HEAD_FIELDS, first_count, text_config
+from ...models.module_kinds import is_tokenwise
 from ...models.names import wild_name
-from ...models.projections import is_tokenwise
-from ...models.unwritable import UNWRITABLE
-from ...plan.context import ContextPlan
 from ...plan.drafting.draft import Draft
 from ...plan.drafting.text_model import find_text_model, other_inputs
+from ...plan.feature_plans import ContextPlan
 from ...plan.sequence_split import heads_fit
 from .cut_batch import CUT_INSIDE
 
@@ -67,16 +67,11 @@ def _read_inside(draft: Draft, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Describe how the modules of one model class and config read other tokens.
+    """Describe how the modules of one model class and config read other tokens."""
 
-    Attributes:
-        mixing: why sequences cannot be sharded; empty if they can.
-        kinds: names of classes of modules that mix tokens, and can be run on full sequences.
-    """
-
-    mixing: str
+    mixing: str  # why sequences cannot be sharded; empty if they can
     pads: bool = False
-    kinds: Collection[str] = ()
+    kinds: Collection[str] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
     seen: Collection[str] = ()
 
 

@@ -12,7 +12,7 @@ from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.axes import DataAxes
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .gradient_compression import PowerSGD, compresses, install_compression
 from .shard import (
     apply_data_axes,

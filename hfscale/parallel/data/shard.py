@@ -24,12 +24,11 @@ from ..._compat.transformers.classes import class_name
 from ...config.options import MIXED_PRECISIONS
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
-from ...models.cached_states import READ_BY_CACHE
+from ...models.family_limits import READ_BY_CACHE
 from ...models.precision import WIDENS_INSIDE
 from ...plan import ParameterPlan, Plan
-from ...plan.offload import offloaded
+from ...plan.feature_plans import TowersPlan, offloaded
 from ...plan.reductions import data_axes
-from ...plan.towers import TowersPlan
 from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
 from .gradient_compression import compresses

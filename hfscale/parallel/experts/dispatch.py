@@ -37,22 +37,15 @@ from .router_functions import count_each
 
 @dataclass(frozen=True)
 class Routes:
-    """Hold the permutations that send the rows of one pass to their experts and back.
-
-    Attributes:
-        order: the routes that were not dropped, sorted by expert, as indices into the flattened ``[n, k]``.
-        places: for every route its index in ``order``; ``len(order)`` for dropped ones.
-        counts: how many rows arrive for each expert of this rank.
-        regroup: permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity.
-    """
+    """Hold the permutations that send the rows of one pass to their experts and back."""
 
     shape: tuple[int, int]
-    order: Tensor
-    places: Tensor
+    order: Tensor  # the routes that were not dropped, sorted by expert, as indices into the flattened ``[n, k]``
+    places: Tensor  # for every route its index in ``order``; ``len(order)`` for dropped ones
     send: Sequence[int]
     receive: Sequence[int]
-    counts: Sequence[int]
-    regroup: Tensor | None
+    counts: Sequence[int]  # how many rows arrive for each expert of this rank
+    regroup: Tensor | None  # permutation of arrived rows (by sender) to rows by expert; ``None`` for the identity
     ungroup: Tensor | None
     group: dist.ProcessGroup | None
 

@@ -9,7 +9,7 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.experts import router_logits
 from ...config.routing import RoutingConfig
 from ...errors import ConfigError
-from ...models.code import scores_by_sigmoid
+from ...models.module_kinds import scores_by_sigmoid
 from ...models.names import wild_name
 from ...plan import ExpertsPlan
 from ...train.runtime import Runtime

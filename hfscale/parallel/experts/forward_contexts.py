@@ -15,22 +15,16 @@ from ...train.runtime.forward_passes import ForwardPasses
 
 @dataclass
 class Pass:
-    """Hold the state of one forward pass.
+    """Hold the state of one forward pass."""
 
-    Attributes:
-        real: ``[b, s]``, true for tokens that are not padding.
-        tokens: the number of real tokens by which its router losses are divided.
-        scale: the gradient of the step's loss, set in the backward pass; ``None`` without a loss.
-        shapes: batch size and tokens per sequence on each expert rank; empty until a layer asks.
-        loss: the sum of its layers' router losses, detached.
-    """
-
-    real: Tensor
-    tokens: Tensor
+    real: Tensor  # ``[b, s]``, true for tokens that are not padding
+    tokens: Tensor  # the number of real tokens by which its router losses are divided
     seed: int | None = None
+    # the gradient of the step's loss, set in the backward pass; ``None`` without a loss
     scale: Tensor | float | None = None
+    # batch size and tokens per sequence on each expert rank; empty until a layer asks
     shapes: list[tuple[int, int]] = field(default_factory=list)
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # the sum of its layers' router losses, detached
 
     def add(self, share: Tensor) -> None:
         """Add a layer's router loss."""
@@ -38,14 +32,11 @@ class Pass:
 
 
 class ForwardContexts(ForwardPasses[Pass]):
-    """Track the latest forward passes of a model.
-
-    Attributes:
-        tokens: the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``.
-    """
+    """Track the latest forward passes of a model."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
+        # the number of real tokens in the current step, over all ranks; ``None`` outside ``train_step``
         self.tokens: Tensor | None = None
         self.draws, self._with_labels = draws, False
 

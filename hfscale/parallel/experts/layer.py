@@ -44,18 +44,13 @@ from .token_counts import LayerCounter
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the expert choice of a layer's tokens.
+    """Hold the expert choice of a layer's tokens."""
 
-    Attributes:
-        index: ``[n, k]``, the experts; the number of experts for none.
-        places: ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :mod:`.capacity_buffers`.
-        slots: how many slots each rank has at each expert.
-    """
-
-    index: Tensor
+    index: Tensor  # ``[n, k]``, the experts; the number of experts for none
     weights: Tensor
+    # ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :mod:`.capacity_buffers`
     places: Tensor | None = None
-    slots: Sequence[int] = ()
+    slots: Sequence[int] = ()  # how many slots each rank has at each expert
     loss: Tensor | None = None
 
 
@@ -142,23 +137,15 @@ class Routing:
 
 @dataclass
 class LayerRouting:
-    """Choose, limit and count the routes of one layer.
-
-    Attributes:
-        number: its index among the model's mixtures of experts.
-        is_cut: whether this rank has only a part of the tokens.
-        logits: records the router's logits; ``None`` where they are not needed.
-        scores: ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits.
-        times: factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients.
-    """
+    """Choose, limit and count the routes of one layer."""
 
     planned: ExpertsPlan
-    number: int
+    number: int  # its index among the model's mixtures of experts
     routing: Routing
-    is_cut: Callable[[], bool]
-    logits: RouterLogits | None = None
-    scores: str = "softmax"
-    times: float = 1.0
+    is_cut: Callable[[], bool]  # whether this rank has only a part of the tokens
+    logits: RouterLogits | None = None  # records the router's logits; ``None`` where they are not needed
+    scores: str = "softmax"  # ``"softmax"`` or ``"sigmoid"``, which makes probabilities of the logits
+    times: float = 1.0  # factor of the loss's gradient, where tensor ranks have the same tokens and sum their gradients
 
     def __post_init__(self) -> None:
         self.options, self.passes, self.mesh = self.routing.options, self.routing.passes, self.routing.mesh
@@ -304,17 +291,11 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """Hold which tokens of a pass a rank has.
+    """Hold which tokens of a pass a rank has."""
 
-    Attributes:
-        lengths: tokens per sequence on each tensor rank; empty where every rank has all.
-        start: the position of this rank's first token in each sequence.
-        real: ``[b, s]``, true for its tokens that are not padding.
-    """
-
-    lengths: list[int]
-    start: int
-    real: Tensor
+    lengths: list[int]  # tokens per sequence on each tensor rank; empty where every rank has all
+    start: int  # the position of this rank's first token in each sequence
+    real: Tensor  # ``[b, s]``, true for its tokens that are not padding
 
     @property
     def are_a_part(self) -> bool:

@@ -19,21 +19,13 @@ from .token_counts import NUMBERS
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Report the load of one layer's experts.
+    """Report the load of one layer's experts."""
 
-    Attributes:
-        name: the module that holds them.
-        tokens: how many tokens each expert computed, padding included.
-        dropped: routes of real tokens that were dropped for capacity.
-        balance_loss: without its coefficient; 1 at balance, 0 where it is off.
-        z_loss: likewise.
-    """
-
-    name: str
-    tokens: tuple[int, ...]
-    dropped: int = 0
-    balance_loss: float = 0.0
-    z_loss: float = 0.0
+    name: str  # the module that holds them
+    tokens: tuple[int, ...]  # how many tokens each expert computed, padding included
+    dropped: int = 0  # routes of real tokens that were dropped for capacity
+    balance_loss: float = 0.0  # without its coefficient; 1 at balance, 0 where it is off
+    z_loss: float = 0.0  # likewise
 
     @property
     def max_over_mean(self) -> float:

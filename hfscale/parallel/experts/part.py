@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .layer import Routing
 from .mixture import install_experts
 
@@ -23,13 +23,10 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """Keep the routing of a model in step with its training steps and forward passes.
-
-    Attributes:
-        routing: the routing of all mixtures; ``None`` where there are none, or only stock ones.
-    """
+    """Keep the routing of a model in step with its training steps and forward passes."""
 
     def __init__(self) -> None:
+        # the routing of all mixtures; ``None`` where there are none, or only stock ones
         self.routing: Routing | None = None
 
     @property

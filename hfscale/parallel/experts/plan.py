@@ -9,7 +9,7 @@ axes.
 from collections.abc import Iterator
 
 from ...config.parallel import ParallelConfig
-from ...models.expert_modules import holds_experts
+from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
 from ...plan.cut import Cut, cut_shape
 from ...plan.drafting.draft import Draft

@@ -15,20 +15,14 @@ NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 @dataclass
 class LayerCounter:
-    """Count the tokens of one layer on one rank; counts known to several ranks are kept by one of them.
-
-    Attributes:
-        counts: routes to each expert that were counted on the host.
-        on_device: routes to each expert that were counted on the device.
-        numbers: ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens.
-        wanted: routes of real tokens to each expert, for the update of its bias.
-    """
+    """Count the tokens of one layer on one rank; counts known to several ranks are kept by one of them."""
 
     count: int
-    counts: list[int] = field(init=False)
-    on_device: Tensor | None = None
+    counts: list[int] = field(init=False)  # routes to each expert that were counted on the host
+    on_device: Tensor | None = None  # routes to each expert that were counted on the device
+    # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
     numbers: Tensor | None = None
-    wanted: Tensor | None = None
+    wanted: Tensor | None = None  # routes of real tokens to each expert, for the update of its bias
 
     def __post_init__(self) -> None:
         self.counts = [0] * self.count

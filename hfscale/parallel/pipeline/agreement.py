@@ -31,20 +31,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a
 
 @dataclass(frozen=True)
 class _Report:
-    """Hold the report of one rank.
+    """Hold the report of one rank."""
 
-    Attributes:
-        rank_in_stage: ranks of different stages with the same one hold the same shards of tied tensors.
-        trains: per stage, whether an untied parameter of this rank trains in it.
-        ties: per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed
-            since the last step.
-        sums: per tied tensor, the sum of its bits.
-    """
-
-    rank_in_stage: int
-    trains: tuple[bool, ...]
+    rank_in_stage: int  # ranks of different stages with the same one hold the same shards of tied tensors
+    trains: tuple[bool, ...]  # per stage, whether an untied parameter of this rank trains in it
+    # per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed since
+    # the last step
     ties: tuple[int, ...]
-    sums: tuple[int, ...]
+    sums: tuple[int, ...]  # per tied tensor, the sum of its bits
 
     @classmethod
     def read(cls, numbers: list[int], stages: int, ties: int) -> "_Report":

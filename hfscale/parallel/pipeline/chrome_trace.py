@@ -90,16 +90,11 @@ def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline
 
 @dataclass
 class Record:
-    """Hold the recorded actions of one rank, as plain data to send to the rank that builds the timeline.
+    """Hold the recorded actions of one rank, as plain data to send to the rank that builds the timeline."""
 
-    Attributes:
-        host: name of the machine; ranks of one machine share a clock.
-        origin: nanoseconds of that clock when :meth:`Recorder.start` was called.
-        events: actions, each with its first and last nanosecond.
-    """
-
-    host: str
-    origin: int
+    host: str  # name of the machine; ranks of one machine share a clock
+    origin: int  # nanoseconds of that clock when :meth:`Recorder.start` was called
+    # actions, each with its first and last nanosecond
     events: list[tuple[Action, int, int]] = field(default_factory=list)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .agreement import list_under_first_names
 from .asynchronous import AsynchronousPipeline
 from .run import Pipeline

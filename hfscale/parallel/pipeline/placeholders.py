@@ -28,27 +28,20 @@ from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...plan import Plan, Stage, StagePlan
 from ...plan.drafting.shared_submodules import lend
-from ...plan.loans import Loan
+from ...plan.stages import Loan
 from ...train.runtime.parameter_names import module_at
 
 
 @dataclass
 class StageForward:
-    """Hold the state of one stage's current forward pass.
+    """Hold the state of one stage's current forward pass."""
 
-    Attributes:
-        first: index of the stage's first layer; placeholders of earlier layers return the received hidden states.
-        arriving: hidden states from the previous stage; ``None`` on the first stage.
-        arrived: whether they were used.
-        leaving: hidden states after the stage's last layer, once computed.
-    """
-
-    first: int = 0
+    first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
     shape: tuple[int, int] = (0, 0)
     under_way: bool = False
-    arriving: Tensor | None = None
-    arrived: bool = False
-    leaving: Tensor | None = None
+    arriving: Tensor | None = None  # hidden states from the previous stage; ``None`` on the first stage
+    arrived: bool = False  # whether they were used
+    leaving: Tensor | None = None  # hidden states after the stage's last layer, once computed
     border: int | None = None
     target: tuple[int, int] = (0, 0)
     memory: Tensor | None = None

@@ -27,8 +27,7 @@ from ...config.parallel import ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
-from ...plan.recompute_plan import recomputed
-from ...plan.towers import TowersPlan
+from ...plan.feature_plans import TowersPlan, recomputed
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
 from .activation_types import ActivationTypes

@@ -9,26 +9,16 @@ from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, play, stage
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold the durations of one stage's actions, in any one unit.
+    """Hold the durations of one stage's actions, in any one unit."""
 
-    Attributes:
-        forward: of one microbatch.
-        backward: gradients of inputs and weights.
-        backward_input: gradient of the input alone.
-        backward_weight: gradients of the weights alone.
-        communication: from one rank to the next; 0 between stages of one rank.
-        pair: a paired forward and backward; None is the sum of the two, as without overlap.
-        stages: a factor per stage; empty if all take the same time.
-    """
-
-    forward: float = 1.0
-    backward: float = 2.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
+    forward: float = 1.0  # of one microbatch
+    backward: float = 2.0  # gradients of inputs and weights
+    backward_input: float = 1.0  # gradient of the input alone
+    backward_weight: float = 1.0  # gradients of the weights alone
     update: float = 0.0
-    communication: float = 0.0
-    pair: float | None = None
-    stages: tuple[float, ...] = ()
+    communication: float = 0.0  # from one rank to the next; 0 between stages of one rank
+    pair: float | None = None  # a paired forward and backward; None is the sum of the two, as without overlap
+    stages: tuple[float, ...] = ()  # a factor per stage; empty if all take the same time
 
     def of(self, kind: Kind, stage: int = 0) -> float:
         """Return the duration of one action."""

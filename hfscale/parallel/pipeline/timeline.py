@@ -21,18 +21,13 @@ RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 
 
 class Action(NamedTuple):
-    """Describe one computation.
-
-    Attributes:
-        kind: one of :data:`KINDS`.
-        microbatch: number of the microbatch; of an ``update``, the number of the update.
-        paired: it runs as one piece with the next action of its rank (the overlapped forward and backward of
-            DeepSeek's DualPipe): what the two send leaves when both are done.
-    """
+    """Describe one computation."""
 
     stage: int
-    kind: Kind
-    microbatch: int
+    kind: Kind  # one of :data:`KINDS`
+    microbatch: int  # number of the microbatch; of an ``update``, the number of the update
+    # it runs as one piece with the next action of its rank (the overlapped forward and backward of DeepSeek's
+    # DualPipe): what the two send leaves when both are done
     paired: bool = False
 
 
@@ -51,18 +46,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold when the ranks of a pipeline ran which action.
+    """Hold when the ranks of a pipeline ran which action."""
 
-    Attributes:
-        ranks: per rank, its spans by start time.
-        unit: what 1.0 is: ``"s"`` for seconds, or the name of an arbitrary unit.
-        microbatches: number of microbatches in one step; 0 where unknown, and then counted.
-    """
-
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[Span, ...], ...]  # per rank, its spans by start time
     name: str = ""
-    unit: str = "forwards"
-    microbatches: int = 0
+    unit: str = "forwards"  # what 1.0 is: ``"s"`` for seconds, or the name of an arbitrary unit
+    microbatches: int = 0  # number of microbatches in one step; 0 where unknown, and then counted
 
     def spans(self) -> Iterator[tuple[int, Span]]:
         """Yield every span with its rank."""

@@ -33,16 +33,12 @@ Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Hold the place of a stage in the pipeline.
-
-    Attributes:
-        ranks: the pipeline rank of every stage.
-        streams: (from, to), pipeline ranks -> the process group for transfers in that direction.
-    """
+    """Hold the place of a stage in the pipeline."""
 
     index: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the pipeline rank of every stage
     group: dist.ProcessGroup
+    # (from, to), pipeline ranks -> the process group for transfers in that direction
     streams: Mapping[tuple[int, int], dist.ProcessGroup]
     device: torch.device
 

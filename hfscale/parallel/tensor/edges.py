@@ -35,7 +35,7 @@ from ...distributed.ops.overlap import (
     narrowed,
     products_of,
 )
-from ...models.projections import PROJECTIONS, is_transposed
+from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from .random import cut_region
@@ -44,11 +44,7 @@ from .sequence_region import SequenceRegion
 
 
 class Overlap:
-    """Compute the weight gradients of one block's column projections after starting the block's backward collective.
-
-    Attributes:
-        gathered: re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``.
-    """
+    """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
     def __init__(
         self,
@@ -62,6 +58,7 @@ class Overlap:
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
+        # re-gathers the latest input in the backward pass; ``None`` without ``sequence_regather``
         self.gathered: Regather | None = None
         for module in self.columns:
             self._take_apart(module)
@@ -185,18 +182,14 @@ def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequen
 
 @dataclass(frozen=True)
 class Edge:
-    """Hold how one tensor rank communicates with the others.
-
-    Attributes:
-        enter_other: applied to the block's other inputs, which are the same on all ranks.
-        gather: concatenates the ranks' slices of a tensor's last dim, given their lengths.
-    """
+    """Hold how one tensor rank communicates with the others."""
 
     rank: int
     size: int
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
-    enter_other: Callable[[Tensor], Tensor]
+    enter_other: Callable[[Tensor], Tensor]  # applied to the block's other inputs, which are the same on all ranks
+    # concatenates the ranks' slices of a tensor's last dim, given their lengths
     gather: Callable[[Tensor, list[int]], Tensor]
 
 

@@ -49,23 +49,16 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class LazyLogits(Tensor):
-    """Represent ``[..., V/t]`` logits of ``hidden [..., h]`` that are not computed yet.
-
-    Attributes:
-        head: maps ``[n, h]`` to ``[n, V/t]``.
-        finish: applies the pointwise operations recorded since to the head's output; ``None`` if there were none.
-        reusable: whether no operation saves the result of ``finish`` for its gradient.
-        sample: logits of zero rows, which show the dtype after each operation.
-        value: the real logits, once something needed them.
-    """
+    """Represent ``[..., V/t]`` logits of ``hidden [..., h]`` that are not computed yet."""
 
     hidden: Tensor
-    head: Pointwise
+    head: Pointwise  # maps ``[n, h]`` to ``[n, V/t]``
+    # applies the pointwise operations recorded since to the head's output; ``None`` if there were none
     finish: Pointwise | None
-    reusable: bool
-    sample: Tensor
+    reusable: bool  # whether no operation saves the result of ``finish`` for its gradient
+    sample: Tensor  # logits of zero rows, which show the dtype after each operation
     graph: bool
-    value: Tensor | None
+    value: Tensor | None  # the real logits, once something needed them
 
     @staticmethod
     def __new__(cls, hidden: Tensor, head: Pointwise, sample: Tensor, graph: bool) -> "LazyLogits":
@@ -115,11 +108,7 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
-    """Return ``head(hidden)`` as lazy logits.
-
-    Args:
-        trains: whether the head has trainable parameters.
-    """
+    """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
     graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
     # In the caller's grad mode: autocast caches the weights it casts, with or without their graph.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()

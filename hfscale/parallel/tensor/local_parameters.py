@@ -6,7 +6,7 @@ from torch import nn
 
 from ..._compat.torch import own_parameters
 from ...distributed.mesh import Mesh
-from ...models.projections import follow_weight
+from ...models.module_kinds import follow_weight
 from ...plan import ParameterPlan, Plan
 from ...plan.parameter import MODEL_AXES
 from ...train.runtime.parameter_names import owner_of

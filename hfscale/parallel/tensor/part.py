@@ -8,13 +8,13 @@ import torch
 
 from ..._compat.torch import has_gradient_hook
 from ...errors import ConfigError
-from ...models.partial_outputs import partial_output
+from ...models.fields import partial_output
 from ...plan import BlockPlan
-from ...plan.recompute_plan import recomputed
+from ...plan.feature_plans import recomputed
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.axes import SequenceAxis
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.local_weights import LocalWeights
+from ...train.runtime.shards import LocalWeights
 from .edges import Overlap, install_block_edges, set_local_sizes
 from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
@@ -26,16 +26,12 @@ from .sequence_region import SequenceRegion
 
 
 class TensorParallel(Part, SequenceAxis):
-    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them.
-
-    Attributes:
-        sums: sums partial gradients over the tensor ranks; ``None`` for one rank.
-        overlaps: entries of blocks that overlap their collectives with weight gradients, by the block's name.
-    """
+    """Cut the blocks over the tensor ranks, and with sequence parallelism the hidden states between them."""
 
     def __init__(self) -> None:
-        self.sums: PartialSums | None = None
+        self.sums: PartialSums | None = None  # sums partial gradients over the tensor ranks; ``None`` for one rank
         self.regions: list[SequenceRegion] = []
+        # entries of blocks that overlap their collectives with weight gradients, by the block's name
         self.overlaps: dict[str, Overlap] = {}
         self._region_of: dict[str, SequenceRegion | None] = {}
         self._blocks: list[str] = []

@@ -74,11 +74,15 @@ class PartialSums:
 def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
     """Sum every tensor over the ranks, in place, with one all-reduce per type."""
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        same = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in same])
-        dist.all_reduce(flat, group=group)
-        for grad, total in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
-            grad.copy_(total.view_as(grad))
+        _sum_flat([grad for grad in grads if grad.dtype == dtype], group)
+
+
+def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors of one type over the ranks, in place, with one all-reduce."""
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    dist.all_reduce(flat, group=group)
+    for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+        piece.copy_(total.view_as(piece))
 
 
 def install_partial_sums(
@@ -202,9 +206,5 @@ def _summed(grad: Tensor, sums: list[_Sum]) -> Tensor:
         if not spans:
             dist.all_reduce(grad, group=group)
             continue
-        pieces = [grad.narrow(dim, start, stop - start) for start, stop in spans]
-        flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        dist.all_reduce(flat, group=group)
-        for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
-            piece.copy_(total.view_as(piece))
+        _sum_flat([grad.narrow(dim, start, stop - start) for start, stop in spans], group)
     return grad

@@ -8,8 +8,8 @@ from torch import nn
 from ...models import SEQUENCE_UNFIT
 from ...models.blueprint import INFERRED
 from ...models.facts import ask
+from ...models.module_kinds import is_tokenwise
 from ...models.names import wild_name
-from ...models.projections import is_tokenwise
 from ...plan.drafting.boundary_modules import PROBED, direct_children
 from ...plan.drafting.draft import Draft
 from ...plan.modules import SequencePlan

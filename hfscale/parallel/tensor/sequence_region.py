@@ -128,16 +128,13 @@ class SequenceRegion:
 
     A pipeline stage may receive sharded hidden states (``_arrives``), and send them sharded (``_leaves``); they then
     stay sharded until the owner of the layers returns.
-
-    Attributes:
-        feeds_head: whether a vocabulary-parallel head reads this stack's output.
     """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
         self.plan, self.group = plan, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.random = LayerRandom(self.rank)
-        self.feeds_head = False
+        self.feeds_head = False  # whether a vocabulary-parallel head reads this stack's output
         self._passes = SequencePasses(self.rank, self.size)
         self._open = False  # inside a forward pass of the owner that saves activations
         self._total: int | None = None  # tokens per sample in that pass, once hidden states are sharded

@@ -21,15 +21,11 @@ _IGNORED = -100
 
 
 class Scoring:
-    """Compute per-token scores in a forward pass with labels, instead of the mean loss.
-
-    Attributes:
-        scores: of the last pass, ``[b, s]``.
-    """
+    """Compute per-token scores in a forward pass with labels, instead of the mean loss."""
 
     def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        self.scores: TokenScores | None = None
+        self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
         """Keep the scores of ``logits [b, s, V/t]``, lazy or real.

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..feature_plans import TowersPlan
 from ..stages import Stage, StagePlan, Tie, place_stages
-from ..towers import TowersPlan
 from .boundary_modules import ALONE, tensors_of
 from .costs import LayerCosts, layer_costs
 from .draft import Draft, Ranks

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..._compat.torch import own_parameters
 from ...models.blueprint import Block
 from ...models.fields import first_count, text_config
+from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
-from ...models.projections import PROJECTIONS, weight_dims
 from ..parameter import join_path
 from .draft import Draft
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from ...models.blueprint import Block, Blueprint
 from ...models.clone import PER_LAYER
-from ...models.expert_modules import holds_experts
-from ...models.fields import HEAD_FIELDS, counts, field, first_count, text_config
+from ...models.fields import HEAD_FIELDS, counts, field, first_count, partial_output, text_config
+from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
-from ...models.partial_outputs import partial_output
 from ..modules import BlockPlan
 from ..parameter import join_path
 from .block_parameters import PlacedBlock, cut_parameters

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ...models.expert_modules import EXPERT_FIELDS, experts_per_token, has_one_per_expert
 from ...models.fields import HEAD_FIELDS, first_count, text_config
+from ...models.module_kinds import EXPERT_FIELDS, experts_per_token, has_one_per_expert
 from ..stages import balance
 
 _BATCH_TOKENS = 1 << 15  # of one optimizer step in one pipeline: eight microbatches of 4096

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from ...models.facts import ask
-from ..loans import Loan
+from ..stages import Loan
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:

@@ -6,12 +6,11 @@ from typing import Any
 
 from ..._compat.transformers.classes import input_embedding
 from ...config.schedules import ASYNCHRONOUS
-from ...models.expert_modules import EXPERT_FIELDS
 from ...models.facts import ask
 from ...models.fields import first_count, text_config
-from ..loans import Loan
-from ..stages import TwoStacks
-from ..towers import TowersPlan
+from ...models.module_kinds import EXPERT_FIELDS
+from ..feature_plans import TowersPlan
+from ..stages import Loan, TwoStacks
 from .boundary_modules import ALONE, GIVEN, items_around, tensors_of
 from .draft import Draft
 from .shared_submodules import find_loan

@@ -16,8 +16,8 @@ from ...models.blueprint import Block, Blueprint
 from ...models.facts import ask
 from ...models.fields import text_config
 from ...models.names import wild_name
+from ..feature_plans import TowersPlan
 from ..parameter import join_path
-from ..towers import TowersPlan
 from .boundary_modules import items_around, tensors_of
 from .draft import Draft
 from .layers import find_layer_list

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from ..._compat.transformers.classes import has_causal_loss, input_embedding, takes_argument
-from ...models.code import has_own_loss, looks_up_like_stock
 from ...models.facts import ask
 from ...models.losses import LOSSES, SHIFTED
-from ..own_loss import OwnLossPlan
+from ...models.module_kinds import has_own_loss, looks_up_like_stock
+from ..feature_plans import OwnLossPlan
 from .draft import Draft
 from .text_model import find_text_model
 

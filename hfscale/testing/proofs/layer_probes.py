@@ -11,10 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..._compat.torch import tree_leaves
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.hidden_states import hidden_states_of
-from ...models.expert_modules import takes_routes
+from ...models.module_kinds import takes_routes
 from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children
 from ...plan.drafting.shared_submodules import lend
-from ...plan.loans import Loan
+from ...plan.stages import Loan
 from .clones import tiny_model, without_cache
 from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts
 
@@ -37,19 +37,15 @@ def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tu
 
 
 class _EntryProbe(Probe):
-    """Run a model up to its first layers, and record the modules called before them.
-
-    Attributes:
-        before: owner -> modules directly below it that were called before its first layer.
-        direct: the first layer that got what the embedding returned, when nothing else did.
-        shapes: owner -> the shape of what its first layer got, where it got a tensor.
-    """
+    """Run a model up to its first layers, and record the modules called before them."""
 
     def __init__(self, model: Any, firsts: dict[str, str], embedding: str | None) -> None:
         super().__init__(model)
         modules: dict[str, Any] = dict(model.named_modules())
+        # owner -> modules directly below it that were called before its first layer
         self.before: dict[str, set[str]] = {}
-        self.direct: str | None = None
+        self.direct: str | None = None  # the first layer that got what the embedding returned, when nothing else did
+        # owner -> the shape of what its first layer got, where it got a tensor
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._embedded: Tensor | None = None
         self._uses = 0
@@ -98,25 +94,21 @@ def prove_passage(model: Any, layer_list: str, items: Iterable[str]) -> tuple[di
 
 
 class PassageProbe(Probe):
-    """Run a model to its end, and record what happens before, between and after the layers of one list.
-
-    Attributes:
-        phases: module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the
-            layers.
-        returns: what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first.
-        item_returns: the same of the modules among ``items`` that were called; 0 for anything else.
-        shared: those of ``items`` that the layers get something from besides the stream (inputs per layer, positions
-            from a table): every process would have to hold them.
-        obstacles: what keeps the layers from being run by several processes that pass on the stream alone, in words.
-    """
+    """Run a model to its end, and record what happens before, between and after the layers of one list."""
 
     def __init__(self, model: Any, layer_list: str, items: Iterable[str]) -> None:
         super().__init__(model)
         modules, layers = dict(model.named_modules()), list(model.get_submodule(layer_list))
+        # module or parameter of ``items`` -> when it was used: ``"before"``, ``"between"`` or ``"after"`` the layers
         self.phases: dict[str, set[str]] = {}
+        # what a layer returns: ``None`` for a tensor, ``n`` for a tuple of ``n`` with the stream first
         self.returns: int | None = None
+        # the same of the modules among ``items`` that were called; 0 for anything else
         self.item_returns: dict[str, int | None] = {}
+        # what keeps the layers from being run by several processes that pass on the stream alone, in words
         self.obstacles: list[str] = []
+        # those of ``items`` that the layers get something from besides the stream (inputs per layer, positions from a
+        # table): every process would have to hold them
         self.shared: set[str] = set()
         self._count, self._entered, self._left = len(layers), 0, 0
         self._inside = False
@@ -266,17 +258,12 @@ def _unused(module: nn.Module, used: set[int], path: str = "") -> Iterator[str]:
 
 
 class _ReachProbe(Probe):
-    """Run a model on tokens, and record the layers and parameters that it uses.
-
-    Attributes:
-        reached: the layers that were called.
-        used: the parameters that an operation was given, by their identity.
-    """
+    """Run a model on tokens, and record the layers and parameters that it uses."""
 
     def __init__(self, model: Any, layers: Iterable[str] = ()) -> None:
         super().__init__(model)
-        self.reached: set[str] = set()
-        self.used: set[int] = set()
+        self.reached: set[str] = set()  # the layers that were called
+        self.used: set[int] = set()  # the parameters that an operation was given, by their identity
         self._parameters = {id(parameter) for parameter in model.parameters()}
         for layer in layers:
             self._before(model.get_submodule(layer), lambda *_, name=layer: self.reached.add(name))

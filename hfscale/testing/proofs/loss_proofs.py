@@ -17,7 +17,7 @@ from ..._compat.transformers.experts import use_eager_experts
 from ...models.fields import text_config
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
-from ...plan.own_loss import OwnLossPlan
+from ...plan.feature_plans import OwnLossPlan
 from .clones import tiny_model_of
 from .probe import Probe, names_no_size, probed, skipped_experts
 
@@ -39,15 +39,11 @@ def prove_loss(model: Any) -> tuple[str | None, bool]:
 
 
 class _LossProbe(Probe):
-    """Run a model on two tokens with labels, with a recording function in place of its loss.
-
-    Attributes:
-        difference: how the model's loss differs, in words; ``None`` if it does not.
-    """
+    """Run a model on two tokens with labels, with a recording function in place of its loss."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.difference: str | None = None
+        self.difference: str | None = None  # how the model's loss differs, in words; ``None`` if it does not
         self._calls = 0
         device = next(model.parameters()).device
         self._labels = torch.full(PROBED, 4, dtype=torch.long, device=device)
@@ -78,7 +74,7 @@ class _LossProbe(Probe):
 
 
 def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Return the fields of a :class:`hfscale.plan.own_loss.OwnLossPlan`, or ``None`` if the loss is no such mean.
+    """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`, or ``None`` if the loss is no such mean.
 
     A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss
     of two batches together is the mean of their losses, weighted by rows (text classification) or by labels that are

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..._compat.torch import TorchDispatchMode, tree_leaves
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import takes_argument
-from ...models.expert_modules import takes_routes
 from ...models.fields import text_config
+from ...models.module_kinds import takes_routes
 from ...plan.drafting.boundary_modules import PROBED
 from .clones import tiny_model
 

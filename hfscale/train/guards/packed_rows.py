@@ -30,7 +30,7 @@ from ...models.facts import ask
 from ...models.fields import lengths_of
 from ..runtime import Part, Runtime
 from ..runtime.batches import with_borders
-from ..runtime.local_weights import LocalWeights
+from ..runtime.shards import LocalWeights
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 """Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""

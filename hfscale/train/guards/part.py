@@ -20,7 +20,7 @@ from ...plan.lines import describe_quantization
 from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import compare_first
-from ..runtime.local_weights import LocalWeights
+from ..runtime.shards import LocalWeights
 from .replicas import check_replicas
 from .stock_loops import refuse_other_optimizers, refuse_stock_accelerator, refuse_stock_clipping
 from .structure import Structure
@@ -107,13 +107,11 @@ class StockCode(Part):
 
     Args:
         save: :func:`hfscale.save_pretrained`.
-
-    Attributes:
-        structure: the modules, parameters and loss that were built; ``None`` in one process.
     """
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
+        # the modules, parameters and loss that were built; ``None`` in one process
         self.structure: Structure | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

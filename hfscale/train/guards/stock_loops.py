@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
-from ...plan.offload import offloaded
+from ...plan.feature_plans import offloaded
 from ..runtime import Runtime, find_runtime
 
 _PATCHED = "_hfscale_refuses"

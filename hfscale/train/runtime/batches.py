@@ -52,18 +52,12 @@ class _Shared(NamedTuple):
 
 
 class Microbatch(dict[str, Any]):
-    """Hold the keyword arguments of one forward pass, and facts about them on the host.
+    """Hold the keyword arguments of one forward pass, and facts about them on the host."""
 
-    Attributes:
-        valid: number of valid labels; ``None``: not known.
-        restarts: whether positions restart within its rows.
-        shifted: whether its labels are already shifted: each is the target of the token beside it.
-        tokens: tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them.
-    """
-
-    valid: int | None = None
-    restarts: bool = False
-    shifted: bool = False
+    valid: int | None = None  # number of valid labels; ``None``: not known
+    restarts: bool = False  # whether positions restart within its rows
+    shifted: bool = False  # whether its labels are already shifted: each is the target of the token beside it
+    # tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them
     tokens: int | None = None
 
     @property

@@ -10,29 +10,22 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
-from ...plan.own_loss import OwnLossPlan
+from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
 
 _IGNORED = -100
 
 
 class StepLoss(Protocol):
-    """Compute a loss that can be normalized for a whole step.
+    """Compute a loss that can be normalized for a whole step."""
 
-    Attributes:
-        shift: by how many positions labels are shifted against the tokens they are compared with.
-        expected_gradient: the gradient with which backward passes start (a loss scale), for losses that compute
-            16-bit gradients in the forward pass.
-        needs_labels: whether batches without ``labels`` are refused.
-        ignores: whether labels of -100 are ignored.
-        divides: whether the model's own code divides the loss by ``num_items_in_batch``.
-    """
-
-    shift: int
+    shift: int  # by how many positions labels are shifted against the tokens they are compared with
+    # the gradient with which backward passes start (a loss scale), for losses that compute 16-bit gradients in the
+    # forward pass
     expected_gradient: float
-    needs_labels: bool
-    ignores: bool
-    divides: bool
+    needs_labels: bool  # whether batches without ``labels`` are refused
+    ignores: bool  # whether labels of -100 are ignored
+    divides: bool  # whether the model's own code divides the loss by ``num_items_in_batch``
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count the positions of a microbatch that contribute to the loss, and its labels outside of the vocabulary;
@@ -125,12 +118,8 @@ class OwnLoss(KeepsOutputs):
 
 @dataclass(frozen=True)
 class Objective:
-    """Compute the loss of a step's microbatches, on the rank that has the head.
+    """Compute the loss of a step's microbatches, on the rank that has the head."""
 
-    Attributes:
-        loss: ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches.
-        recomputes: whether its backward pass recomputes, so that weight gradients cannot be deferred.
-    """
-
+    # ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches
     loss: Callable[[Any, Microbatch, int], Tensor]
-    recomputes: bool = False
+    recomputes: bool = False  # whether its backward pass recomputes, so that weight gradients cannot be deferred

@@ -21,12 +21,12 @@ from ...config.options import Options
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
-from ...plan.own_loss import OwnLossPlan
+from ...plan.feature_plans import OwnLossPlan
 from .axes import ContextAxis, DataAxes, SequenceAxis
 from .batches import Microbatch
-from .local_weights import LocalWeights
 from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import stock_name
+from .shards import LocalWeights
 from .snapshot import Undo
 
 _ATTRIBUTE = "_hfscale"

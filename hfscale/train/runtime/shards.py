@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...distributed.mesh import Mesh
@@ -86,3 +87,17 @@ def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: 
                 whole.narrow(cut.dim, start, stop - start).copy_(every.narrow(cut.dim, offset, stop - start))
                 offset += stop - start
     return whole
+
+
+@dataclass
+class LocalWeights:
+    """Hold this rank's shards of all weights between loading, or removal from the model, and installation into it."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by owned name
+    # the additional tensors of quantized weights: module, parameter name, and this rank's shard; or the parameter
+    # itself, if it is of a bitsandbytes class
+    quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+
+    def copy(self) -> "LocalWeights":
+        """Return a shallow copy: the same tensors in new containers."""
+        return LocalWeights(dict(self.tensors), list(self.quantized))

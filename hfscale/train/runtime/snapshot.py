@@ -24,12 +24,9 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 @dataclass
 class Undo:
-    """Revert changes to modules when called. A deep copy of a model takes its copy with it.
+    """Revert changes to modules when called. A deep copy of a model takes its copy with it."""
 
-    Attributes:
-        changes: per module: the module, its class, attributes as they were, and hooks that were added.
-    """
-
+    # per module: the module, its class, attributes as they were, and hooks that were added
     changes: list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
     def __call__(self) -> None:

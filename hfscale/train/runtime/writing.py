@@ -163,16 +163,11 @@ _Result = TypeVar("_Result")
 
 
 class Staging:
-    """Hold a directory that is being written.
-
-    Attributes:
-        path: where to write; it exists, for every rank.
-        failure: the first exception on this rank.
-    """
+    """Hold a directory that is being written."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.failure: Exception | None = None
+        self.path = path  # where to write; it exists, for every rank
+        self.failure: Exception | None = None  # the first exception on this rank
 
     def attempt(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
         """Return ``work(*arguments)``; ``None`` if it fails or something has failed before.

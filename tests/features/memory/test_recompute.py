@@ -20,10 +20,10 @@ from hfscale._compat.torch import tree_leaves
 from hfscale.features.memory.recomputation import Recomputation, recompute
 from hfscale.features.memory.saved import count_saved
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.families import config_of
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
 
+from ...families import config_of
 from ...layouts import named
 from ...mixtures import EAGER, qwen3_moe
 from ...sweeps import cases, pairs

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.testing import RankPool
-from hfscale.testing.families import config_of
 from hfscale.testing.parity import Batch, Case, assert_layout_equal, measure_parity
 
+from ...families import config_of
 from ...layouts import named
 from ...tiny_models import tiny
 from .liger_on_cpu import prepare

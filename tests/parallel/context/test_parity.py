@@ -14,9 +14,9 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.models.precision import keep_float64
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.families import config_of
 from hfscale.testing.parity import ragged_batch
 
+from ...families import config_of
 from ...mixtures import EAGER, gpt_oss, qwen2_moe, qwen3_moe
 from ...sweeps import cases, pairs
 from ...tiny_models import tiny

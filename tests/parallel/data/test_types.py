@@ -12,9 +12,10 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale._compat import torch_fsdp
 from hfscale.testing import RankPool
-from hfscale.testing.families import config_of
 from hfscale.train.runtime import local_tensor, runtime_of
 from tests.tiny_models import needs, tiny
+
+from ...families import config_of
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from hfscale.cli import main
 from hfscale.models import FAMILIES
 from hfscale.models.blueprint import Block, Blueprint
 from hfscale.models.clone import tiny_clone
-from hfscale.models.fused import query_key_value
+from hfscale.models.fields import query_key_value
 from hfscale.plan.drafting import resolve
 from hfscale.plan.drafting.resolve import find_blueprint
 from hfscale.testing import Case, RankPool, assert_layout_equal

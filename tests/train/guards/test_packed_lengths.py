@@ -12,10 +12,11 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale._compat.transformers.computing import packing
 from hfscale._compat.transformers.experts import use_eager_experts
 from hfscale.models.precision import keep_float64
-from hfscale.testing.families import config_of
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.train.guards import check_packed_rows
 from hfscale.train.guards.packed_rows import has_packed_rows
+
+from ...families import config_of
 
 DOCUMENTS = (6, 4, 2)
 NARROW = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4, "rope_type": "longrope"}

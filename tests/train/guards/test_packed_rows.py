@@ -14,9 +14,9 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.errors import PlanError
 from hfscale.testing import Case, RankPool, assert_layout_equal
-from hfscale.testing.families import config_of
 from hfscale.train.guards import check_packed_rows
 
+from ...families import config_of
 from ...sweeps import pairs
 from ...tiny_models import needs, tiny
 

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
-from hfscale.testing.families import config_of
 from hfscale.testing.parity import stored
 from tests.fuzz.choose_family import families
 from tests.sweeps import cases
+
+from ...families import config_of
 
 # Of the first three, the host's initialization leaves some to constructors; of falcon_h1, to the model around layers.
 OFTEN = ["apertus", "data2vec-text", "openai-gpt", "falcon_h1", "llama", "gpt2", "mamba2", "bloom"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....models.projections import PROJECTIONS
+from ....models.module_kinds import PROJECTIONS
 from .subject import Subject, run
 
 

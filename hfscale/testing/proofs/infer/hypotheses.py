@@ -12,10 +12,8 @@ from torch import nn
 
 from ...._compat.torch import own_parameters
 from ....models.blueprint import Block
-from ....models.code import used_names
-from ....models.fields import HEAD_FIELDS, field
-from ....models.fused import query_key_value
-from ....models.projections import PROJECTIONS, weight_dims
+from ....models.fields import HEAD_FIELDS, field, query_key_value
+from ....models.module_kinds import PROJECTIONS, used_names, weight_dims
 from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
@@ -27,12 +25,7 @@ Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
 
 class Guesses:
-    """Enumerate hypotheses about one candidate.
-
-    Attributes:
-        heads: the number of attention heads of the clone; 0 where its config does not say.
-        key_heads: the number of key/value heads.
-    """
+    """Enumerate hypotheses about one candidate."""
 
     def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
         self.subject, self.trace, self.candidate = subject, trace, candidate
@@ -42,9 +35,10 @@ class Guesses:
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
+        # the number of attention heads of the clone; 0 where its config does not say
         self.heads = next((count for name in HEAD_FIELDS if isinstance(count := field(self.config, name), int)), 0)
         key_heads = (count for name in _KEY_HEADS if isinstance(count := field(self.config, name), int))
-        self.key_heads = next(key_heads, self.heads)
+        self.key_heads = next(key_heads, self.heads)  # the number of key/value heads
         self.widths = {self._width(name) for name in candidate.column}
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 

@@ -24,7 +24,7 @@ from ...._compat.torch import own_parameters
 from ....config.parallel import AXES, ParallelConfig
 from ....models.blueprint import Blueprint
 from ....models.inference import TOLERANCE, Proof
-from ....models.projections import follow_weight
+from ....models.module_kinds import follow_weight
 from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan.cut import Cut
 from ....plan.drafting.blocks import plan_blocks

@@ -1,0 +1,115 @@
+"""Recognize projections, experts and losses in stock modules, by their classes, attributes and code."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .fields import first_count, text_config
+
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+"""Config fields that say how many experts there are."""
+
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+# What modules under the host's use_experts_implementation say of how their parameters are used.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def experts_per_token(config: Any) -> int | None:
+    """Return the number of experts per token in the config; ``None`` if it has no such field."""
+    return first_count(text_config(config), _EXPERTS_PER_TOKEN)
+
+
+def holds_experts(module: Any) -> bool:
+    """Return whether a module holds stacked experts as transformers does, so that ranks can split them."""
+    return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
+
+
+def takes_routes(module: nn.Module) -> bool:
+    """Return whether a module is called like transformers' experts: with tokens, chosen experts and weights."""
+    names = list(inspect.signature(module.forward).parameters)
+    return type(module).__name__.endswith("Experts") and names[1:2] in (["top_k_index"], ["router_indices"])
+
+
+def has_one_per_expert(module: nn.Module, experts: int) -> bool:
+    """Return whether a module has one matrix, or one child, for each of ``experts``."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) == experts
+    own = list(module.parameters(recurse=False))
+    stacked = any(parameter.ndim == 3 and parameter.shape[0] == experts for parameter in own)
+    return stacked or ("Expert" in type(module).__name__ and any(parameter.ndim > 1 for parameter in own))
+
+
+PROJECTIONS = (nn.Linear, Conv1D)
+
+# How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
+# as [out, in], Conv1D as [in, out] = [nx, nf].
+_SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
+
+
+def is_transposed(module: Any) -> bool:
+    """Return whether a module keeps its weight as ``[in, out]``."""
+    return isinstance(module, Conv1D)
+
+
+def weight_dims(module: Any) -> tuple[int, int]:
+    """Return the dims of a projection's weight that run along its outputs and along its inputs."""
+    return (1, 0) if is_transposed(module) else (0, 1)
+
+
+def follow_weight(module: Any) -> None:
+    """Set the size attributes of a projection to the sizes of its local weight."""
+    for attribute, dim in _SIZE_ATTRIBUTES.items():
+        if attribute in module.__dict__ and module.weight.ndim == 2:
+            setattr(module, attribute, module.weight.shape[dim])
+
+
+_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
+
+
+def is_tokenwise(module: nn.Module) -> bool:
+    """Return whether a module is known to process each token separately."""
+    return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__
+
+
+_LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
+
+
+def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
+    """Return whether the forward of a model, or of a module around ``head``, takes a cross entropy of its own."""
+    around = (m for m in model.modules() if m is model or any(child is head for child in m.children()))
+    names = {name for module in around for name in used_names(type(module))}
+    return "loss_function" not in names and bool(names & _LOSSES)
+
+
+def used_names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names that a class's forward uses, and then those in its own methods that it uses."""
+    found: dict[str, None] = {}
+    waiting = ["forward"]
+    while waiting:
+        method = inspect.getattr_static(kind, waiting.pop(), None)
+        code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
+        new = [name for name in _names_in(code) if name not in found]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return tuple(found)
+
+
+def _names_in(code: Any) -> list[str]:
+    """Return the names that a code object uses, and those of the comprehensions in it."""
+    inner = (each for each in getattr(code, "co_consts", ()) if inspect.iscode(each))
+    return [*getattr(code, "co_names", ()), *(name for each in inner for name in _names_in(each))]
+
+
+def looks_up_like_stock(embedding: nn.Embedding) -> bool:
+    """Return whether a lookup is ``nn.Embedding``'s own, possibly scaled."""
+    forward = type(embedding).forward
+    return forward is nn.Embedding.forward or "super().forward(" in inspect.getsource(forward)
+
+
+def scores_by_sigmoid(router: nn.Module) -> bool:
+    """Return whether a router computes scores with a sigmoid, and never with a softmax."""
+    code = getattr(inspect.unwrap(type(router).forward), "__code__", None)
+    names = set(code.co_names) if code is not None else set()
+    return "sigmoid" in names and "softmax" not in names

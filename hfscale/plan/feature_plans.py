@@ -1,0 +1,227 @@
+"""Hold what each feature of a layout decided, beyond cuts and reductions of parameters: one frozen class each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..models.names import wild_name
+from .contents import Feature, PlanContents
+
+
+@dataclass(frozen=True)
+class RecomputePlan(Feature):
+    """Plan of modules whose forward pass runs again in the backward pass. Names are full module names."""
+
+    layers: tuple[str, ...] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
+    modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
+    attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
+    keep: tuple[str, ...] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
+    budget: int | None = None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
+    # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
+    tokens: int | None = None
+
+    def is_alone(self, module: str) -> bool:
+        """Return whether a module is recomputed without the rest of its layer, alone or inside another module."""
+        return any(f"{module}.".startswith(f"{name}.") for name in self.modules)
+
+    @property
+    def recomputes_weights(self) -> bool:
+        """Return whether products with weights are recomputed."""
+        return bool(self.layers or self.modules)
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the line about recomputation in the plan's printout."""
+        again = ["attention between its projections"] if self.attention else []
+        again += [f"{len(self.layers)} of {len(plan.layers)} layers"] if self.layers and self.budget is None else []
+        if self.budget is not None:
+            again.append(f"as few layers as bring what layers keep below {self.budget:,} bytes on a rank")
+        again += [_counted(self.modules)] if self.modules else []
+        kept = f"; results of {', '.join(self.keep)} are kept" if self.keep else ""
+        return [f"computed again in the backward pass: {', '.join(again)}{kept}"]
+
+
+def recomputed(plan: PlanContents) -> RecomputePlan:
+    """Return what the plan recomputes; an empty :class:`RecomputePlan` if nothing."""
+    return plan.feature(RecomputePlan) or RecomputePlan()
+
+
+BLOCK = 256
+"""Entries per scale."""
+BYTES = 1 + 4 / BLOCK
+"""Bytes per entry, including its fraction of the scale."""
+FEW = 16
+"""Tensors smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by which
+everything else is divided, rotary tables, router logits."""
+
+
+@dataclass(frozen=True)
+class CompressPlan(Feature):
+    """Plan of activations that are saved for the backward pass in 8 bits."""
+
+    least: int  # bytes of the smallest tensor that is compressed
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the line about compressed activations in the plan's printout."""
+        return [f"in 8 bits: what layers keep for the backward pass, in tensors of {self.least:,} bytes and more"]
+
+
+def compressed(plan: PlanContents) -> int | None:
+    """Return the bytes of the smallest activation saved in 8 bits, or ``None`` if activations are saved as they are."""
+    found = plan.feature(CompressPlan)
+    return None if found is None else found.least
+
+
+@dataclass(frozen=True)
+class OffloadPlan(Feature):
+    """Plan of tensors that are offloaded to the CPU."""
+
+    optimizer: bool = False  # the optimizer's state; updates of it run on the CPU
+    parameters: bool = False  # this rank's shards of parameters and of their gradients; updates of them run on the CPU
+    # bytes of the smallest activation that is offloaded until its backward pass; ``None``: none are
+    activations: int | None = None
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the line about offloading in the plan's printout."""
+        what = ["the optimizer's state"] if self.optimizer else []
+        what += ["shards of parameters and gradients"] if self.parameters else []
+        if self.activations is not None:
+            what.append(f"what layers keep for the backward pass, in tensors of {self.activations:,} bytes and more")
+        return [f"on the host: {', '.join(what)}"]
+
+
+def offloaded(plan: PlanContents) -> OffloadPlan:
+    """Return what the plan offloads; an empty :class:`OffloadPlan` if nothing."""
+    return plan.feature(OffloadPlan) or OffloadPlan()
+
+
+def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
+    """Refuse an optimizer that cannot update copies of single weights, as ``asked`` requires."""
+    if name in ("adafactor", "muon"):
+        raise ConfigError(
+            f"{asked} needs an optimizer of torch or bitsandbytes, which can step copies of weights, got {name!r}: "
+            "use 'adamw_torch' or 'adamw_8bit'"
+        )
+
+
+@dataclass(frozen=True)
+class ScoresPlan(Feature):
+    """Plan of eager attention, which keeps a score for every head and pair of tokens."""
+
+    heads: int  # query heads of a layer, over all tensor ranks
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return no lines: the memory estimate reports the scores."""
+        return []
+
+
+def heads_with_scores(plan: PlanContents) -> int:
+    """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""
+    found = plan.feature(ScoresPlan)
+    return 0 if found is None or plan.layout.cp > 1 else found.heads
+
+
+_READS = "lora_magnitude_vector"  # DoRA's, of the norms of the weight's rows
+
+
+@dataclass(frozen=True)
+class ProductsPlan(Feature):
+    """Plan of projections whose products are in 8 bits. Names are full module names."""
+
+    modules: tuple[str, ...]  # the projections
+    rowwise: bool = False  # a scale for each row; else one for each tensor
+    left_out: tuple[tuple[str, str], ...] = ()  # projections of the layers that stay as they are, each with why
+    gathers: bool = False  # whether data ranks all-gather these weights in 8 bits
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the lines about products in 8 bits, and projections left out of them, in the plan's printout."""
+        what = "rows" if self.rowwise else "tensors"
+        lines = [f"products in 8 bits, scaled by {what}: {_counted(self.modules)}"]
+        if gathered := gathered_in_8_bits(plan):
+            others = ", but for those whose adapters read the weight" if len(gathered) < len(self.modules) else ""
+            lines.append(f"data ranks gather their weights in 8 bits{others}")
+        for why in dict.fromkeys(why for _, why in self.left_out):
+            lines.append(f"not in 8 bits ({why}): {_counted([name for name, one in self.left_out if one == why])}")
+        return lines
+
+
+def _counted(names: Sequence[str]) -> str:
+    wild = [wild_name(name) for name in names]
+    return ", ".join(f"{name} x{wild.count(name)}" for name in dict.fromkeys(wild))
+
+
+def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
+    """Return the names of the parameters whose products are in 8 bits."""
+    found = plan.feature(ProductsPlan)
+    return frozenset() if found is None else frozenset(f"{name}.weight" for name in found.modules)
+
+
+def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
+    """Return the names of the parameters that data ranks all-gather in 8 bits.
+
+    Weights that something else reads in full precision are not among them: DoRA takes the norms of a weight's rows.
+    """
+    found = plan.feature(ProductsPlan)
+    if found is None or not found.gathers or plan.layout.dp_shard == 1:
+        return frozenset()
+    return weights_in_8_bits(plan) - {adapter.base for adapter in plan.adapters if adapter.kept_in == _READS}
+
+
+@dataclass(frozen=True)
+class ContextPlan(Feature):
+    """Plan of sequences cut over context ranks."""
+
+    method: str  # one of :data:`hfscale.names.CP_METHODS`
+    pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
+    whole: tuple[str, ...] = ()  # modules besides attention that mix tokens; every rank runs them on full sequences
+    # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
+    together: int = 1
+    # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
+    text: str = ""
+    heads: int = 0  # query heads on one tensor rank; 0 where the config does not say
+    key_heads: int = 0  # key/value heads on one tensor rank, likewise
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the line about context parallelism in the plan's printout."""
+        whole = ", ".join(dict.fromkeys(map(wild_name, self.whole)))
+        mixers = f"; run on whole sequences by each: {whole}" if whole else ""
+        padding = "" if self.pads else "; rows without padding only"
+        inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
+        return [
+            f"sequences: each of {plan.layout.cp} ranks has an early and a late piece of every sequence, and "
+            f"attention reads the others' ({self.method}){inside}{mixers}{padding}"
+        ]
+
+
+@dataclass(frozen=True)
+class TowersPlan(Feature):
+    """Plan of towers and projectors around a text model, and of layers that read only their output (images, audio)."""
+
+    text: str  # name of the text model; empty if that is the model itself
+    items: tuple[str, ...]  # modules and parameters around it, its head left out, and layers
+    parameters: int  # how many numbers they hold
+    read_inside: tuple[str, ...] = ()  # inputs of the text model by which its layers read them, besides the embeddings
+    first_layers: int = 0  # how many of the first layers alone read them; 0 if any may, or none does
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the line about the towers in the plan's printout."""
+        where = "every tensor rank" if plan.layout.tp > 1 else "every rank"
+        gathered = "; data ranks gather them together" if plan.layout.data_world > 1 else ""
+        what = f"{', '.join(dict.fromkeys(map(wild_name, self.items)))}, {self.parameters:,} parameters"
+        beside = f"beside the text of {self.text}" if self.text else "not used for tokens"
+        return [f"{beside}: {what}, whole on {where}{gathered}"]
+
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter or a module is one of the items, or inside of one."""
+        return any(name == item or name.startswith(f"{item}.") for item in self.items)
+
+
+@dataclass(frozen=True)
+class OwnLossPlan(Feature):
+    """Plan of a loss computed by the model itself, as a mean over rows or over the labels that are not ignored."""
+
+    over: str  # ``"rows"`` or ``"labels"``
+    divides: bool = False  # whether it is divided by ``num_items_in_batch``, if that is passed
+
+    def describe(self, plan: PlanContents) -> list[str]:
+        """Return the line about the weights of microbatches in the plan's printout."""
+        return [f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"]
