@@ -15,7 +15,6 @@ from ...parallel.pipeline.csv_table import read_csv, write_csv
 from ...parallel.pipeline.orders import order
 from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs, simulate
 from ...parallel.pipeline.timeline import KINDS, Order, Timeline
-from .communicators import simulate_communicators
 from .schedule_plot import draw
 from .terminal import render
 
@@ -37,13 +36,10 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 
 def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timeline:
     """Simulate the order, with transfers that take ``transfer`` forwards each, if given."""
-    planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
-    if not transfer:
-        return planned
-    if transfer < 0:
+    if transfer is not None and transfer < 0:
         raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
-    costs = replace(costs, communication=transfer * costs.forward)
-    return simulate_communicators(asked.order, costs, asked.schedule, asked.microbatches)
+    costs = replace(costs, communication=(transfer or 0.0) * costs.forward)
+    return simulate(asked.order, costs, asked.schedule, asked.microbatches)
 
 
 def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:

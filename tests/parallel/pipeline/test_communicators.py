@@ -2,13 +2,14 @@
 
 import pytest
 
-from hfscale.cli.schedule_drawing.communicators import simulate_communicators
 from hfscale.config.schedules import ASYNCHRONOUS, SCHEDULES, default_virtual_stages
 from hfscale.errors import ConfigError
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.simulation import Costs, simulate
 from hfscale.parallel.pipeline.timeline import Action
 
+from . import communicators
+from .communicators import simulate_communicators
 from .formulas import ideal_bubble
 
 TRANSFER = 0.02  # of a forward pass of a rank: 8 MiB where it takes 4 ms and a link carries 100 GB/s
@@ -68,6 +69,6 @@ def test_a_deadlock_of_transfers_is_said() -> None:
     assert simulate_communicators(order_of).makespan == 4.0  # programs ask for both where they are sent
     crossed = [[("SEND_F", 0, 0), ("SEND_F", 0, 1)], [("RECV_F", 1, 1), ("RECV_F", 1, 0)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hfscale.cli.schedule_drawing.communicators.rank_programs", lambda _: crossed)
+        patch.setattr(communicators, "rank_programs", lambda _: crossed)
         with pytest.raises(ConfigError, match="mine would deadlock: its transfers wait for each other"):
             simulate_communicators(order_of, name="mine")

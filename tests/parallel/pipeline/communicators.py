@@ -1,24 +1,24 @@
 """Simulate an order with its transfers, where a communicator carries one transfer at a time.
 
-:func:`...parallel.pipeline.simulation.simulate` lets all transfers run at once. On NCCL both ranks of a transfer
+:func:`hfscale.parallel.pipeline.simulation.simulate` lets all transfers run at once. On NCCL both ranks of a transfer
 enqueue it; it begins when both have reached it, and blocks what they enqueue on the same communicator after it::
 
     computing, per rank       F0 F1 F2 B0 ...            waits for what it needs to arrive, not for what it sends
     a communicator, per rank  recv -> recv -> send ...   each begins with its other half, on the other rank
 
 So a receive that is enqueued early, from a rank that will send late, blocks a communicator that it shares with others.
-Here ranks enqueue transfers where their programs do (:mod:`...parallel.pipeline.transfers`), and wait for them where
-:class:`~...parallel.pipeline.worker.StageWorker` does.
+Here ranks enqueue transfers where their programs do (:mod:`hfscale.parallel.pipeline.transfers`), and wait for them
+where :class:`~hfscale.parallel.pipeline.worker.StageWorker` does.
 """
 
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from ...errors import ConfigError
-from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs
-from ...parallel.pipeline.timeline import Action, Order, Span, Timeline, stage_ranks
-from ...parallel.pipeline.transfers import rank_programs
+from hfscale.errors import ConfigError
+from hfscale.parallel.pipeline.simulation import DEFAULT_COSTS, Costs
+from hfscale.parallel.pipeline.timeline import Action, Order, Span, Timeline, stage_ranks
+from hfscale.parallel.pipeline.transfers import rank_programs
 
 _Programs = list[list[tuple[str, int, int]]]
 
@@ -100,7 +100,7 @@ def simulate_communicators(
     name: str = "",
     microbatches: int = 0,
 ) -> Timeline:
-    """Simulate an order like :func:`...parallel.pipeline.simulate.simulate`, but with one transfer at a time, of
+    """Simulate an order like :func:`hfscale.parallel.pipeline.simulate.simulate`, but with one transfer at a time, of
     ``costs.communication``, on each communicator.
     """
     homes = stage_ranks(order)
