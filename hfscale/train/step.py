@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
+from ..plan.prediction_plan import PredictionPlan
 from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -61,7 +62,7 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
-    _check_losses(loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
+    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
@@ -77,8 +78,12 @@ def train_step(
     return loss
 
 
-def _check_losses(loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float) -> None:
+def _check_losses(
+    runtime: Runtime, loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float
+) -> None:
     """Refuse combinations of arguments that belong to different losses."""
+    if (loss_fn or score_loss) and runtime.plan.feature(PredictionPlan) is not None:
+        _refuse_beside("loss_fn or score_loss", "mtp_loss_weight of hfscale.from_pretrained")
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_number("temperature", temperature, above=0)
     divided = bool(label_smoothing) or items is not None

@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ...errors import CheckpointError
 from .classes import class_name, empty_copy, stock_class
+from .prediction import stored_names
 
 
 def never_stored(model: Any) -> set[str]:
@@ -37,7 +38,7 @@ class AsStored:
             CheckpointError: converting all tensors together, and group by group, gives different results.
         """
         _note_conversions(model)
-        self._model, self._whole = model, contents
+        self._model, self._whole, self._names = model, contents, stored_names(model)
         with _whole_shapes(model, contents):
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
             self._together = _together(model, contents)
@@ -46,6 +47,7 @@ class AsStored:
         self.layout: dict[str, Tensor] = {}
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
+        expected = self._names.of(expected)
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
@@ -63,7 +65,7 @@ class AsStored:
             stored: dict[str, Tensor] = revert_weight_conversion(
                 self._model, {other: self._waiting.pop(other) for other in names}
             )
-        return stored
+        return self._names.of(stored)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from ...config.parallel import ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
+from ...plan.prediction_plan import IDS, TARGETS
 from ...plan.recompute_plan import recomputed
 from ...plan.towers import TowersPlan
 from ...train.runtime import Executor, Objective, Runtime
@@ -42,7 +43,7 @@ from .timeline import Order, stage_ranks
 from .transfers import Step, rank_programs, run_program
 from .worker import StagePlace, StageWorker
 
-_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+_LABELS = ("labels", "shift_labels", "num_items_in_batch", IDS, TARGETS)
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
