@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._compat.peft import LORA_A, LORA_B
 from .._compat.transformers.classes import empty_model
+from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from .._compat.transformers.saving import AsStored
 from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import open_tensors
@@ -49,6 +50,7 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
     adapters = adapter_parameters(whole, plan)
     keys = stored_names(whole, _NAME, plan_adapters(plan, adapters), True)
     stored = {key: tensor[...] for key, tensor in open_tensors([adapter / WEIGHTS]).items()}
+    refuse_adapters_of_prediction(stored, str(adapter))
     contents = {name: p.detach() for name, p in model.named_parameters()}
     as_stored, settings = AsStored(model, contents), json.loads((adapter / "adapter_config.json").read_text())
     factors: dict[str, dict[str, AdapterParameter]] = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._compat.transformers.classes import empty_model, stock_class
 from .._compat.transformers.conversions import Destination, loaded_targets
+from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from ..checkpoint.stored_forms.scheme import form_in
 from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import TensorOnDisk, open_tensors
@@ -38,6 +39,7 @@ class _Merged:
         config, _ = read_config(str(adapter))
         self.stored = _tensors(base, sorted(base.glob("*.safetensors")))
         self.trained = _tensors(adapter, [adapter / WEIGHTS])
+        refuse_adapters_of_prediction(self.trained, str(adapter))
         form = form_in(base)
         if form is not None:
             raise ConfigError(

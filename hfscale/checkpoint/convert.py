@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._compat.transformers.classes import empty_model
-from .._compat.transformers.prediction import PREDICTION, attach_prediction, read_stored_names
+from .._compat.transformers.prediction import PREDICTION, attach_prediction, stored_names
 from .._compat.transformers.saving import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK
@@ -80,7 +80,7 @@ def _write_model(directory: Path, reader: StateReader, target: Path, size: str |
         note_carried(model, Path(source), names)
     if any(name.startswith(f"{PREDICTION}.") for name in stored):
         attach_prediction(model)
-        read_stored_names(model, stored_keys(model))
+        stored_names(model).read(model, stored_keys(model))
     as_stored = AsStored(model, contents)
     carried = carried_tensors(model)
     writer = CheckpointWriter(target, {**as_stored.layout, **announced(carried)}, size)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._compat.transformers.classes import empty_copy
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
-from .._compat.transformers.prediction import attach_prediction, read_stored_names
+from .._compat.transformers.prediction import attach_prediction, stored_names
 from ..distributed.files.reader import TensorOnDisk, named_files
 from ..distributed.files.resized import ResizedOnDisk
 from ..distributed.files.slices import ShareOnDisk, is_elsewhere
@@ -63,7 +63,7 @@ class _Loader:
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        self._note_others(model, Path(files[0]).parent, stored, targets)
+        self._note_others(model, Path(files[0]).parent, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -88,19 +88,17 @@ class _Loader:
         if self.plan.feature(PredictionPlan) is None:
             return stored
         attach_prediction(model)
-        names = read_stored_names(model, stored)
+        names = stored_names(model).read(model, stored)
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
             _log.warning("the checkpoint has no multi-token-prediction layers, so these begin with random weights")
         return {name: tensor for key, tensor in stored.items() if (name := names.get(key, key)) is not None}
 
-    def _note_others(
-        self, model: Any, directory: Path, stored: Collection[str], targets: dict[str, Destination]
-    ) -> None:
+    def _note_others(self, model: Any, directory: Path, targets: dict[str, Destination]) -> None:
         """Record on a full model which stored keys are no parameter or buffer of it."""
         named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-        others = (key for key in stored if targets[key].name not in named)
-        note_carried(model, directory, (self.renamed.get(key, key) for key in others))
+        others = (self.renamed.get(key, key) for key, target in targets.items() if target.name not in named)
+        note_carried(model, directory, others)
 
     def _give_local_shapes(self, model: Any) -> None:
         """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import pad
 
 from .._compat.transformers.computing import begins_anew, text_positions
 from ..plan.prediction_plan import IDS, TARGETS
-
-_IGNORED = -100
 
 
 def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, Tensor]:
@@ -21,32 +19,22 @@ def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, T
         ids        a  b  c  d          depth 1, at a: the embedding of b, and what b predicts: c
         targets    b  c  d  -          depth 2, at a: that of c, and d
 
-    Positions have no target (-100) where the target, or a token on the way to it, is past the end of the row or of the
-    document, which ends where ``position_ids`` begin anew.
+    There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew.
 
     Args:
         shift: how far behind its token a label is that it predicts; ``shift_labels`` are targets already.
     """
     ids, targets = batch["input_ids"], batch.get("shift_labels")
     if targets is None:
-        targets = F.pad(batch["labels"], (0, shift), value=_IGNORED)[..., shift:]
-    tokens, documents = ids.shape[1], _documents(batch)
-    all_ids, all_targets = [], []
-    for depth in range(1, depths + 1):
-        end = (0, min(depth, tokens))
-        later = F.pad(targets[:, depth:], end, value=_IGNORED)
-        if documents is not None:
-            of_target = F.pad(documents[:, 1:], (0, 1), mode="replicate") if tokens > 1 else documents
-            later = later.where(documents == F.pad(of_target[:, depth:], end, value=-1), _IGNORED)
-        all_ids.append(F.pad(ids[:, depth:], end))
-        all_targets.append(later)
-    return {IDS: torch.stack(all_ids, 1), TARGETS: torch.stack(all_targets, 1)}
-
-
-def _documents(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return which document of its row each token is in, ``[1 or b, s]``; ``None`` without positions."""
+        targets = pad(batch["labels"], (0, shift), value=-100)[..., shift:]
     given = batch.get("position_ids")
     positions = None if given is None else text_positions(given)
-    if positions is None:
-        return None
-    return F.pad(begins_anew(positions, batch.get("attention_mask")).cumsum(-1), (1, 0)).to(batch["input_ids"].device)
+    documents = torch.zeros_like(ids[:1])
+    if positions is not None:
+        documents = pad(begins_anew(positions, batch.get("attention_mask")).cumsum(-1), (1, 0)).to(ids.device)
+    of_targets, found = torch.cat((documents[:, 1:], documents[:, -1:]), 1), list[tuple[Tensor, Tensor]]()
+    for depth in range(1, depths + 1):
+        end = (0, min(depth, ids.shape[1]))
+        same = documents == pad(of_targets[:, depth:], end, value=-1)
+        found.append((pad(ids[:, depth:], end), pad(targets[:, depth:], end, value=-100).where(same, -100)))
+    return dict(zip((IDS, TARGETS), (torch.stack(each, 1) for each in zip(*found, strict=True)), strict=True))

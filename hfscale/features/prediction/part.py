@@ -1,13 +1,13 @@
-"""Run multi-token-prediction layers in training passes, as a part.
+"""Run multi-token-prediction layers in training passes (DeepSeek-AI 2024, V3, section 2.2; ``k`` is the depth).
 
-Data flow of a pass with labels (DeepSeek-AI 2024, V3, section 2.2; ``k`` is the depth)::
+::
 
     model --norm--> h0 [b, s, h] --------------------------------+--> head, loss
                      |                                           |
-    ids + k --embedding--> [e | h(k-1)] --layer k of mtp--> hk --+    behind the rows of h0: [b (1 + depths), s, h]
+    ids + k --embedding--> [e | h(k-1)] --layer k of mtp--> hk --+    behind the rows of h0: [(1 + depths) b, s, h]
 
-Layers get the masks that the model gives to a layer of the same kind, and positions ``k`` further. So the stock model
-runs its head once, and the loss (:class:`hfscale.parallel.tensor.loss.VocabParallelLoss`) tells the rows apart.
+Layers get the masks that the model gives to a layer of their kind, and positions ``k`` further. The stock model runs
+its head once; the loss (:class:`hfscale.parallel.tensor.loss.VocabParallelLoss`) tells the rows apart.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.computing import told_apart_by
-from ..._compat.transformers.prediction import PREDICTION
+from ..._compat.transformers.hidden_states import other_arguments
+from ..._compat.transformers.prediction import PREDICTION, PREDICTION_LOOKUP
 from ...errors import ConfigError
 from ...parallel.tensor.loss import RowsAhead, VocabParallelLoss
 from ...plan.prediction_plan import IDS, TARGETS, PredictionPlan
@@ -34,14 +35,13 @@ class MultiTokenPrediction(Part):
     """Predict tokens further ahead, and add the loss of that to the model's."""
 
     _planned: PredictionPlan
-    _model: Any
     _loss: VocabParallelLoss
+    _weight: float
 
     def __init__(self) -> None:
-        self._weight = 0.0
         self._ids: Tensor | None = None  # of the current pass, [b, depths, s]
         self._given: dict[str, dict[str, Any]] = {}  # layer of the model -> arguments of its latest call
-        self._step: Tensor | None = None  # sums over the current step
+        self._step: Tensor | None = None  # loss, hits and labels of each depth in the current step
         self._latest: Tensor | None = None  # those of the last step, over all ranks
 
     def is_needed(self, runtime: Runtime) -> bool:
@@ -50,10 +50,12 @@ class MultiTokenPrediction(Part):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on the rank that has the layers, once its head has its loss."""
-        planned, stages = runtime.plan.feature(PredictionPlan), runtime.plan.stages
+        planned, stages, model = runtime.plan.feature(PredictionPlan), runtime.plan.stages, runtime.model
         assert planned is not None
-        assert runtime.options.mtp_loss_weight is not None
-        self._planned, self._model, self._weight = planned, runtime.model, runtime.options.mtp_loss_weight
+        self._planned, self._weight = planned, float(runtime.options.mtp_loss_weight or 0)
+        lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION_LOOKUP)}
+        if any(each.base in lookups for each in runtime.plan.adapters):
+            raise ConfigError("mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out")
         away = [layer for layer in planned.like if stages is not None and not stages.stages[-1].is_local(layer)]
         if away:
             raise ConfigError(
@@ -63,10 +65,10 @@ class MultiTokenPrediction(Part):
         if not runtime.is_local(PREDICTION):
             return
         assert isinstance(runtime.loss, VocabParallelLoss)
-        self._loss, model = runtime.loss, runtime.model
+        self._loss = runtime.loss
         for name in dict.fromkeys(planned.like):
             model.get_submodule(name).register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-        model.get_submodule(planned.text).register_forward_hook(self._predict)
+        model.get_submodule(planned.text).register_forward_hook(partial(self._predict, model.get_submodule(PREDICTION)))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -82,8 +84,8 @@ class MultiTokenPrediction(Part):
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
         """Sum the loss and the accepted drafts of a training step over its passes and all ranks."""
-        depths = len(self._planned.layers)
-        self._step = torch.zeros(1 + 2 * depths, dtype=torch.float64, device=runtime.mesh.device) if train else None
+        sums = torch.zeros(1 + 2 * len(self._planned.layers), dtype=torch.float64, device=runtime.mesh.device)
+        self._step = sums if train else None
         yield
         if self._step is not None:
             self._latest, self._step = runtime.sum_of_shares(self._step), None
@@ -94,57 +96,48 @@ class MultiTokenPrediction(Part):
             return {}
         loss, *counts = self._latest.tolist()
         depths = len(counts) // 2
-        shares = {
-            f"mtp_acceptance_{depth + 1}" if depth else "mtp_acceptance": counts[depth] / max(1, counts[depth + depths])
-            for depth in range(depths)
-        }
-        return {"mtp_loss": loss, **shares}
+        shares = [hits / max(1, labels) for hits, labels in zip(counts[:depths], counts[depths:], strict=True)]
+        names = ["mtp_acceptance", *(f"mtp_acceptance_{depth}" for depth in range(2, depths + 1))]
+        return {"mtp_loss": loss, **dict(zip(names, shares, strict=True))}
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the ids and targets of a training pass (forward pre-hook of the model)."""
         batch = {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs}
         ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}  # cut already
-        labelled = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
-        if labelled and torch.is_grad_enabled() and self._loss.trains(model) and batch.get("input_ids") is not None:
+        known = batch.get("input_ids") is not None and any(batch.get(name) is not None for name in _LABELS)
+        if known and torch.is_grad_enabled() and self._loss.trains(model):
             ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
-            self._ids = ahead[IDS]
-            self._loss.ahead = RowsAhead(ahead[TARGETS], self._weight)
+            self._ids, targets = ahead[IDS], ahead[TARGETS].transpose(0, 1).contiguous()
+            self._loss.ahead = RowsAhead(targets, self._weight, torch.zeros_like(targets, dtype=torch.bool))
         return args, kwargs
 
     def _note(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments that the model gives to a layer (forward pre-hook of it)."""
         if self._ids is not None:
-            self._given[name] = {**dict(zip(list(signature(layer.forward).parameters)[1:], args[1:])), **kwargs}  # noqa: B905
+            self._given[name] = other_arguments(kwargs)
 
-    def _predict(self, text: Any, _: tuple[Any, ...], output: Any) -> Any:
+    def _predict(self, added: Any, text: Any, _: tuple[Any, ...], output: Any) -> Any:
         """Put the hidden states of every depth behind the model's own (forward hook of the text model)."""
         if self._ids is None:
             return output
-        added, states = self._model.get_submodule(PREDICTION), [output[0]]
+        states = [output.last_hidden_state]
         for depth, layer in enumerate(added.layers):
-            embedded = added.embed_tokens(self._ids[:, depth])
-            given = self._arguments(text, layer, depth, embedded)
+            embedded, given = added.embed_tokens(self._ids[:, depth]), dict(self._given[self._planned.like[depth]])
+            if given.get("position_ids") is not None:
+                given["position_ids"] = positions = given["position_ids"] + depth + 1
+                if given.get("position_embeddings") is not None:
+                    given["position_embeddings"] = text.rotary_emb(embedded, position_ids=positions, **layer.rope)
             states.append(layer(torch.cat((embedded, states[-1]), -1), **given))
-        rows = torch.cat(states)
-        if isinstance(output, tuple):
-            return (rows, *output[1:])
-        output.last_hidden_state = rows
+        output.last_hidden_state = torch.cat(states)
         return output
-
-    def _arguments(self, text: Any, layer: Any, depth: int, embedded: Tensor) -> dict[str, Any]:
-        given = {
-            name: value for name, value in self._given[self._planned.like[depth]].items() if name != "hidden_states"
-        }
-        positions, rotary = given.get("position_ids"), getattr(text, "rotary_emb", None)
-        if positions is not None:
-            given["position_ids"] = positions = positions + depth + 1
-            if rotary is not None and given.get("position_embeddings") is not None:
-                given["position_embeddings"] = rotary(embedded, position_ids=positions, **layer.rope)
-        return given
 
     def _end(self, *_: Any) -> None:
         """Count what a pass has predicted (forward hook of the model)."""
         ahead, self._loss.ahead, self._ids = self._loss.ahead, None, None
         self._given.clear()
         if ahead is not None and ahead.loss is not None and self._step is not None:
-            self._step += torch.cat((ahead.loss.double().view(1), ahead.hits.sum((0, 2)), ahead.valid.sum((0, 2))))
+            counts = (each.sum((1, 2)) for each in (ahead.hits, ahead.targets != -100))
+            self._step += torch.cat((ahead.loss.double().view(1), *counts))
+
+
+_LABELS = ("labels", "shift_labels")

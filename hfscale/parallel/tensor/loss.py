@@ -40,28 +40,25 @@ from .vocabulary_scores import Scoring
 
 @dataclass
 class RowsAhead:
-    """Describe logits of tokens further ahead, behind the rows of the model's own: ``[b (1 + depths), s, V/t]``.
+    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``.
 
     Attributes:
-        targets: ``[b, depths, s]``.
+        targets: ``[depths, b, s]``.
         weight: factor of their mean loss over the depths.
-        loss: that mean, divided like the model's loss, once computed.
-        hits: ``[b, depths, s]``, whether no logit is above the target's.
+        hits: ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed.
+        loss: that mean, divided like the model's loss; once computed.
     """
 
     targets: Tensor
     weight: float
+    hits: Tensor
     loss: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.valid = self.targets != -100
-        self.hits = torch.zeros_like(self.valid)
-
-    def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, logits: Tensor) -> Sequence[Tensor]:
         """Split logits into the model's own rows and the others."""
-        sizes = [rows := len(self.targets), rows * self.targets.shape[1]]
-        own, later = logits.split_rows(sizes) if isinstance(logits, LazyLogits) else logits.split(sizes)
-        return own, later
+        depths, rows, _ = self.targets.shape
+        split = logits.split_rows if isinstance(logits, LazyLogits) else logits.split
+        return split([rows, depths * rows])
 
 
 class VocabParallelLoss(KeepsOutputs):
@@ -154,7 +151,7 @@ class VocabParallelLoss(KeepsOutputs):
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"label_smoothing must be between 0 and 1, got {smoothing!r}")
         vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
-        logits, later = (logits, None) if self.ahead is None else self.ahead.split(logits)
+        logits, *later = [logits] if self.ahead is None else self.ahead.split(logits)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
         if self._scoring is not None:
@@ -163,17 +160,13 @@ class VocabParallelLoss(KeepsOutputs):
         known = self._known is not None and self._known[0] is given and ignore_index == -100
         valid = self._known[1] if known and self._known is not None else None
         loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
-        if later is None or self.ahead is None:
+        if self.ahead is None:
             return loss
-        every = self.ahead.targets.transpose(0, 1).flatten()
-        hits = torch.zeros_like(every, dtype=torch.bool)
-        labels_of_all = (targets != ignore_index).sum() if count is None else torch.as_tensor(count)
-        each = self._mean(later, every, vocabulary, labels_of_all * self.ahead.targets.shape[1], -100, hits=hits)
-        self.ahead.loss, self.ahead.hits = (
-            each.detach(),
-            hits.view_as(self.ahead.targets.transpose(0, 1)).transpose(0, 1),
-        )
-        return loss + self.ahead.weight * each
+        count = (targets != ignore_index).sum() if count is None else torch.as_tensor(count)
+        every, hits = self.ahead.targets.flatten(), self.ahead.hits.view(-1)
+        mean = self._mean(later[0], every, vocabulary, count * len(self.ahead.targets), -100, hits=hits)
+        self.ahead.loss = mean.detach()
+        return loss + self.ahead.weight * mean
 
     def _mean(
         self,

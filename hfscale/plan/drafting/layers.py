@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from ..._compat.transformers.classes import layer_classes
-from ..._compat.transformers.prediction import PREDICTION
 from ...errors import PlanError
 from ...models.blueprint import Blueprint
 from ...models.names import wild_name
@@ -43,12 +42,7 @@ def _unsplit_modules(draft: Draft) -> list[str]:
     classes = layer_classes(draft.model)
     layers: list[str] = []
     for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
-        inside = name.startswith(f"{PREDICTION}.")
-        if (
-            type(module).__name__ in classes
-            and not inside
-            and not any(name.startswith(f"{layer}.") for layer in layers)
-        ):
+        if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
             layers.append(name)
     tied = {layer for layer, _ in _tied_outside(draft, layers)}
     return [layer for layer in layers if layer not in tied]

@@ -11,7 +11,7 @@ def plan_prediction(draft: Draft) -> None:
     """Plan the layers that predict tokens further ahead, if a loss of theirs is asked for."""
     if not draft.predictors:
         return
-    name, schedule = type(draft.model).__name__, str(draft.layout.pipeline_schedule)
+    name, schedule, config = type(draft.model).__name__, str(draft.layout.pipeline_schedule), text_config(draft.config)
     if draft.no_step or draft.loss is None or draft.lookup is None:
         draft.problem(
             f"mtp_loss_weight needs the loss of a causal language model and a plain embedding, and {name} has others: "
@@ -21,17 +21,11 @@ def plan_prediction(draft: Draft) -> None:
         draft.problem(f"mtp_loss_weight needs a schedule with a flush, and {schedule} has none: use 1f1b")
     if draft.embedding is not None:
         draft.cut(f"{PREDICTION_LOOKUP}.weight", 0, draft.modules[PREDICTION_LOOKUP].num_embeddings)
-    config = text_config(draft.config)
     kinds = getattr(config, "layer_types", None) or [""] * len(draft.stack)
-    like = []
-    for predictor, kind in zip(
-        draft.predictors, getattr(config.get_mtp_config(), "layer_types", None) or [""] * len(draft.predictors),
-        strict=True,
-    ):  # fmt: skip
-        alike = [layer for layer, other in zip(draft.stack, kinds, strict=True) if other == kind]
-        if not alike:
-            draft.problem(f"mtp_loss_weight: {name} has no layer of the kind {kind!r} like {predictor}: leave it out")
-            return
-        like.append(alike[-1])
+    wanted = getattr(config.get_mtp_config(), "layer_types", None) or [""] * len(draft.predictors)
+    last = dict(zip(kinds, draft.stack, strict=True))
+    if missing := [kind for kind in wanted if kind not in last]:
+        draft.problem(f"mtp_loss_weight: {name} has no layer of the kind {missing[0]!r} of such layers: leave it out")
+        return
     text = next(name for name, module in draft.modules.items() if module is draft.model.get_decoder())
-    draft.features.append(PredictionPlan(tuple(draft.predictors), tuple(like), text))
+    draft.features.append(PredictionPlan(tuple(draft.predictors), tuple(last[kind] for kind in wanted), text))

@@ -168,7 +168,9 @@ def reference(case: PredictionCase, batch_world: int, directory: Path) -> None:
             weights = {plain_name(name): value.clone() for name, value in model.state_dict().items()}
             results.append({"losses": losses, "gradients": gradients, "norm": norms, "weights": weights})
     torch.save(results, directory / "reference.pt")
-    if case.peft is None:
+    if case.peft is not None:
+        model.save_pretrained(directory / "end")
+    else:
         whole.lm_head.load_state_dict(model.lm_head.state_dict())
         whole.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
         whole.model.norm.load_state_dict(model.model.norm.state_dict())

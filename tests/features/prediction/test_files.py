@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 from transformers.modeling_layers import MtpModel
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig, PlanError
+from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
 from hfscale.cli import main
 from hfscale.testing import RankPool
 from hfscale.testing.parity import stored
@@ -142,6 +143,40 @@ def test_refusals(tmp_path: Path) -> None:
     embeds = model.get_input_embeddings()(BATCH["input_ids"])
     with pytest.raises(ConfigError, match="needs input_ids"):
         hfscale.train_step(model, {"inputs_embeds": embeds, "labels": BATCH["labels"]})
+
+
+def test_adapters_are_merged_in_memory(tmp_path: Path) -> None:
+    """From file to file, transformers' model would not have the layers."""
+    source, adapter = checkpoint(tmp_path), str(tmp_path / "adapter")
+    lora = peft.LoraConfig(r=2, target_modules=["o_proj", "eh_proj"], init_lora_weights=False)
+    model = loaded(source, peft_config=lora)
+    hfscale.save_pretrained(model, adapter)
+    assert main(["merge", source, adapter, str(tmp_path / "out")]) == 2
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        hfscale.from_pretrained(source, peft_config=adapter, dtype=torch.float32)
+    hfscale.merge_and_unload(loaded(source, peft_config=adapter))
+    hfscale.merge_and_unload(model)
+    hfscale.save_pretrained(model, tmp_path / "merged")
+    before, after = stored(tmp_path / "start"), stored(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    changed = {key for key, tensor in before.items() if not torch.equal(after[key], tensor.float())}
+    assert {key for key in changed if ".layers.2." in key} == {
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.self_attn.o_proj.weight",
+    }
+
+
+def test_a_trainer_logs_them(tmp_path: Path) -> None:
+    model = hfscale.from_config(config_with(depths=2), mtp_loss_weight=0.1)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    rows = [{name: value[row] for name, value in BATCH.items()} for row in range(2)]
+    trainer = hfscale.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert {"mtp_loss", "mtp_acceptance", "mtp_acceptance_2"} <= logged.keys()
+    assert logged["loss"] > logged["mtp_loss"] > 0
 
 
 def without_its_masks(source: str, layout: ParallelConfig) -> None:

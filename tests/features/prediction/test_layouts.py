@@ -45,10 +45,9 @@ def equal(case: PredictionCase, sizes: dict[str, Any], pools: Pools, directory: 
     assert any(value for found in case.measured for name, value in found.items() if name != "mtp_loss")
     for parity in [run_rank(*args)] if one else pools(layout.total_size).run(run_rank, *args):
         assert parity.worst() < 1e-10, parity
-    if case.peft is None:
-        saved, end = stored(directory / "saved"), stored(directory / "end")
-        assert saved.keys() == end.keys(), sorted(saved.keys() ^ end.keys())
-        assert max(difference(saved[key], end[key]) for key in saved) < 1e-10
+    saved, end = stored(directory / "saved"), stored(directory / "end")
+    assert saved.keys() == end.keys(), sorted(saved.keys() ^ end.keys())
+    assert max(difference(saved[key], end[key]) for key in saved) < 1e-10
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
