@@ -30,6 +30,8 @@ from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.local_weights import LocalWeights
 
+_LABELS = ("labels", "shift_labels")
+
 
 class MultiTokenPrediction(Part):
     """Predict tokens further ahead, and add the loss of that to the model's."""
@@ -138,6 +140,3 @@ class MultiTokenPrediction(Part):
         if ahead is not None and ahead.loss is not None and self._step is not None:
             counts = (each.sum((1, 2)) for each in (ahead.hits, ahead.targets != -100))
             self._step += torch.cat((ahead.loss.double().view(1), *counts))
-
-
-_LABELS = ("labels", "shift_labels")

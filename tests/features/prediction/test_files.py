@@ -127,6 +127,9 @@ def test_the_plan_counts_them() -> None:
     assert plain.stages is not None
     assert found.stages.stages[1].parameters > plain.stages.stages[1].parameters
     assert "multi-token prediction: mtp.layers.0, mtp.layers.1 behind model; on the last stage" in str(found)
+    cut = hfscale.plan(config, ParallelConfig(tp_size=2, sequence_parallel=True), mtp_loss_weight=0.1)
+    assert [region.owner for region in cut.sequence_regions] == ["model", "mtp.layers.0", "mtp.layers.1"]
+    assert cut.by_name["mtp.layers.0.eh_proj.weight"].partial == ("tp",)
     assert hfscale.memory_estimate(found, tokens=64).total > hfscale.memory_estimate(plain, tokens=64).total
 
 
