@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from .._compat.transformers.classes import empty_model
+from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import ParallelConfig
 from ..distributed.files.reader import TensorOnDisk, open_tensors
@@ -42,6 +43,7 @@ class AdaptedBase:
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         config, _ = read_config(str(adapter))
         self.trained: dict[str, TensorOnDisk] = open_tensors([adapter / WEIGHTS])
+        refuse_adapters_of_prediction(self.trained, str(adapter))
         try:
             self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
         except (LookupError, OSError) as error:

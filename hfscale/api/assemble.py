@@ -21,6 +21,7 @@ from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
 from ..features.precision.loss_scale import LossScaling
 from ..features.precision.part import Autocast, SharedCasts
+from ..features.prediction.part import MultiTokenPrediction
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
 from ..parallel.context.plan import plan_context
@@ -35,6 +36,7 @@ from ..plan import Plan
 from ..plan.drafting.assign import plan_pipeline
 from ..plan.drafting.blocks import plan_tensor
 from ..plan.drafting.draft import Draft
+from ..plan.drafting.prediction import plan_prediction
 from ..plan.drafting.text_model import plan_towers
 from ..plan.drafting.vocabulary import plan_own_loss, plan_vocabulary
 from ..train.guards.packed_rows import PackedRows
@@ -49,6 +51,7 @@ PLAN_PARTS: tuple[Callable[[Draft], None], ...] = (
     plan_tensor,
     plan_vocabulary,
     plan_own_loss,
+    plan_prediction,
     plan_towers,
     plan_sequence,
     plan_context,
@@ -86,6 +89,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         PackedRows(),
         SharedBatch(),
         ExpertRouting(),
+        MultiTokenPrediction(),
         DataParallel(),
         Float8Gather(),
         Quantization(),

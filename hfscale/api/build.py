@@ -76,6 +76,7 @@ def from_pretrained(
     loss_scaling: GradScalerKwargs | None = None,
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
+    mtp_loss_weight: float | None = None,
     peft_config: Any = None,
     resize_token_embeddings: int | None = None,
     seed: int = 0,
@@ -97,10 +98,9 @@ def from_pretrained(
         loss_scaling: scaling of the loss under ``"fp16"``; torch's defaults by default.
         float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
-        peft_config: a PEFT config, whose adapters are put around the model's modules, or the path or Hub id of a saved
-            adapter to go on training; :func:`hfscale.save_pretrained` then writes the adapter.
-        resize_token_embeddings: the new size of the vocabulary, as ``len(tokenizer)``; rows of new tokens are the
-            mean of the checkpoint's rows, in the head as well.
+        mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
+        peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training; saves are of adapters.
+        resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
         hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model.
 
@@ -111,7 +111,7 @@ def from_pretrained(
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight)
     check_count("seed", seed, least=0)
     check_place(path)
     hf_kwargs = reachable(str(path), hf_kwargs)
@@ -121,7 +121,7 @@ def from_pretrained(
     config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
     named = {"dtype": known_dtype(hf_kwargs), **code_arguments(hf_kwargs)}
-    outline, resized = _resized(_outline(config, auto_class, named, quantization), resize_token_embeddings)
+    outline, resized = _resized(_outline(config, auto_class, named, quantization, options), resize_token_embeddings)
     if outline.stored or outline.form or resized:
         hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
     return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
@@ -138,6 +138,7 @@ def from_config(
     loss_scaling: GradScalerKwargs | None = None,
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
+    mtp_loss_weight: float | None = None,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -149,7 +150,7 @@ def from_config(
     :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -165,7 +166,8 @@ def from_config(
     known_dtype(hf_kwargs)
     refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_config).parameters)
     check_sizes(config)
-    return build(FromSeed(Outline(config, auto_class, hf_kwargs), seed), layout, options, adapter, seed)
+    outline = Outline(config, auto_class, hf_kwargs, predicts=options.mtp_loss_weight is not None)
+    return build(FromSeed(outline, seed), layout, options, adapter, seed)
 
 
 def parallelize(
@@ -216,6 +218,7 @@ def plan(
     mixed_precision: str = "no",
     memory: MemoryConfig | None = None,
     float8: Float8Config | None = None,
+    mtp_loss_weight: float | None = None,
     peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:
@@ -226,7 +229,7 @@ def plan(
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(mixed_precision, memory=memory, float8=float8)
+    options = Options(mixed_precision, memory=memory, float8=float8, mtp_loss_weight=mtp_loss_weight)
     quantization = hf_kwargs.pop("quantization_config", None)
     check_quantization(quantization)
     if isinstance(source, PreTrainedConfig):
@@ -236,7 +239,7 @@ def plan(
         config, rest = load_config(str(source), hf_kwargs)
     known_dtype(rest)
     refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
-    outline = _outline(config, auto_class, rest, quantization)
+    outline = _outline(config, auto_class, rest, quantization, options)
     planned = outline.plan(layout, options)
     if peft_config is None:
         return planned
@@ -256,10 +259,13 @@ def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[s
     return outline.resized(tokens)
 
 
-def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:
+def _outline(
+    config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any, options: Options
+) -> Outline:
     check_sizes(config)
     quantization = check_asked_form(config, quantization)
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")
-    return Outline(config, auto_class, kwargs, stored or quantization, stored is not None)
+    predicts = options.mtp_loss_weight is not None
+    return Outline(config, auto_class, kwargs, stored or quantization, stored is not None, predicts=predicts)

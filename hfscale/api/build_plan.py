@@ -36,7 +36,8 @@ def build_plan(
     draft = Draft(model, layout, ranks, options)
     _refuse_unavailable(draft)
     draft.blueprint = _blueprint(draft)
-    draft.layers = find_layers(draft, draft.blueprint)
+    layers = find_layers(draft, draft.blueprint)
+    draft.layers = [*(name for name in layers if not name.startswith(tuple(draft.predictors))), *draft.predictors]
     for plan_part in PLAN_PARTS:
         plan_part(draft)
     plan = _finished(draft)

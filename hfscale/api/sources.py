@@ -6,7 +6,7 @@ shards of it with local sizes.
 
 import copy
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from .._compat.torch import own_buffers, own_parameters
 from .._compat.transformers.classes import built_or_explained, from_config
+from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
@@ -50,6 +51,7 @@ class Outline:
     quantization: Any = None  # the quantization config, for loading or of the checkpoint
     stored: bool = False  # whether the checkpoint is quantized, and stays so
     form: StoredForm | None = None  # of quantized weights in the checkpoint that are loaded as plain values
+    predicts: bool = False  # whether multi-token-prediction layers are added
 
     def __post_init__(self) -> None:
         self.config, found = split_stored_form(self.config)
@@ -60,14 +62,15 @@ class Outline:
         """The stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
         with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
-            return from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
+            model = from_config(self.auto_class, self.config, **model_arguments(self.kwargs, is_auto))
+            if self.predicts:
+                attach_prediction(model)
+        return model
 
     def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
         """Return the outline with ``tokens`` tokens, and the names of the parameters with a row for each token."""
-        config, names = resize_vocabulary(
-            lambda config: Outline(config, self.auto_class, self.kwargs).model, self.config, tokens
-        )
-        return Outline(config, self.auto_class, self.kwargs, self.quantization, self.stored, self.form), names
+        config, names = resize_vocabulary(lambda config: replace(self, config=config).model, self.config, tokens)
+        return replace(self, config=config), names
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model under ``layout``, with the features that the ``options`` request."""
@@ -118,7 +121,7 @@ class FromCheckpoint:
         if planned.model.dtype == model.dtype:
             return copy.deepcopy(planned.model)
         kwargs = {"dtype": model.dtype, **code_arguments(self.kwargs)}  # the checkpoint has decided
-        return Outline(model.config, planned.auto_class, kwargs).model
+        return Outline(model.config, planned.auto_class, kwargs, predicts=planned.predicts).model
 
 
 @dataclass

@@ -63,10 +63,7 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
     carried = carried_by(model)
     if carried is None or not carried.names:
         return {}
-    found: dict[str, TensorOnDisk] = {}
-    with suppress(CheckpointError):  # a damaged source is as good as none
-        stored = open_plain(sorted(carried.directory.glob("*.safetensors")), form_in(carried.directory))
-        found = {name: tensor for name, tensor in stored.items() if name in carried.names}
+    found = {name: tensor for name, tensor in _source(carried.directory).items() if name in carried.names}
     lost = sorted(carried.names - found.keys())
     if found:
         _log.info(
@@ -81,6 +78,18 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
     if not as_stored:
         return found
     return {name: source for key, tensor in found.items() for name, source in in_the_file(key, tensor).items()}
+
+
+def stored_keys(model: nn.Module) -> list[str]:
+    """Return the names of all tensors of the checkpoint that a model was loaded from; none where it is gone."""
+    carried = carried_by(model)
+    return [] if carried is None else list(_source(carried.directory))
+
+
+def _source(directory: Path) -> dict[str, TensorOnDisk]:
+    with suppress(CheckpointError):  # a damaged source is as good as none
+        return open_plain(sorted(directory.glob("*.safetensors")), form_in(directory))
+    return {}
 
 
 def announced(tensors: Mapping[str, TensorOnDisk]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._compat.transformers.classes import empty_model
+from .._compat.transformers.prediction import PREDICTION, attach_prediction, stored_names
 from .._compat.transformers.saving import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK
@@ -15,7 +16,7 @@ from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import all_or_none, atomic_directory
-from .carried import announced, carried_tensors, copy_files, copy_tensors, note_carried
+from .carried import announced, carried_tensors, copy_files, copy_tensors, note_carried, stored_keys
 from .save import write_parameter
 from .state_directory import find_whole
 from .state_format import INDEX, StateIndex, StateReader
@@ -85,10 +86,13 @@ def _write_model(
     contents: dict[str, Tensor] = {
         name: torch.empty(tensors[key].shape, dtype=reader.dtype(key), device="meta") for name, key in stored.items()
     }
-    converted = AsStored(model, contents)
     if reader.index.carried is not None:
         source, names = reader.index.carried
         note_carried(model, Path(source), names)
+    if any(name.startswith(f"{PREDICTION}.") for name in stored):
+        attach_prediction(model)
+        stored_names(model).read(model, stored_keys(model))
+    converted = AsStored(model, contents)
     again = quantized_again(model) if as_stored else None
     layout = converted.layout if again is None else again.layout(converted.layout)
     carried = carried_tensors(model, as_stored)

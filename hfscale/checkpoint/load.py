@@ -7,6 +7,7 @@ same holds for parameters that transformers merges from several stored tensors, 
 values it rearranges in other ways are read in full and cut afterwards.
 """
 
+import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from .._compat.transformers.classes import empty_copy
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
+from .._compat.transformers.prediction import attach_prediction, stored_names
 from ..distributed.files.reader import TensorOnDisk, named_files
 from ..distributed.files.slices import ResizedOnDisk, ShareOnDisk, is_elsewhere
 from ..distributed.mesh import Mesh
@@ -26,6 +28,7 @@ from ..features.quantization.stored import split_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
+from ..plan.feature_plans import PredictionPlan
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights
 from .carried import note_carried
@@ -33,6 +36,8 @@ from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import load_weights_as, open_plain
 from .stored_forms.scheme import StoredForm
+
+_log = logging.getLogger(__name__)
 
 
 class _Loader:
@@ -45,17 +50,19 @@ class _Loader:
         self.stored: set[str] = set()  # parameters and buffers in the checkpoint
         self.overwritten: set[str] = set()
         self.quantizing: Quantizing | None = None
+        self.renamed: dict[str, str] = {}  # name in the model -> in the checkpoint
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
         stored, packed = split_packed(open_plain(files, self.form))
+        stored = self._with_prediction(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
         load_weights_as(stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()})
         for key in stored.keys() & targets.keys():
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        _note_others(model, Path(files[0]).parent, stored, targets)
+        self._note_others(model, Path(files[0]).parent, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -74,6 +81,23 @@ class _Loader:
             shown.update(pieces)
         remaining = {key: t for key, t in stored.items() if targets[key].name not in parts and key not in packed}
         return {**shown, **self._shown_one_by_one(remaining, targets)}
+
+    def _with_prediction(self, model: Any, stored: dict[str, TensorOnDisk]) -> dict[str, TensorOnDisk]:
+        """Add planned multi-token-prediction layers to the model; return the tensors by their names there."""
+        if self.plan.feature(PredictionPlan) is None:
+            return stored
+        attach_prediction(model)
+        names = stored_names(model).read(model, stored)
+        self.renamed = {name: key for key, name in names.items() if name is not None}
+        if not self.renamed:
+            _log.warning("the checkpoint has no multi-token-prediction layers, so these begin with random weights")
+        return {name: tensor for key, tensor in stored.items() if (name := names.get(key, key)) is not None}
+
+    def _note_others(self, model: Any, directory: Path, targets: dict[str, Destination]) -> None:
+        """Record on a full model which stored keys are no parameter or buffer of it."""
+        named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        others = (self.renamed.get(key, key) for key, target in targets.items() if target.name not in named)
+        note_carried(model, directory, others)
 
     def _give_local_shapes(self, model: Any) -> None:
         """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""
@@ -220,12 +244,6 @@ def load_pretrained(
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
-
-
-def _note_others(model: Any, directory: Path, stored: Collection[str], targets: dict[str, Destination]) -> None:
-    """Record on a full model which stored keys are no parameter or buffer of it."""
-    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    note_carried(model, directory, (key for key in stored if targets[key].name not in named))
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import GradScalerKwargs
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_number
 from .float8 import Float8Config
 from .memory import MemoryConfig
 from .parallel import ParallelConfig
@@ -32,6 +32,7 @@ class Options:
         loss_scaling: scaling of the loss in float16.
         float8: scaling of products in 8 bits.
         use_liger_kernel: whether to use Liger's kernels, or its switches by name.
+        mtp_loss_weight: weight of the loss of multi-token prediction; ``None``: its layers are not in the model.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -43,6 +44,7 @@ class Options:
     loss_scaling: GradScalerKwargs | None = None
     float8: Float8Config | None = None
     use_liger_kernel: bool | Mapping[str, bool] = False
+    mtp_loss_weight: float | None = None
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
@@ -54,6 +56,8 @@ class Options:
         self._check_loss_scaling()
         self._check_float8()
         self._check_liger()
+        if self.mtp_loss_weight is not None:
+            check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
 
     @property
     def memory_levers(self) -> MemoryConfig:
@@ -106,6 +110,8 @@ class Options:
 
     def check_quantized(self) -> None:
         """Raise :class:`ConfigError` if these options cannot be used with quantized weights."""
+        if self.mtp_loss_weight is not None:
+            raise ConfigError("mtp_loss_weight cannot be used with quantization_config: leave one of the two out")
         if self.products is not None:
             raise ConfigError(
                 "mixed_precision='fp8' cannot be used with quantization_config, whose weights in 4 or 8 bits are "

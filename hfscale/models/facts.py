@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 from .._compat.torch import passes_otherwise
+from .._compat.transformers.prediction import without_prediction
 from .digest import digest
 
 TABLE = Path(__file__).with_name("facts.json")
@@ -60,6 +61,10 @@ class Facts:
             stock: the class whose tiny clone answers, where ``model`` is one that was parallelized.
             given: to the proof; nothing that ``about`` does not name.
         """
+        with without_prediction(model):
+            return self._ask(question, model, *about, stock=stock, **given)
+
+    def _ask(self, question: str, model: Any, *about: str, stock: type | None, **given: Any) -> Any:
         kind, name = stock or type(model), " ".join((question, *about))
         key = digest(kind, model.config, None if stock else model)
         for known in (self.written, {} if self._doubted else self.proved):

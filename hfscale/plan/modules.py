@@ -43,6 +43,11 @@ class SequencePlan:
     direct: bool  # whether the embedding's output goes into the first layer, and nowhere else
     dropout: bool  # whether the layers drop out activations
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is one layer that gets and returns all tokens, on whichever stage it is."""
+        return self.layers == (self.owner,)
+
 
 @dataclass(frozen=True)
 class ExpertsPlan:

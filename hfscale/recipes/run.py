@@ -70,7 +70,8 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
 def options_of(recipe: Recipe) -> dict[str, Any]:
     """Return the model options in a recipe, other than the layout."""
     precision = recipe.training.mixed_precision
-    return {"mixed_precision": precision, **recipe.sections(precision)}
+    weight = recipe.training.mtp_loss_weight
+    return {"mixed_precision": precision, "mtp_loss_weight": weight, **recipe.sections(precision)}
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:

@@ -129,6 +129,7 @@ class TrainingRecipe:
         max_grad_norm: gradients are scaled down to at most this global norm.
         mixed_precision: of products over 32-bit weights: a key of :data:`hfscale.config.options.MIXED_PRECISIONS`.
         use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU.
+        mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train.
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
         optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
@@ -155,6 +156,7 @@ class TrainingRecipe:
     max_grad_norm: float = 1.0
     mixed_precision: str = "no"
     use_liger_kernel: bool = False
+    mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
     dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
     optimizer: str = "adamw_torch_fused"
     stochastic_rounding: bool = False

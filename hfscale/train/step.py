@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
+from ..plan.feature_plans import PredictionPlan
 from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -32,7 +33,8 @@ def train_step(
     batch counts by its number of labels, so the result does not depend on how the step was divided. Models that compute
     their own loss are weighted by rows or by labels, whichever that loss averages; ``print(plan)`` says which. The
     losses that :class:`hfscale.RoutingConfig` adds are means over the tokens of the step: they are in the gradients,
-    but not in the returned loss; see :func:`hfscale.expert_load`. Gradients add to ``.grad``: zero them between steps.
+    but not in the returned loss; see :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients
+    add to ``.grad``: zero them between steps.
 
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
@@ -61,7 +63,7 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
-    _check_losses(loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
+    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
@@ -77,8 +79,12 @@ def train_step(
     return loss
 
 
-def _check_losses(loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float) -> None:
+def _check_losses(
+    runtime: Runtime, loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float
+) -> None:
     """Refuse combinations of arguments that belong to different losses."""
+    if (loss_fn or score_loss) and runtime.plan.feature(PredictionPlan) is not None:
+        _refuse_beside("loss_fn or score_loss", "mtp_loss_weight of hfscale.from_pretrained")
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_number("temperature", temperature, above=0)
     divided = bool(label_smoothing) or items is not None
@@ -146,7 +152,8 @@ def eval_step(
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
 ) -> Tensor | tuple[Tensor, Any]:
-    """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode.
+    """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
+    that of multi-token prediction.
 
     Args:
         loss_fn, label_smoothing, num_items_in_batch: as for :func:`train_step`.
@@ -247,7 +254,9 @@ def metrics(model: nn.Module) -> dict[str, float]:
     """Return numbers about the training so far, for a log; no communication, the same on every rank.
 
     Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, because a
-    gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. Empty otherwise.
+    gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. With ``mtp_loss_weight``, of the
+    last training step: ``mtp_loss``, the mean over depths; ``mtp_acceptance``, the share of labels that the first one
+    predicts, ``mtp_acceptance_2`` for the second. Empty otherwise.
     """
     runtime = runtime_of(model)
     return {name: value for part in runtime.parts for name, value in part.metrics(runtime).items()}

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,8 @@ class Rank:
         if self.draw.loop == "train_step":
             given = as_given(self.draw, call[mine])
             if self.draw.user_loss:
-                return float(hfscale.train_step(self.model, given, self._sum_of_tokens))
+                shift = runtime_of(self.model).loss.shift  # BART-like classes do not shift labels
+                return float(hfscale.train_step(self.model, given, partial(sum_of_tokens, shift=shift)))
             return float(hfscale.train_step(self.model, given, label_smoothing=self.draw.label_smoothing))
         total = 0.0
         for microbatch in call[mine]:
@@ -190,14 +192,6 @@ class Rank:
                 (loss / len(call[mine])).backward()
             total += float(loss.detach()) / len(call[mine])
         return total
-
-    def _sum_of_tokens(self, outputs: Any, batch: Any) -> tuple[Tensor, int]:
-        """The loss of causal language models, as a user would write it for :func:`hfscale.train_step`."""
-        shift = runtime_of(self.model).loss.shift  # BART-like classes do not shift labels
-        logits, targets = outputs.logits, batch["labels"]
-        logits, targets = logits[:, : logits.shape[1] - shift].flatten(0, 1), targets[:, shift:].flatten()
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
 
     def _compare_types(self, record: Record, yardstick: Yardstick) -> None:
         for planned, parameter in runtime_of(self.model).parameters():
@@ -297,6 +291,14 @@ class Rank:
             if yardstick.exact and ours[name].shape == wanted[name].shape and yardstick.follows():
                 floor = yardstick.least_scale("weight", len(record.steps) - 1, wanted[name])
                 yardstick.worst.note("saved", difference(ours[name], wanted[name], floor=floor), EXACT, name)
+
+
+def sum_of_tokens(outputs: Any, batch: Any, shift: int = 1) -> tuple[Tensor, int]:
+    """The loss of causal language models, as a user would write it for :func:`hfscale.train_step`."""
+    logits, targets = outputs.logits, batch["labels"]
+    logits, targets = logits[:, : logits.shape[1] - shift].flatten(0, 1), targets[:, shift:].flatten()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
 
 
 def checksums(runtime: Runtime) -> dict[str, str]:

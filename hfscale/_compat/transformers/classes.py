@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...errors import ConfigError, HFScaleError
 from ..replaced import attribute_replaced
+from .prediction import attach_prediction, stored_names
 
 
 def stock_class(model: nn.Module) -> Any:
@@ -67,7 +68,10 @@ def layer_classes(model: Any) -> set[str]:
 def empty_copy(model: Any) -> Any:
     """Return the full stock model of which ``model`` holds one rank's part, on the meta device."""
     with torch.device("meta"):
-        return from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype)
+        made = from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype)
+    if stored_names(model).prefixes:
+        attach_prediction(made)
+    return made
 
 
 def empty_model(directory: Path, trusted: bool) -> Any:

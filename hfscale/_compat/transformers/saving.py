@@ -14,6 +14,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ...errors import CheckpointError
 from ..replaced import attribute_replaced
 from .classes import class_name, empty_copy, stock_class
+from .prediction import stored_names
 
 
 def never_stored(model: Any) -> set[str]:
@@ -35,6 +36,7 @@ class AsStored:
             CheckpointError: converting all tensors together, and group by group, gives different results.
         """
         self._model, self._whole, self._conversions = model, contents, _conversions(model)
+        self._names = stored_names(model)
         with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
             self._together = _together(model, contents, self._conversions)
@@ -43,6 +45,7 @@ class AsStored:
         self.layout: dict[str, Tensor] = {}  # every tensor of the checkpoint, on the meta device
         for name, tensor in contents.items():
             self.layout.update(self.made_of(name, tensor))
+        expected = self._names.of(expected)
         if {name: t.shape for name, t in expected.items()} != {name: t.shape for name, t in self.layout.items()}:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
@@ -60,7 +63,7 @@ class AsStored:
             stored: dict[str, Tensor] = revert_weight_conversion(
                 self._model, {other: self._waiting.pop(other) for other in names}
             )
-        return stored
+        return self._names.of(stored)
 
     @contextmanager
     def _reverting(self) -> Iterator[None]:

@@ -206,6 +206,7 @@ def _loss_and_gradients(
     known: int | None,
     gradients: bool,
     expected: float,
+    hits: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden`` and those by the head's parameters, both times ``expected``."""
     # Equal on all tensor ranks, and so are the chunks.
@@ -222,6 +223,8 @@ def _loss_and_gradients(
         ).split(step)
         terms = RowTerms(logits, places[number], vocabulary, keep=gradients)
         losses.append(terms.losses())
+        if hits is not None:
+            hits.index_copy_(0, rows, terms.hits(logits))
         if gradients:
             gradient = logits if head.reusable else torch.empty_like(logits)
             terms.gradient(logits, scale * expected, out=gradient)
@@ -280,6 +283,7 @@ def head_cross_entropy(
     dtype: torch.dtype | None = None,
     valid: int | None = None,
     expected: float = 1.0,
+    hits: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``.
 
@@ -290,6 +294,7 @@ def head_cross_entropy(
         valid: how many rows have a target, where the host knows; otherwise it asks the device.
         expected: the gradient of the loss with which the backward pass will begin (a loss scale): gradients in 16 bits
             are taken of the loss times this.
+        hits: ``[N]`` of bool, set where a row has a target and no logit above its own.
 
     Returns:
         a scalar, float32 (float64 for float64 logits), equal on all ranks.
@@ -300,7 +305,7 @@ def head_cross_entropy(
     scale = scale.reciprocal() if scale.device == hidden.device else scale.to(hidden.device).reciprocal()
     trains = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.parameters))
     loss, by_hidden, by_head = _loss_and_gradients(
-        hidden, targets, scale, ignore_index, vocabulary, head, valid, gradients=trains, expected=expected
+        hidden, targets, scale, ignore_index, vocabulary, head, valid, trains, expected, hits
     )
     if not trains:
         return loss

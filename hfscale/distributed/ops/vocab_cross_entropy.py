@@ -114,6 +114,13 @@ class RowTerms:
             return self.lse - self._sums[0]
         return self.lse - (1 - eps) * self._sums[0] - eps / self.vocabulary.size * self._sums[1]
 
+    def hits(self, logits: Tensor) -> Tensor:
+        """Return for each row, ``[n]``, whether no logit is above the target's; equal on all ranks."""
+        top = logits.amax(-1).to(self.lse.dtype)
+        if self.vocabulary.group is not None:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.vocabulary.group)
+        return self._sums[0].squeeze(1) >= top
+
     def gradient(self, logits: Tensor, scale: Tensor, out: Tensor) -> None:
         """Write ``scale * d losses / d logits`` into ``out``, which may be ``logits`` itself.
 

@@ -35,7 +35,7 @@ from ...api import build
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...train import train_step
+from ...train import metrics, train_step
 from ...train.runtime import find_runtime, runtime_of
 from . import evaluation
 from .files import Checkpoints, resumed_from
@@ -173,6 +173,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         if "train_loss" in logs and accelerator.num_processes > 1:
             own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
             logs["train_loss"] = accelerator.reduce(own, "mean").item()
+        if "loss" in logs:  # of the latest step
+            logs |= {name: value for name, value in metrics(self.model).items() if name.startswith("mtp")}
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..._compat.transformers.computing import begins_anew, text_positions
 from ...errors import ConfigError
+from ...plan.feature_plans import IDS, TARGETS
 from ...plan.sequence_split import Split
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
@@ -29,12 +30,14 @@ _TOKENS_ALONG = {
     "mm_token_type_ids": 1,
     "visual_pos_masks": 1,
     "per_layer_inputs": 1,
+    IDS: -1,
+    TARGETS: -1,
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 """Lists of tensors with a row for each token that a mask of whole sequences marks."""
 CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
 """Of what models of text are given besides embeddings where there are pictures, what can be cut."""
-LABELS = ("labels", "shift_labels")
+LABELS = ("labels", "shift_labels", IDS, TARGETS)
 _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_batch", "output_attentions")
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
-from ...plan.feature_plans import ContextPlan
+from ...plan.feature_plans import ContextPlan, PredictionPlan
+from ...train.look_ahead import look_ahead
 from ...train.runtime import Batch, Part, Runtime, recomputing
 from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
@@ -90,6 +91,8 @@ class ContextParallel(Part, ContextAxis):
         assert runtime.loss is not None
         assert planned is not None
         rank, inside = runtime.mesh.cp_rank, bool(planned.text)
+        if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
+            batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
         whole, part = cut_batch(batch, size, rank, runtime.loss.shift, self._takes_positions, inside)
         if whole.padding is not None and not planned.pads:
             raise ConfigError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..._compat.transformers.prediction import PredictionLayer
 from ...models.clone import layers_of_every_kind
 from ...models.facts import ask
 from ...models.family_limits import UNWRITABLE
@@ -104,6 +105,7 @@ def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList)
         for index, member in enumerate(module)
     ]
+    listed = [(f"{name}.mtp_block", m.mtp_block) if isinstance(m, PredictionLayer) else (name, m) for name, m in listed]
     return {f"{name}.{child}": module for name, member in listed for child, module in member.named_children()}
 
 

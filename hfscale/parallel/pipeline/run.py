@@ -27,7 +27,7 @@ from ...config.parallel import ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
-from ...plan.feature_plans import TowersPlan, recomputed
+from ...plan.feature_plans import IDS, TARGETS, TowersPlan, recomputed
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
 from .activation_types import ActivationTypes
@@ -41,7 +41,7 @@ from .timeline import Order, stage_ranks
 from .transfers import Step, rank_programs, run_program
 from .worker import StagePlace, StageWorker
 
-_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+_LABELS = ("labels", "shift_labels", "num_items_in_batch", IDS, TARGETS)
 
 
 def stage_places(layout: ParallelConfig) -> dict[int, int] | None:

@@ -77,6 +77,13 @@ class LazyLogits(Tensor):
         raw = self.head(hidden)
         return raw if self.finish is None else self.finish(raw)
 
+    def split_rows(self, sizes: list[int]) -> "list[LazyLogits]":
+        """Split along the first dim into logits of so many rows each."""
+        parts = [LazyLogits(hidden, self.head, self.sample, self.graph) for hidden in self.hidden.split(sizes)]
+        for part in parts:
+            part.finish, part.reusable = self.finish, self.reusable
+        return parts
+
     def materialize(self) -> Tensor:
         """Compute the logits, with their usual autograd graph, once."""
         if self.value is None:

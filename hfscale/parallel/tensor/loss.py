@@ -13,6 +13,7 @@ labels, or in evaluation, the head runs as always, and its slices of the logits 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
-from ...distributed.ops.vocab_cross_entropy import VocabularySlice, vocab_cross_entropy
+from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
 from ...models.losses import LOSSES
 from ...plan import Plan
@@ -35,6 +36,29 @@ from .edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
 from .sequence_region import SequenceRegion
 from .vocabulary_scores import Scoring
+
+
+@dataclass
+class RowsAhead:
+    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``.
+
+    Attributes:
+        targets: ``[depths, b, s]``.
+        weight: factor of their mean loss over the depths.
+        hits: ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed.
+        loss: that mean, divided like the model's loss; once computed.
+    """
+
+    targets: Tensor
+    weight: float
+    hits: Tensor
+    loss: Tensor | None = None
+
+    def split(self, logits: Tensor) -> Sequence[Tensor]:
+        """Split logits into the model's own rows and the others."""
+        depths, rows, _ = self.targets.shape
+        split = logits.split_rows if isinstance(logits, LazyLogits) else logits.split
+        return split([rows, depths * rows])
 
 
 class VocabParallelLoss(KeepsOutputs):
@@ -57,6 +81,11 @@ class VocabParallelLoss(KeepsOutputs):
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
         self._scoring: Scoring | None = None
+        self.ahead: RowsAhead | None = None  # of the current pass
+
+    def trains(self, model: nn.Module) -> bool:
+        """Return whether the loss of a pass with labels is the one that trains the model."""
+        return self._scoring is None and (self.count is not None or model.training)
 
     def targets(self, labels: Tensor) -> Tensor:
         """Shift labels ``[b, s]`` to each position's target ``[b, s]``; the last positions get -100."""
@@ -122,14 +151,35 @@ class VocabParallelLoss(KeepsOutputs):
         if not 0.0 <= smoothing <= 1.0:
             raise ConfigError(f"label_smoothing must be between 0 and 1, got {smoothing!r}")
         vocabulary = VocabularySlice(self.start, sum(self.lengths), max(self.lengths), self.group, smoothing)
+        logits, *later = [logits] if self.ahead is None else self.ahead.split(logits)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = self.count if self.count is not None else num_items_in_batch
         if self._scoring is not None:
             total = self._scoring.take(logits, targets, vocabulary)
             return total / ((targets != ignore_index).sum().clamp(min=1) if count is None else count)
+        known = self._known is not None and self._known[0] is given and ignore_index == -100
+        valid = self._known[1] if known and self._known is not None else None
+        loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
+        if self.ahead is None:
+            return loss
+        count = (targets != ignore_index).sum() if count is None else torch.as_tensor(count)
+        every, hits = self.ahead.targets.flatten(), self.ahead.hits.view(-1)
+        mean = self._mean(later[0], every, vocabulary, count * len(self.ahead.targets), -100, hits=hits)
+        self.ahead.loss = mean.detach()
+        return loss + self.ahead.weight * mean
+
+    def _mean(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        vocabulary: VocabularySlice,
+        count: Tensor | int | None,
+        ignore_index: int,
+        valid: int | None = None,
+        hits: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of the cross entropies of rows with a target ``[N]``, divided by ``count`` or their number."""
         if isinstance(logits, LazyLogits) and logits.value is None:
-            known = self._known is not None and self._known[0] is given and ignore_index == -100
-            valid = self._known[1] if known and self._known is not None else None
             assert self.head is not None
             return head_cross_entropy(
                 logits.hidden.reshape(-1, logits.hidden.shape[-1]),
@@ -141,12 +191,15 @@ class VocabParallelLoss(KeepsOutputs):
                 dtype=logits.dtype,
                 valid=valid,
                 expected=self.expected_gradient,
+                hits=hits,
             )
         if isinstance(logits, LazyLogits):
             logits = logits.materialize()
-        total = vocab_cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, vocabulary=vocabulary
-        )
+        rows = logits.reshape(-1, logits.shape[-1])
+        total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
+        if hits is not None:
+            found = Targets.of(targets, vocabulary, rows.shape[1])
+            hits |= RowTerms(rows.detach(), found, vocabulary).hits(rows.detach()) & (targets != ignore_index)
         return total / ((targets != ignore_index).sum() if count is None else count)
 
     def _flat_targets(

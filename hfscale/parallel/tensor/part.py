@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..._compat.torch import has_gradient_hook
+from ..._compat.transformers.prediction import PREDICTION_LOOKUP
 from ...errors import ConfigError
 from ...models.fields import partial_output
 from ...plan import BlockPlan
@@ -60,9 +61,10 @@ class TensorParallel(Part, SequenceAxis):
             model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
         if self.regions:
             model.register_forward_pre_hook(_refuse_cut_outputs, with_kwargs=True)
-        if plan.embedding is not None and is_local(plan.embedding):
-            planned = plan.by_name[f"{plan.embedding}.weight"]
-            install_vocab_parallel_embedding(model.get_submodule(plan.embedding), planned, mesh, self.regions)
+        for name, regions in ((plan.embedding, self.regions), (PREDICTION_LOOKUP, [])):
+            if plan.embedding is not None and name and is_local(name) and f"{name}.weight" in plan.by_name:
+                planned = plan.by_name[f"{name}.weight"]
+                install_vocab_parallel_embedding(model.get_submodule(name), planned, mesh, regions)
 
     @staticmethod
     def _overlaps(runtime: Runtime, block: BlockPlan) -> bool:
@@ -102,7 +104,8 @@ class TensorParallel(Part, SequenceAxis):
     def around_stage_pass(self, runtime: Runtime, arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
         """Let hidden states arrive as shards of the sequence, and leave so."""
         for region in self.regions:
-            region.passes(arrives, leaves)
+            if not region.plan.alone:
+                region.passes(arrives, leaves)
         return nullcontext()
 
     def local_seqlen(self, tokens: int) -> int:

@@ -28,7 +28,7 @@ def plan_sequence(draft: Draft) -> None:
         )
         return
     lists: dict[str, list[str]] = {}
-    for layer in draft.layers:
+    for layer in draft.stack:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
     if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
@@ -46,12 +46,20 @@ def plan_sequence(draft: Draft) -> None:
         for owner, members in owners.items()
         if any(name.startswith(f"{owner}.") for name in inside)
     )
-    draft.sequence_regions = tuple(region for region in regions if region is not None)
+    ahead = (_region_ahead(draft, name) for name in draft.predictors)
+    draft.sequence_regions = (*(region for region in regions if region is not None), *ahead)
+
+
+def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
+    """Plan the region of one layer of multi-token prediction, which gets and returns all tokens."""
+    gathered = tuple(_gathered(draft, layer, _edges(draft), _mixtures(draft)))
+    partial = tuple(_partial(draft, [layer]))
+    return SequencePlan(layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer]))
 
 
 def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) -> SequencePlan | None:
     """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
-    lists = {layer.rpartition(".")[0] for layer in draft.layers}
+    lists = {layer.rpartition(".")[0] for layer in draft.stack}
     children = direct_children(draft.modules, owner)
     around = [name for name in children if name not in lists and _has_parameters(draft, name)]
     before, odd = entry["before"].get(owner), entry["odd"].get(owner)

@@ -29,7 +29,7 @@ def plan_pipeline(draft: Draft) -> None:
 
 def _plan_stages(draft: Draft) -> StagePlan | None:
     """Split the layers into stages; where that fails, note problems in the draft and return ``None``."""
-    layout, layers = draft.layout, draft.layers
+    layout, layers = draft.layout, draft.stack
     virtual = int(layout.virtual_stages or 1)
     count = layout.pp * virtual
     lists = _lists(draft, layers, count)
@@ -57,7 +57,7 @@ def _plan_stages(draft: Draft) -> StagePlan | None:
 
 def _check_stage_layers(draft: Draft) -> bool:
     """Return whether ``stage_layers`` adds up to the number of layers; note a problem if not."""
-    asked, layers = draft.layout.stage_layers, draft.layers
+    asked, layers = draft.layout.stage_layers, draft.stack
     if asked is None or sum(asked) == len(layers):
         return True
     draft.problem(

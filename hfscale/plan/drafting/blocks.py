@@ -23,7 +23,7 @@ def plan_tensor(draft: Draft) -> None:
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1")
     if draft.tp > 1 and draft.blueprint:
-        draft.blocks = plan_blocks(draft, draft.blueprint, draft.layers)
+        draft.blocks = plan_blocks(draft, draft.blueprint, draft.decoders)
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import from_config
+from ..._compat.transformers.prediction import PREDICTION
 from ...config.options import NO_OPTIONS, Options
 from ...config.parallel import ParallelConfig
 from ...models.blueprint import Blueprint
@@ -33,6 +34,7 @@ class Draft:
         problems: why the layout does not fit, in words; each once.
         rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
         spread: parameters of experts that are sharded over the expert axis.
+        predictors: the layers of multi-token prediction; the last of ``layers``.
         roleless: parameters inside blocks for which the blueprint has no role.
 
     The other attributes are those of :class:`hfscale.plan.Plan`, empty until a part fills them in.
@@ -50,6 +52,8 @@ class Draft:
         self.roleless: list[str] = []
         self.blueprint: Blueprint | None = None
         self.layers: list[str] = []
+        added = self.modules.get(f"{PREDICTION}.layers") if options.mtp_loss_weight is not None else None
+        self.predictors = [f"{PREDICTION}.layers.{depth}" for depth in range(len(added or ()))]
         self.mixtures: tuple[ExpertsPlan, ...] = ()
         self.experts: tuple[ExpertsPlan, ...] = ()
         self.blocks: list[BlockPlan] = []
@@ -82,6 +86,16 @@ class Draft:
         except Exception:  # whatever stock code says of sizes that do not fit together
             return None
         return built
+
+    @property
+    def stack(self) -> list[str]:
+        """The layers of the stock model."""
+        return self.layers[: len(self.layers) - len(self.predictors)]
+
+    @property
+    def decoders(self) -> list[str]:
+        """The modules of the layers' class: the stock model's layers, and those inside of ``predictors``."""
+        return [*self.stack, *(f"{name}.mtp_block" for name in self.predictors)]
 
     @property
     def block_config(self) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..._compat.transformers.classes import input_embedding
+from ..._compat.transformers.prediction import PREDICTION
 from ...config.schedules import ASYNCHRONOUS
 from ...models.facts import ask
 from ...models.fields import first_count, text_config
@@ -76,7 +77,8 @@ def note_obstacles(draft: Draft, layer_list: str, seen: LayersSeen, read: Collec
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     """Classify the modules and parameters around one list of layers."""
-    tensors = {item: set(tensors_of(draft.model, item)) for item in items_around(draft.model, layer_list)}
+    around = (item for item in items_around(draft.model, layer_list) if not draft.predictors or item != PREDICTION)
+    tensors = {item: set(tensors_of(draft.model, item)) for item in around}
     seen = see_passage(draft, layer_list, tensors)
     if seen is None:
         return None
@@ -89,7 +91,7 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     ordered = sorted(placed, key=lambda item: used.get(item, len(used)))
     return StageInputs(
         before=tuple(item for item in ordered if "before" in placed[item] and item not in seen.shared),
-        after=tuple(item for item in ordered if "after" in placed[item]),
+        after=(*(item for item in ordered if "after" in placed[item]), *([PREDICTION] if draft.predictors else ())),
         shared=tuple(item for item in ordered if item in seen.shared),
         everywhere=tuple(item for item, held in tensors.items() if not held),
         returns=seen.returns,

@@ -124,9 +124,9 @@ def _first_layers(fields: Mapping[str, Any]) -> int:
 
 def _unreached(draft: Draft) -> list[str]:
     """Return the layers that a pass over tokens alone skips: they read only a tower's output."""
-    found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.layers)), layers=draft.layers)
+    found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack)
     classes, names = set(found["classes"]), set(found["names"])
-    return [layer for layer in draft.layers if layer in names or type(draft.modules[layer]).__name__ in classes]
+    return [layer for layer in draft.stack if layer in names or type(draft.modules[layer]).__name__ in classes]
 
 
 def _plan_beside_tokens(draft: Draft) -> None:

@@ -1,0 +1,1 @@
+"""Multi-token prediction: layers behind the model that predict tokens further ahead."""

@@ -1,0 +1,142 @@
+"""Run multi-token-prediction layers in training passes (DeepSeek-AI 2024, V3, section 2.2; ``k`` is the depth).
+
+::
+
+    model --norm--> h0 [b, s, h] --------------------------------+--> head, loss
+                     |                                           |
+    ids + k --embedding--> [e | h(k-1)] --layer k of mtp--> hk --+    behind the rows of h0: [(1 + depths) b, s, h]
+
+Layers get the masks that the model gives to a layer of their kind, and positions ``k`` further. The stock model runs
+its head once; the loss (:class:`hfscale.parallel.tensor.loss.VocabParallelLoss`) tells the rows apart.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.transformers.computing import told_apart_by
+from ..._compat.transformers.hidden_states import other_arguments
+from ..._compat.transformers.prediction import PREDICTION, PREDICTION_LOOKUP
+from ...errors import ConfigError
+from ...parallel.tensor.loss import RowsAhead, VocabParallelLoss
+from ...plan.feature_plans import IDS, TARGETS, PredictionPlan
+from ...train.look_ahead import look_ahead
+from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.shards import LocalWeights
+
+_LABELS = ("labels", "shift_labels")
+
+
+class MultiTokenPrediction(Part):
+    """Predict tokens further ahead, and add the loss of that to the model's."""
+
+    _planned: PredictionPlan
+    _loss: VocabParallelLoss
+    _weight: float
+
+    def __init__(self) -> None:
+        self._ids: Tensor | None = None  # of the current pass, [b, depths, s]
+        self._given: dict[str, dict[str, Any]] = {}  # layer of the model -> arguments of its latest call
+        self._step: Tensor | None = None  # loss, hits and labels of each depth in the current step
+        self._latest: Tensor | None = None  # those of the last step, over all ranks
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether the plan has such layers."""
+        return runtime.plan.feature(PredictionPlan) is not None
+
+    def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
+        """Install hooks on the rank that has the layers, once its head has its loss."""
+        planned, stages, model = runtime.plan.feature(PredictionPlan), runtime.plan.stages, runtime.model
+        assert planned is not None
+        self._planned, self._weight = planned, float(runtime.options.mtp_loss_weight or 0)
+        lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION_LOOKUP)}
+        if any(each.base in lookups for each in runtime.plan.adapters):
+            raise ConfigError("mtp_loss_weight cannot be used with adapters of the embedding: leave one of them out")
+        away = [layer for layer in planned.like if stages is not None and not stages.stages[-1].is_local(layer)]
+        if away:
+            raise ConfigError(
+                f"mtp_loss_weight: {planned.layers[0]} needs the masks of {away[0]}, which is not on the last stage: "
+                "use stage_layers with more layers there, or a smaller pp_size"
+            )
+        if not runtime.is_local(PREDICTION):
+            return
+        assert isinstance(runtime.loss, VocabParallelLoss)
+        self._loss = runtime.loss
+        for name in dict.fromkeys(planned.like):
+            model.get_submodule(name).register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
+        model.get_submodule(planned.text).register_forward_hook(partial(self._predict, model.get_submodule(PREDICTION)))
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+        """Refuse batches whose tokens or documents are not known by ids and positions."""
+        for batch in batches:
+            if batch.get("input_ids") is None or told_apart_by(batch) == "mask":
+                raise ConfigError(
+                    "mtp_loss_weight needs input_ids, and documents of packed rows told apart by position_ids, got "
+                    f"{', '.join(batch)}: give those, or load the model without mtp_loss_weight"
+                )
+
+    @contextmanager
+    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+        """Sum the loss and the accepted drafts of a training step over its passes and all ranks."""
+        sums = torch.zeros(1 + 2 * len(self._planned.layers), dtype=torch.float64, device=runtime.mesh.device)
+        self._step = sums if train else None
+        yield
+        if self._step is not None:
+            self._latest, self._step = runtime.sum_of_shares(self._step), None
+
+    def metrics(self, runtime: Runtime) -> Mapping[str, float]:
+        """Return the mean loss over the depths, and the share of labels that each predicts; after a training step."""
+        if self._latest is None:
+            return {}
+        loss, *counts = self._latest.tolist()
+        depths = len(counts) // 2
+        shares = [hits / max(1, labels) for hits, labels in zip(counts[:depths], counts[depths:], strict=True)]
+        names = ["mtp_acceptance", *(f"mtp_acceptance_{depth}" for depth in range(2, depths + 1))]
+        return {"mtp_loss": loss, **dict(zip(names, shares, strict=True))}
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the ids and targets of a training pass (forward pre-hook of the model)."""
+        batch = {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs}
+        ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}  # cut already
+        known = batch.get("input_ids") is not None and any(batch.get(name) is not None for name in _LABELS)
+        if known and torch.is_grad_enabled() and self._loss.trains(model):
+            ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
+            self._ids, targets = ahead[IDS], ahead[TARGETS].transpose(0, 1).contiguous()
+            self._loss.ahead = RowsAhead(targets, self._weight, torch.zeros_like(targets, dtype=torch.bool))
+        return args, kwargs
+
+    def _note(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments that the model gives to a layer (forward pre-hook of it)."""
+        if self._ids is not None:
+            self._given[name] = other_arguments(kwargs)
+
+    def _predict(self, added: Any, text: Any, _: tuple[Any, ...], output: Any) -> Any:
+        """Put the hidden states of every depth behind the model's own (forward hook of the text model)."""
+        if self._ids is None:
+            return output
+        states = [output.last_hidden_state]
+        for depth, layer in enumerate(added.layers):
+            embedded, given = added.embed_tokens(self._ids[:, depth]), dict(self._given[self._planned.like[depth]])
+            if given.get("position_ids") is not None:
+                given["position_ids"] = positions = given["position_ids"] + depth + 1
+                if given.get("position_embeddings") is not None:
+                    given["position_embeddings"] = text.rotary_emb(embedded, position_ids=positions, **layer.rope)
+            states.append(layer(torch.cat((embedded, states[-1]), -1), **given))
+        output.last_hidden_state = torch.cat(states)
+        return output
+
+    def _end(self, *_: Any) -> None:
+        """Count what a pass has predicted (forward hook of the model)."""
+        ahead, self._loss.ahead, self._ids = self._loss.ahead, None, None
+        self._given.clear()
+        if ahead is not None and ahead.loss is not None and self._step is not None:
+            counts = (each.sum((1, 2)) for each in (ahead.hits, ahead.targets != -100))
+            self._step += torch.cat((ahead.loss.double().view(1), *counts))
