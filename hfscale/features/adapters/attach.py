@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..._compat.peft import LORA_EMBEDDING_A
 from ...distributed.mesh import Mesh
-from ...distributed.ops.four_bit import shown_unpacked
+from ...distributed.ops.packed_weights import shown_unpacked
 from ...errors import PlanError
 from ...plan import Plan
 from ...train.runtime import Part, Runtime

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._compat.peft import COPY, wrapped
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
-from ...distributed.ops.four_bit import forget_packed
+from ...distributed.ops.packed_weights import forget_packed
 from ...errors import ConfigError
 from ...models.projections import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan

@@ -27,7 +27,7 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.four_bit import gathered, mark, packings_of, register_packed, scales_name, unpack
+from ...distributed.ops.packed_weights import gathered, mark, packings_of, register_packed
 from ...errors import ConfigError
 from ...models.projections import is_transposed
 from ...plan import Plan
@@ -138,7 +138,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     return replace(planned, quantized=found)
 
 
-def install_quantized(shares: LocalWeights) -> None:
+def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
     """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
     for module, name, share in shares.quantized:
         if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
@@ -146,6 +146,7 @@ def install_quantized(shares: LocalWeights) -> None:
             continue
         empty: Any = own_parameters(module)[name]
         own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
+    for module in model.modules():
         mark(module)
 
 
@@ -157,8 +158,6 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
     """
     for module in model.modules():
         for name, packing in list(packings_of(module).items()):
-            scales: Any = own_parameters(module)[scales_name(name)]
-            shares.quantized.append((module, scales_name(name), local_tensor(scales).detach()))
             register_packed(module, name, packing)
         parameter = own_parameters(module).get("weight")
         if type(module).__name__ == _ROWS:
@@ -197,8 +196,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     parameter: Any = own_parameters(module).get(name)
     packing = packings_of(module).get(name)
     if packing is not None:
-        scales: Any = own_parameters(module)[scales_name(name)]
-        whole = unpack(gathered(parameter), gathered(scales), packing)
+        whole = packing.unpack(gathered(parameter))
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
         raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
@@ -219,8 +217,6 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
     hfscale; ``None`` for missing ones.
     """
     for module in model.modules():
-        for name in packings_of(module):
-            yield own_parameters(module)[scales_name(name)]
         if type(module).__name__ == _ROWS:
             yield own_parameters(module)["scales"]
         yield from tensors_beside_weight(module)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..._compat.peft import terms_of_experts
 from ..._compat.transformers.experts import apply_gate
-from ...distributed.ops.four_bit import packings_of, read_packed
 from ...distributed.ops.grouped_linear import frozen_grouped_linear, grouped_linear
+from ...distributed.ops.packed_weights import packings_of, read_packed
 from ...distributed.ops.shared_casts import cast_weight
 from ...train.runtime import local_tensor
 from ...train.runtime.parameter_names import unwrapped

@@ -20,8 +20,8 @@ from ...distributed.ops.collectives import (
     reduce_from_tp_region,
     scatter_to_tp_region,
 )
-from ...distributed.ops.four_bit import packings_of
 from ...distributed.ops.grouped_linear import ALIGNED
+from ...distributed.ops.packed_weights import packings_of
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import unwrapped
