@@ -20,7 +20,8 @@ from .._compat.transformers.configs import built_or_explained
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
-from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
+from ..checkpoint.stored_forms.kept import plan_as_stored
+from ..checkpoint.stored_forms.scheme import AS_STORED, StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
 from ..distributed.mesh import Mesh
@@ -48,7 +49,7 @@ class Outline:
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
-    quantization: Any = None  # the quantization config, for loading or of the checkpoint
+    quantization: Any = None  # the quantization config, for loading or of the checkpoint, or "as_stored"
     stored: bool = False  # whether the checkpoint is quantized, and stays so
     form: StoredForm | None = None  # of quantized weights in the checkpoint that are loaded as plain values
 
@@ -75,6 +76,9 @@ class Outline:
         if self.quantization is not None:
             options.check_quantized()
         planned = plan_model(self.model, layout, options)
+        if self.quantization == AS_STORED:
+            assert self.form is not None
+            return plan_as_stored(planned, self.model, self.form)
         return plan_quantized(planned, self.model, self.quantization, self.stored)
 
 

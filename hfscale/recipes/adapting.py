@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
+from ..checkpoint.stored_forms.scheme import AS_STORED
 from ..features.adapters.peft_config import config_class
 from .schema import FinetuneRecipe, RecipeError
 from .tasks import task_of
@@ -21,8 +22,10 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
     return _made("adapter", kind, fields, {"task_type": task_of(recipe.data).adapter, **fixed})
 
 
-def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
-    """Return the base's quantization config; ``None`` where it is not quantized."""
+def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | str | None:
+    """Return the base's quantization config; ``None`` where it is not quantized, or read as plain values."""
+    if recipe.quantization == {AS_STORED: True}:
+        return AS_STORED
     return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
 
 

@@ -1,9 +1,11 @@
 """What a config says of weights that its checkpoint stores quantized: ``quantization_config`` in ``config.json``."""
 
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from ...errors import ConfigError
 
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 """The host's names of the methods whose weights are read as plain values."""
+AS_STORED = "as_stored"
+"""The quantization config that keeps weights in the bytes that their checkpoint stores."""
 _FORMATS = {
     *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
@@ -64,6 +68,34 @@ class StoredForm:
             block=(block[0], block[1]) if block and weights.get("strategy") == "block" else None,
         )
 
+    def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
+        """Return the stored bytes of a value of the weight ``name``, with its share of scales; 0: it is stored plain.
+
+        By the config alone: files may say otherwise.
+        """
+        experts = ".experts." in name
+        if self.method == "mxfp4":
+            return 0.5 + 1 / 32 if experts else 0.0
+        scheme, names = self.scheme(name), {name, name.replace(".experts.", ".experts.0.")}
+        kept = self.values.get("modules_to_not_convert") or self.values.get("ignore") or ()
+        if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
+            return 0.0
+        if self.method != "compressed-tensors":
+            block = prod(scheme.block or shape[-2:])
+            return 1 + (1 / 32 if self.method == "mxfp8" else 4 / block)
+        targets = _group(list(self.values["config_groups"].values()), experts)["targets"]
+        if not any(not target.startswith("re:") or _names(target, each) for target in targets for each in names):
+            return 0.0
+        scales = 2 / (prod(scheme.block) if scheme.block else scheme.group or shape[-1])
+        return scheme.bits / 8 + scales
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Return whether a pattern of names, as the host or compressed-tensors writes it, is of a module ``name``."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return f".{pattern}." in f".{name}."
+
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
     """Return the group of a config of compressed-tensors that the host takes for experts, or for other layers."""
@@ -111,23 +143,40 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
     return None if values is None or why_not_read(values) else StoredForm(values["quant_method"], values)
 
 
+def asks_for_stored(given: Any) -> bool:
+    """Return whether a quantization config is ``"as_stored"``, or the host's for a form that is read, without asking
+    for plain values.
+    """
+    if isinstance(given, str):
+        return given == AS_STORED
+    return _method(given) in READ and not getattr(given, "dequantize", False)
+
+
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return the user's quantization config, or ``None`` if it asks for plain values, which are loaded anyway.
+    """Return the user's quantization config, ``"as_stored"`` if it asks for the checkpoint's own bytes, or ``None`` if
+    it asks for plain values, which are loaded anyway.
 
     Raises:
-        ConfigError: it asks for plain values of another form than the checkpoint's.
+        ConfigError: it asks for another form than the checkpoint's.
     """
-    if not getattr(given, "dequantize", False):
+    kept = asks_for_stored(given)
+    if not kept and not getattr(given, "dequantize", False):
         return given
     values = description(config)
-    asked = getattr(given.quant_method, "value", given.quant_method)
-    if values is None or values["quant_method"] != asked:
-        found = "not quantized" if values is None else f"in {values['quant_method']}"
+    found = None if values is None else values["quant_method"]
+    asked = _method(given) or found
+    if found != asked or found not in READ:
+        shown = "'as_stored'" if given == AS_STORED else f"{type(given).__name__}({'' if kept else 'dequantize=True'})"
         raise ConfigError(
-            f"quantization_config={type(given).__name__}(dequantize=True) is for a checkpoint stored in {asked}, and "
-            f"this one is {found}: leave it out"
+            f"quantization_config={shown} is for a checkpoint stored in {asked or ', '.join(READ)}, and this one is "
+            f"{f'in {found}' if found else 'not quantized'}: leave it out"
         )
-    return None
+    return AS_STORED if kept else None
+
+
+def _method(given: Any) -> Any:
+    method = getattr(given, "quant_method", None)
+    return getattr(method, "value", method)
 
 
 def description(config: Any) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def check_quantization(config: Any) -> None:
         raise ConfigError(
             f"quantization_config={config!r} is not one that hfscale can shard: pass "
             "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
-            "leave it out, and load the weights in 16 or 32 bits"
+            "'as_stored' for a checkpoint of quantized weights, or leave it out, and load the weights in 16 or 32 bits"
         )
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigError(
@@ -57,6 +57,16 @@ def check_quantization(config: Any) -> None:
         raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
     with suppress(ImportError):  # import it before transformers, which reports if it is missing
         importlib.import_module("bitsandbytes")
+
+
+def check_trainable(planned: Plan, adapters: bool) -> None:
+    """Raise :class:`ConfigError` if weights stay as they are stored and there are no adapters to train."""
+    quantized = planned.quantized
+    if quantized is not None and quantized.as_stored and not adapters:
+        raise ConfigError(
+            f"quantization_config='as_stored' keeps {len(quantized.weights)} weights in {quantized.kind}, which do not "
+            "train: add adapters (peft_config=LoraConfig(...)), or leave it out, and train plain values"
+        )
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
@@ -75,6 +85,15 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
     return plain, BitsAndBytesConfig.from_dict(values)
 
 
+def packable(planned: Plan, model: nn.Module) -> list[str]:
+    """Return the weights of the full stock ``model`` that can stay as they are stored: of projections and experts, but
+    not the head's or tied ones.
+    """
+    linear = [f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear]
+    named = {*linear, *_weights_of_experts(planned, model, lambda name: True)} - _shared(planned)
+    return [parameter.name for parameter in planned.parameters if parameter.name in named]
+
+
 def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[str]:
     for mixture in planned.mixtures:
         if chosen(mixture.name):
@@ -82,11 +101,16 @@ def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str],
             yield from (name for name, parameter in held if parameter.ndim == 3)
 
 
-def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
-    """Refuse to quantize the head, the embedding, and tied weights."""
+def _shared(planned: Plan) -> set[str | None]:
+    """Return the weights of the head and the embedding, and tied ones."""
     vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
     kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
-    kept |= {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+    return kept | {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+
+
+def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
+    """Refuse to quantize the head, the embedding, and tied weights."""
+    kept = _shared(planned)
     for name in weights:
         if name in kept:
             raise ConfigError(
