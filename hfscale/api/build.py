@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
-from ..checkpoint.stored_forms.scheme import AS_STORED, asks_for_stored, check_asked_form
+from ..checkpoint.stored_forms.scheme import check_asked_form
 from ..config.float8 import Float8Config
 from ..config.memory import MemoryConfig
 from ..config.options import Options
@@ -21,11 +21,7 @@ from ..distributed.process_groups import build_mesh
 from ..errors import ConfigError, check_count, check_path
 from ..features.adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
 from ..features.precision.liger_kernels import check_kernels
-from ..features.quantization.quantized_modules import (
-    check_quantization,
-    check_trainable,
-    split_quantization,
-)
+from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime
 from .arguments import (
@@ -109,9 +105,8 @@ def from_pretrained(
         resize_token_embeddings: the new size of the vocabulary, as ``len(tokenizer)``; rows of new tokens are the
             mean of the checkpoint's rows, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
-        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model.
-            ``quantization_config="as_stored"`` keeps the bytes of weights that the checkpoint stores quantized, frozen
-            under adapters.
+        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model;
+            ``quantization_config="as_stored"`` keeps quantized weights in their stored bytes, under adapters.
 
     Returns:
         an instance of the stock class, in evaluation mode as in transformers.
@@ -125,16 +120,13 @@ def from_pretrained(
     check_place(path)
     hf_kwargs = reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
-    if not asks_for_stored(quantization):
-        check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
     config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
     named = {"dtype": known_dtype(hf_kwargs), **code_arguments(hf_kwargs)}
     outline, resized = _resized(_outline(config, auto_class, named, quantization), resize_token_embeddings)
     if outline.stored or outline.form or resized:
-        by_host = None if outline.quantization == AS_STORED else outline.quantization
-        hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, by_host)
+        hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
     return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
 
 
@@ -239,8 +231,6 @@ def plan(
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, memory=memory, float8=float8)
     quantization = hf_kwargs.pop("quantization_config", None)
-    if not asks_for_stored(quantization):
-        check_quantization(quantization)
     if isinstance(source, PreTrainedConfig):
         config, rest = source, hf_kwargs
     else:
@@ -272,6 +262,7 @@ def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[s
 def _outline(config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any) -> Outline:
     check_sizes(config)
     quantization = check_asked_form(config, quantization)
+    check_quantization(quantization)
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")

@@ -21,7 +21,7 @@ from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
 from ..checkpoint.stored_forms.kept import plan_as_stored
-from ..checkpoint.stored_forms.scheme import AS_STORED, StoredForm, split_stored_form
+from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
 from ..distributed.mesh import Mesh
@@ -31,6 +31,7 @@ from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.pipeline.run import check_stages, stage_places
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
+from ..plan.quantized import AS_STORED
 from ..train.runtime.initialize import initialize_local_weights
 from ..train.runtime.local_weights import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite

@@ -21,7 +21,7 @@ from .._compat.transformers.loading import loading_through
 from ..distributed.files.reader import TensorOnDisk, named_files
 from ..distributed.files.resized import ResizedOnDisk
 from ..distributed.files.slices import ShareOnDisk, is_elsewhere
-from ..distributed.files.stored_rows import Source, StoredRow
+from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.quantization.arrival import Quantizing
@@ -62,8 +62,7 @@ class _Loader:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         _note_others(model, Path(files[0]).parent, stored, targets)
-        if self.plan.quantized is not None and self.plan.quantized.as_stored:
-            self._keep_stored(stored_sources(self.plan, model, stored, targets, not any(self.mesh.ranks.values())))
+        self._keep_stored(model, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -78,15 +77,18 @@ class _Loader:
                     self.quantizing.read_packed(targets[key].name, packed[key], targets[key].converter is not None)
                     shown[key] = torch.empty(0)  # read when transformers reaches it
             self.quantizing.shape(self.converted)
-        for name, pieces in parts.items():
-            shown.update({name: self.rows[name]} if name in self.rows else pieces)
+        for pieces in parts.values():
+            shown.update(pieces)
         remaining = {key: t for key, t in stored.items() if targets[key].name not in parts and key not in packed}
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
-    def _keep_stored(self, found: dict[str, list[Source]]) -> None:
-        """Keep weights as they are stored, and let the plan name just these."""
-        assert self.plan.quantized is not None
-        self.plan = replace(self.plan, quantized=replace(self.plan.quantized, weights=tuple(found)))
+    def _keep_stored(self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> None:
+        """Keep weights of the full ``model`` as they are stored, if the plan says so, and let it name just these."""
+        quantized = self.plan.quantized
+        if quantized is None or not quantized.as_stored:
+            return
+        found = stored_sources(self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values()))
+        self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(found)))
         self.rows = {n: StoredRow(self.plan.by_name[n], found[n], self.mesh.ranks) for n in found if n in self.held}
 
     def _give_local_shapes(self, model: Any) -> None:
@@ -140,7 +142,9 @@ class _Loader:
     def _merged(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, dict[str, Any]]:
         """Map this rank's parameters that transformers merges from stored tensors to the slices it is given."""
         return {
-            name: parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
+            name: {name: self.rows[name]}
+            if name in self.rows
+            else parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
             for name, sources in merged_parameters(targets).items()
             if self.held.get(name) == name
         }
@@ -234,7 +238,7 @@ def load_pretrained(
     loader.form = form
     with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
-    if not _by_host(plan):  # nothing is dispatched, and Accelerate would treat the model as dispatched
+    if loader.quantizing is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
@@ -244,11 +248,6 @@ def load_pretrained(
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
-
-
-def _by_host(plan: Plan) -> bool:
-    """Return whether transformers quantizes weights as it loads them."""
-    return plan.quantized is not None and not plan.quantized.as_stored
 
 
 def _note_others(model: Any, directory: Path, stored: Collection[str], targets: dict[str, Destination]) -> None:
@@ -263,7 +262,7 @@ def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     By default it stages all of a rank's shards in CPU memory, and quantizes on the current GPU even if the process
     computes on the CPU.
     """
-    return {"device_map": {"": mesh.device}} if _by_host(plan) or mesh.device.type != "cpu" else {}
+    return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
 
 
 def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:

@@ -17,6 +17,8 @@ from .cut import Cut, share_spans
 from .flat_blocks import coordinates, runs_align
 from .parameter import ParameterPlan
 
+AS_STORED = "as_stored"
+"""The quantization config that keeps weights in the bytes that their checkpoint stores."""
 BLOCK = 64
 """Values per scale in 4 bits."""
 OUTER_BLOCK = 256

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
-from ..checkpoint.stored_forms.scheme import AS_STORED
 from ..features.adapters.peft_config import config_class
+from ..plan.quantized import AS_STORED
 from .schema import FinetuneRecipe, RecipeError
 from .tasks import task_of
 

@@ -68,11 +68,6 @@ def _e2m1(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(_E2M1, dtype=dtype, device=device)
 
 
-def unchanged(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Return values that are not quantized."""
-    return parts["values"].to(dtype)
-
-
 @cache  # equal ones are the same
 def two_per_byte() -> Along:
     """Return how bytes run along the weight that hold two 4-bit codes each, the lower half first."""

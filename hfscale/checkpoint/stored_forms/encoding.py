@@ -140,9 +140,9 @@ def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tens
     words = {name: parts[name].source.read(parts[name].box(spans)) for name in _OWN & parts.keys()}
     found = {name: part.read(spans) for name, part in parts.items()}
     read = {name: entries.view(entries.shape[-2:]) for name, entries in found.items()}
-    same = weight.values_of(read, now.dtype, merged=False) == now
+    same = weight.arithmetic(read, now.dtype) == now
     if weight.if_merged is not None:
-        same |= weight.values_of(read, now.dtype, merged=True) == now
+        same |= weight.if_merged(read, now.dtype) == now
     height, width = min(scales.rows.entries, len(now)), min(scales.columns.entries, columns)
     kept = _blocks(same, height, width, True).all(3).all(1)
     kept &= whole is None

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...plan.quantized import AS_STORED
 
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 """The host's names of the methods whose weights are read as plain values."""
-AS_STORED = "as_stored"
-"""The quantization config that keeps weights in the bytes that their checkpoint stores."""
 _FORMATS = {
     *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
@@ -73,9 +72,8 @@ class StoredForm:
 
         By the config alone: files may say otherwise.
         """
-        experts = ".experts." in name
         if self.method == "mxfp4":
-            return 0.5 + 1 / 32 if experts else 0.0
+            return 0.5 + 1 / 32 if ".experts." in name else 0.0
         scheme, names = self.scheme(name), {name, name.replace(".experts.", ".experts.0.")}
         kept = self.values.get("modules_to_not_convert") or self.values.get("ignore") or ()
         if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
@@ -83,11 +81,7 @@ class StoredForm:
         if self.method != "compressed-tensors":
             block = prod(scheme.block or shape[-2:])
             return 1 + (1 / 32 if self.method == "mxfp8" else 4 / block)
-        targets = _group(list(self.values["config_groups"].values()), experts)["targets"]
-        if not any(not target.startswith("re:") or _names(target, each) for target in targets for each in names):
-            return 0.0
-        scales = 2 / (prod(scheme.block) if scheme.block else scheme.group or shape[-1])
-        return scheme.bits / 8 + scales
+        return scheme.bits / 8 + 2 / (prod(scheme.block) if scheme.block else scheme.group or shape[-1])
 
 
 def _names(pattern: str, name: str) -> bool:
@@ -143,15 +137,6 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
     return None if values is None or why_not_read(values) else StoredForm(values["quant_method"], values)
 
 
-def asks_for_stored(given: Any) -> bool:
-    """Return whether a quantization config is ``"as_stored"``, or the host's for a form that is read, without asking
-    for plain values.
-    """
-    if isinstance(given, str):
-        return given == AS_STORED
-    return _method(given) in READ and not getattr(given, "dequantize", False)
-
-
 def check_asked_form(config: Any, given: Any) -> Any:
     """Return the user's quantization config, ``"as_stored"`` if it asks for the checkpoint's own bytes, or ``None`` if
     it asks for plain values, which are loaded anyway.
@@ -159,8 +144,9 @@ def check_asked_form(config: Any, given: Any) -> Any:
     Raises:
         ConfigError: it asks for another form than the checkpoint's.
     """
-    kept = asks_for_stored(given)
-    if not kept and not getattr(given, "dequantize", False):
+    plain = getattr(given, "dequantize", False)
+    kept = not plain and (_method(given) in READ or (isinstance(given, str) and given == AS_STORED))
+    if not kept and not plain:
         return given
     values = description(config)
     found = None if values is None else values["quant_method"]

@@ -90,7 +90,7 @@ class WordsInMemory(TensorOnDisk):
         lead = len(words.shape) - len(origin)
         self._words, self._origin = words, (*(0,) * lead, *origin)
         self.shape = tuple(size + first for size, first in zip(words.shape, self._origin, strict=True))
-        self.dtype, self.device = words.dtype, words.device
+        self.dtype = words.dtype
 
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans`` of the stored tensor."""
@@ -109,7 +109,7 @@ class DequantizedOnDisk(TensorOnDisk):
 
     Attributes:
         dtype: of the values; bfloat16 until :meth:`load_as`.
-        merged: whether the host merges it with others.
+        arithmetic_now: of the values that the host loads, by :meth:`load_as`.
         stored_as: the stored tensors by name, each with its part in the weight, if it has one.
     """
 
@@ -123,12 +123,13 @@ class DequantizedOnDisk(TensorOnDisk):
     ) -> None:
         self.shape, self.dtype = shape, torch.bfloat16
         self.parts, self.arithmetic, self.transposed, self.if_merged = parts, arithmetic, transposed, if_merged
-        self.merged = False
+        self.arithmetic_now = arithmetic
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
         """Set the dtype of the values, and whether the host merges the weight with others."""
-        self.dtype, self.merged = dtype, merged
+        self.dtype = dtype
+        self.arithmetic_now = self.if_merged if merged and self.if_merged is not None else self.arithmetic
 
     def get_dtype(self) -> str:
         """Return safetensors' name of the dtype."""
@@ -136,29 +137,19 @@ class DequantizedOnDisk(TensorOnDisk):
 
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""
-        device = self.parts["values"].source.device
-        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype, device=device)
-        self.read_into(spans, out)
+        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
+        if self.transposed:
+            self.read_stored((*spans[:-2], spans[-1], spans[-2]), out.transpose(-1, -2))
+        else:
+            self.read_stored(spans, out)
         return out
 
-    def read_into(self, spans: Box, out: Tensor) -> None:
-        """Write the box ``spans`` into ``out``, of any dtype, a few entries at a time."""
-        if out.numel() == 0:
-            return
-        if self.transposed:
-            spans, out = (*spans[:-2], spans[-1], spans[-2]), out.transpose(-1, -2)
+    def read_stored(self, spans: Box, out: Tensor) -> None:
+        """Write a box of the weight, as stored, into ``out``, of any dtype, a few entries at a time."""
         most = _ENTRIES * (1 if out.device.type == "cpu" else _MORE)
-        for box in _steps(spans, most):
+        for box in _steps(spans, most) if out.numel() else ():
             found = {name: part.read(box) for name, part in self.parts.items()}
-            out[_slices(box, [start for start, _ in spans])] = self.values_of(found, self.dtype, self.merged)
-
-    def values_of(self, found: Mapping[str, Tensor], dtype: torch.dtype, merged: bool) -> Tensor:
-        """Return the values that boxes of the parts stand for, of a weight that is ``merged`` with others, or not."""
-        return self.arithmetic_if(merged)(found, dtype)
-
-    def arithmetic_if(self, merged: bool) -> Arithmetic:
-        """Return the arithmetic of a weight that the host has ``merged`` with others, or not."""
-        return self.if_merged if merged and self.if_merged is not None else self.arithmetic
+            out[_slices(box, [start for start, _ in spans])] = self.arithmetic_now(found, self.dtype)
 
 
 def _slices(spans: Box, origin: Sequence[int]) -> tuple[slice, ...]:

@@ -127,8 +127,6 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
 class TensorOnDisk:
     """One tensor of a file, with the interface of safetensors' lazy slices: index it to read."""
 
-    device = torch.device("cpu")  # of what is read
-
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.header[name]
         if entry["dtype"] not in _DTYPES:

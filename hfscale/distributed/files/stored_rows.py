@@ -3,24 +3,22 @@
 A share is a few boxes of stored matrices, and a box of a stored matrix is a box of each of its parts (values, scales,
 zero points), grown to the blocks that it touches (:mod:`.dequantized`). Their words, one after the other, are a row of
 bytes, one per data rank (:mod:`..ops.packed_weights`). Equal boxes of many matrices - a projection of every expert -
-lie together, so that they are unpacked together::
+lie together, and are unpacked together to the values that a plain load reads, by the same functions::
 
     row of a rank with two experts:   [gate values 0, 1 | gate scales 0, 1 | up values 0, 1 | up scales 0, 1]
-
-What is unpacked are the values that a plain load would have read, by the same functions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import ceil, lcm, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...plan import ParameterPlan
-from ...plan.cut import Spans, overlaps, share_spans
+from ...plan.cut import Cut, Spans, overlaps, share_spans
 from ..ops.packed_weights import Packing, as_bytes
 from .dequantized import Along, Arithmetic, Box, DequantizedOnDisk, StoredPart, WordsInMemory
 
@@ -33,78 +31,62 @@ Source = tuple[DequantizedOnDisk, Spans]
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The words of one stored tensor for a box of a matrix.
+    """The words of one stored tensor for a box of a matrix: their dtype, the first one's place, and their shape."""
 
-    Attributes:
-        origin: the row and column of the first word.
-        shape: how many rows and columns.
-        rows, columns: how the tensor runs along the matrix.
-    """
-
+    name: str  # in the arithmetic
     dtype: torch.dtype
-    origin: tuple[int, int]
-    shape: tuple[int, int]
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
     rows: Along
     columns: Along
-
-    @property
-    def size(self) -> int:
-        """The bytes of one matrix."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """Equal boxes of ``at[0]`` matrices, of which the words of each part lie one after the other.
+    """Equal boxes of several matrices, of which the words of each part lie one after the other.
 
     Attributes:
-        parts: by name in the arithmetic.
         transposed: whether the stored matrices are the weight's transposed.
-        spans: rows and columns in each matrix; what is in front of them is left out, by whole blocks.
+        spans: rows and columns of the boxes, as stored; of what is in front of them, whole blocks are left out.
         at: matrices, rows and columns in the shard.
     """
 
-    parts: tuple[tuple[str, KeptPart], ...]
+    parts: tuple[KeptPart, ...]
     arithmetic: Arithmetic
     transposed: bool
     spans: Box
     at: Box
 
-    def places(self) -> Iterator[tuple[str, KeptPart, int]]:
-        """Yield the name of each part, the part, and its first byte in the block."""
-        (first, last), offset = self.at[0], 0
-        for name, part in self.parts:
-            yield name, part, offset
-            offset += _aligned((last - first) * part.size)
+    def places(self) -> list[tuple[KeptPart, int, int]]:
+        """Return each part, its first byte in the block, and its bytes of one matrix."""
+        (first, last), begin, found = self.at[0], 0, []
+        for part in self.parts:
+            size = prod(part.shape) * part.dtype.itemsize
+            found.append((part, begin, size))
+            begin += ceil((last - first) * size / _ALIGNED) * _ALIGNED
+        return found
 
     @property
     def size(self) -> int:
-        """The bytes of the block in a row."""
-        (first, last), *_ = self.at
-        return sum(_aligned((last - first) * part.size) for _, part in self.parts)
+        """The bytes of the block."""
+        (_, begin, size), (first, last) = self.places()[-1], self.at[0]
+        return begin + ceil((last - first) * size / _ALIGNED) * _ALIGNED
 
     def unpack_into(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         """Write the values, computed in ``dtype``, of bytes ``rows [shards, size]`` into ``out [shards, matrices, rows,
         columns]``.
         """
-        lead = out.shape[:2]
+        shards, matrices = out.shape[:2]
         parts = {}
-        for name, part, offset in self.places():
-            found = rows[:, offset : offset + lead[1] * part.size].contiguous()
+        for part, begin, size in self.places():
+            found = rows[:, begin : begin + matrices * size].contiguous()
             found = found.clone() if found.storage_offset() % _ALIGNED else found
-            words = WordsInMemory(found.view(part.dtype).view(*lead, *part.shape), part.origin)
-            parts[name] = StoredPart(words, part.rows, part.columns)
-        weight = DequantizedOnDisk(tuple(out.shape), parts, self.arithmetic, self.transposed)
-        weight.load_as(dtype, False)
-        weight.read_into(((0, lead[0]), (0, lead[1]), *self.spans), out)
-
-
-@dataclass(frozen=True)
-class KeptShard:
-    """One data rank's shard: its span of the gathered weight, and its blocks."""
-
-    span: tuple[int, int]
-    blocks: tuple[KeptBlock, ...]
+            words = WordsInMemory(found.view(part.dtype).view(shards, matrices, *part.shape), part.origin)
+            parts[part.name] = StoredPart(words, part.rows, part.columns)
+        weight = DequantizedOnDisk((), parts, self.arithmetic)
+        weight.dtype = dtype
+        out = out.transpose(-1, -2) if self.transposed else out
+        weight.read_stored(((0, shards), (0, matrices), *self.spans), out)
 
 
 @dataclass(frozen=True)
@@ -113,66 +95,41 @@ class StoredPacking(Packing):
 
     Attributes:
         dim: the dim of ``shape`` that data ranks shard.
-        shards: of each data rank.
+        shards: of each data rank its ``(start, stop)`` along ``dim``, and its blocks.
     """
 
     dim: int
-    shards: tuple[KeptShard, ...]
+    shards: tuple[tuple[tuple[int, int], tuple[KeptBlock, ...]], ...]
 
     @property
     def row_shape(self) -> tuple[int, int]:
         """The shape of the gathered bytes; the row of a smaller shard is filled up."""
-        return len(self.shards), max(sum(block.size for block in shard.blocks) for shard in self.shards)
+        return len(self.shards), max(sum(block.size for block in blocks) for _, blocks in self.shards)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes; equal shards are unpacked together."""
-        plain = as_bytes(rows)
+        plain, first = as_bytes(rows), 0
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=plain.device)
-        first = 0
-        for blocks, alike in groupby(self.shards, key=lambda shard: shard.blocks):
-            shards = list(alike)
-            (start, stop), count = shards[0].span, len(shards)
-            target = out.narrow(self.dim, start, count * (stop - start)).unflatten(self.dim, (count, stop - start))
-            offset = 0
+        for blocks, alike in groupby(self.shards, key=lambda shard: shard[1]):
+            spans = [span for span, _ in alike]
+            (start, stop), count, begin = spans[0], len(spans), 0
+            part = out.narrow(self.dim, start, count * (stop - start)).unflatten(self.dim, (count, stop - start))
             for block in blocks:
-                place = tuple(slice(*span) for span in block.at)
-                block_bytes = plain[first : first + count, offset : offset + block.size]
-                block.unpack_into(block_bytes, target.movedim(self.dim, 0)[(slice(None), *place)], self.dtype)
-                offset += block.size
+                place = (slice(None), *(slice(*span) for span in block.at))
+                held = plain[first : first + count, begin : begin + block.size]
+                block.unpack_into(held, part.movedim(self.dim, 0)[place], self.dtype)
+                begin += block.size
             first += count
         return out
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A box of one stored matrix, and where it is in the shard: ``at`` without the matrix."""
+class _Piece(NamedTuple):
+    """A box of one stored matrix, ``spans`` as stored, and its place in the shard: the matrix, and ``at`` in it."""
 
     weight: DequantizedOnDisk
-    spans: Box  # of the weight, with the matrix if it has several
+    spans: Box
     matrix: int
     at: Box
-
-    @property
-    def as_stored(self) -> Box:
-        *lead, rows, columns = self.spans
-        return (*lead, columns, rows) if self.weight.transposed else self.spans
-
-    def block(self) -> KeptBlock:
-        """Return the description of this piece alone, which equal pieces of other matrices share."""
-        stored, named = self.as_stored[-2:], self.weight.parts.items()
-        units = [lcm(*(getattr(part, along).entries for _, part in named)) for along in ("rows", "columns")]
-        skipped = [start - start % unit for (start, _), unit in zip(stored, units, strict=True)]
-        parts = []
-        for name, part in named:
-            (top, bottom), (left, right) = part.box(self.as_stored)[-2:]
-            before = [skip // a.entries * a.words for skip, a in zip(skipped, (part.rows, part.columns), strict=True)]
-            origin, shape = (top - before[0], left - before[1]), (bottom - top, right - left)
-            parts.append((name, KeptPart(part.source.dtype, origin, shape, part.rows, part.columns)))
-        if self.weight.transposed:
-            skipped.reverse()
-        spans = tuple((a - skip, b - skip) for (a, b), skip in zip(self.spans[-2:], skipped, strict=True))
-        arithmetic = self.weight.arithmetic_if(self.weight.merged)
-        return KeptBlock(tuple(parts), arithmetic, self.weight.transposed, spans, ((0, 1), *self.at))
 
 
 class StoredRow:
@@ -188,42 +145,29 @@ class StoredRow:
     """
 
     def __init__(self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]) -> None:
-        shape, missing = planned.model_shape(dict(ranks)), 3 - len(planned.shape)
-        axis, dim, count = next(((cut.axis, cut.dim, cut.size) for cut in planned.data_cuts), ("", 0, 1))
-        shards, own = [], list[tuple[KeptBlock, list[_Piece]]]()
-        for shard in range(count):
-            spans = share_spans(planned.shape, planned.cuts, {**ranks, axis: shard})
-            found = _grouped(_pieces(sources, [[(0, 1)]] * missing + spans))
-            step = ceil(shape[dim] / count)
-            edges = min(shard * step, shape[dim]), min((shard + 1) * step, shape[dim])
-            shards.append(KeptShard(edges, tuple(block for block, _ in found)))
-            if shard == ranks.get(axis, 0):
-                own = found
-        whole = (*(1,) * missing, *shape)
-        self.packing = StoredPacking(
-            (whole[0], whole[1], whole[2]), sources[0][0].dtype, None, dim + missing, tuple(shards)
-        )
-        self._own, self.shape = own, (1, self.packing.row_shape[1])
-
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return "U8"
+        missing = 3 - len(planned.shape)
+        matrices, rows, columns = shape = (*(1,) * missing, *planned.model_shape(dict(ranks)))
+        cut = next(iter(planned.data_cuts), Cut("", 0, 1))
+        dim, shards = cut.dim + missing, []
+        for rank in range(cut.size):
+            spans = share_spans(planned.shape, planned.cuts, {**ranks, cut.axis: rank})
+            blocks = _grouped(_pieces(sources, [*[[(0, 1)]] * missing, *spans]))
+            shards.append((cut.spans(shape[dim], rank)[0], tuple(block for block, _ in blocks)))
+            if rank == ranks.get(cut.axis, 0):
+                self._own = blocks
+        self.packing = StoredPacking((matrices, rows, columns), sources[0][0].dtype, None, dim, tuple(shards))
+        self.shape = (1, self.packing.row_shape[1])
 
     def __getitem__(self, index: Any) -> Tensor:
-        row = torch.zeros(self.shape, dtype=torch.uint8)
-        begin = 0
+        row, block_begin = torch.zeros(self.shape, dtype=torch.uint8), 0
         for block, pieces in self._own:
-            for name, kept, offset in block.places():
+            for kept, begin, size in block.places():
                 for number, piece in enumerate(pieces):
-                    part = piece.weight.parts[name]
-                    words = part.source.read(part.box(piece.as_stored)).contiguous()
-                    start = begin + offset + number * kept.size
-                    row[0, start : start + kept.size] = words.view(torch.uint8).flatten()
-            begin += block.size
+                    part = piece.weight.parts[kept.name]
+                    words = part.source.read(part.box(piece.spans)).contiguous()
+                    start = block_begin + begin + number * size
+                    row[0, start : start + size] = words.view(torch.uint8).flatten()
+            block_begin += block.size
         return row[index]
 
 
@@ -233,10 +177,12 @@ def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piec
         edges = [(0, 1)] * (3 - len(box)) + list(box)
         hits = [overlaps([edge], within) for edge, within in zip(edges, spans, strict=True)]
         for (matrix, place, count), *inner in product(*hits):
-            inside = tuple((start, start + length) for start, _, length in inner)
+            inside = [(start, start + length) for start, _, length in inner]
             at = tuple((start, start + length) for _, start, length in inner)
+            if weight.transposed:
+                inside.reverse()
             for number in range(count):
-                lead = ((matrix + number, matrix + number + 1),) if len(weight.shape) > 2 else ()
+                lead = [(matrix + number, matrix + number + 1)] if len(weight.shape) > 2 else []
                 yield _Piece(weight, (*lead, *inside), place + number, at)
 
 
@@ -244,18 +190,26 @@ def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
     """Return the blocks of a shard, each with its pieces: consecutive matrices with equal boxes."""
     found = list[tuple[KeptBlock, list[_Piece]]]()
     for piece in sorted(pieces, key=lambda piece: (piece.at, piece.matrix)):
-        alone = piece.block()
+        alone = _block(piece)
         if found and found[-1][0] == alone and found[-1][1][-1].matrix + 1 == piece.matrix:
             found[-1][1].append(piece)
         else:
             found.append((alone, [piece]))
-    return [(_of_matrices(block, held), held) for block, held in found]
+    return [(replace(block, at=((held[0].matrix, held[-1].matrix + 1), *block.at[1:])), held) for block, held in found]
 
 
-def _of_matrices(block: KeptBlock, held: list[_Piece]) -> KeptBlock:
-    at = ((held[0].matrix, held[-1].matrix + 1), *block.at[1:])
-    return KeptBlock(block.parts, block.arithmetic, block.transposed, block.spans, at)
-
-
-def _aligned(size: int) -> int:
-    return ceil(size / _ALIGNED) * _ALIGNED
+def _block(piece: _Piece) -> KeptBlock:
+    """Return the description of a piece alone, which equal pieces of other matrices share."""
+    weight, inside = piece.weight, piece.spans[-2:]
+    alongs = {name: (part.rows, part.columns) for name, part in weight.parts.items()}
+    units = [lcm(*(along.entries for along in each)) for each in zip(*alongs.values(), strict=True)]
+    skipped = [start - start % unit for (start, _), unit in zip(inside, units, strict=True)]
+    parts = []
+    for name, part in weight.parts.items():
+        box = part.box(piece.spans)[-2:]
+        before = [skip // along.entries * along.words for skip, along in zip(skipped, alongs[name], strict=True)]
+        origin = tuple(start - left_out for (start, _), left_out in zip(box, before, strict=True))
+        shape = tuple(stop - start for start, stop in box)
+        parts.append(KeptPart(name, part.source.dtype, origin, shape, *alongs[name]))
+    spans = tuple((start - skip, stop - skip) for (start, stop), skip in zip(inside, skipped, strict=True))
+    return KeptBlock(tuple(parts), weight.arithmetic_now, weight.transposed, spans, ((0, 1), *piece.at))

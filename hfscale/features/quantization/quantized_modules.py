@@ -27,11 +27,11 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.packed_weights import gathered, mark, packings_of, register_packed
+from ...distributed.ops.packed_weights import gathered, packings_of, register_packed
 from ...errors import ConfigError
 from ...models.projections import is_transposed
 from ...plan import Plan
-from ...plan.quantized import QuantizedPlan
+from ...plan.quantized import AS_STORED, QuantizedPlan
 from ...train.runtime import like_sharded, local_tensor
 from ...train.runtime.local_weights import LocalWeights
 
@@ -40,7 +40,7 @@ _ROWS = "ShardedLinear8bitLt"
 
 def check_quantization(config: Any) -> None:
     """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
-    if config is None or getattr(config, "dequantize", False):  # plain values of a checkpoint stored otherwise
+    if config is None or config == AS_STORED:
         return
     if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
         raise ConfigError(
@@ -162,7 +162,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     return replace(planned, quantized=found)
 
 
-def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
+def install_quantized(shares: LocalWeights) -> None:
     """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
     for module, name, share in shares.quantized:
         if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
@@ -170,8 +170,6 @@ def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
             continue
         empty: Any = own_parameters(module)[name]
         own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
-    for module in model.modules():
-        mark(module)
 
 
 def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
