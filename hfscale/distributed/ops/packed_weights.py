@@ -71,7 +71,13 @@ def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
     module.__dict__.setdefault(_PACKINGS, {})[name] = packing
     empty = torch.empty(packing.row_shape, dtype=torch.uint8, device="meta")
     own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
-    vars(own_parameters(module)[name]).update(packing.marks())
+    mark(module)
+
+
+def mark(module: nn.Module) -> None:
+    """Set the attributes of packed weights that PEFT reads from stock ones."""
+    for name, packing in packings_of(module).items():
+        vars(own_parameters(module)[name]).update(packing.marks())
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.packed_weights import gathered, packings_of, register_packed
+from ...distributed.ops.packed_weights import gathered, mark, packings_of, register_packed
 from ...errors import ConfigError
 from ...models.projections import is_transposed
 from ...plan import Plan
@@ -162,8 +162,10 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     return replace(planned, quantized=found)
 
 
-def install_quantized(shares: LocalWeights) -> None:
+def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
     """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
+    for module in model.modules():
+        mark(module)
     for module, name, share in shares.quantized:
         if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
             own_parameters(module)[name] = share

@@ -1,6 +1,7 @@
 """Weights that stay as their checkpoint stores them, under adapters: what adapters over the plain values compute."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,13 @@ from transformers import FineGrainedFP8Config, Mxfp4Config
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
+from hfscale.cli import main
 from hfscale.distributed.files import dequantized
+from hfscale.distributed.files.stored_rows import StoredPacking
+from hfscale.distributed.ops.packed_weights import packings_of
 from hfscale.features.quantization.quantized_modules import is_quantized
+from hfscale.recipes.adapting import quantization_of
+from hfscale.recipes.schema import FinetuneRecipe
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.parameter_names import owner_of
@@ -299,7 +305,37 @@ def test_a_plan_counts_the_stored_bytes(written: dict[Pair, Path]) -> None:
         assert "in the bytes of their checkpoint" in str(plan)
 
 
+def test_it_unpacks_where_the_bytes_are(written: dict[Pair, Path]) -> None:
+    """No table or index stays on the CPU; several equal shards are unpacked at once."""
+    for (family, _), path in written.items():
+        for module in adapted(path, family, {}, packed=True).modules():
+            for name, packing in packings_of(module).items():
+                assert isinstance(packing, StoredPacking)
+                rows = module._parameters[name]
+                ((_, blocks),) = packing.shards
+                matrices, height, width = packing.shape
+                twice = replace(packing, shape=(matrices, 2 * height, width), dim=1, shards=tuple(
+                    ((height * rank, height * (rank + 1)), blocks) for rank in range(2)
+                ))  # fmt: skip
+                assert rows is not None
+                found, once = twice.unpack(torch.cat((rows, rows))), packing.unpack(rows)
+                assert torch.equal(found, torch.cat((once, once), 1))
+                away = twice.unpack(torch.empty(twice.row_shape, dtype=torch.uint8, device="meta"))
+                assert (away.device.type, away.shape) == ("meta", found.shape)
+
+
 # What is asked for, and what cannot be
+
+
+def test_recipes_and_commands_ask_for_it(written: dict[Pair, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantization_of(FinetuneRecipe(base="model", quantization={"as_stored": True})) == "as_stored"
+    command = ["plan", str(written["qwen3_moe", "fp8"] / "stored"), "--quantize", "as_stored"]
+    assert main([*command, "--lora"]) == 0
+    assert (
+        "quantized: 12 weights in the bytes of their checkpoint (fp8, 1.01 bytes of a value)" in capsys.readouterr().out
+    )
+    assert main(command) != 0
+    assert "keeps 12 weights in fp8, which do not train" in capsys.readouterr().err
 
 
 def test_the_host_s_own_configs_ask_for_it(written: dict[Pair, Path]) -> None:
