@@ -22,12 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
-    """Return the plan with the weights of the full stock ``model`` that, by its config, are stored quantized.
-
-    Loading the checkpoint makes the list exact.
-
-    Raises:
-        ConfigError: there are none.
+    """Return the plan with the weights of the full stock ``model`` that, by its config, are stored quantized; loading
+    the checkpoint makes the list exact.
     """
     sizes = {name: form.bytes_per_value(name, planned.by_name[name].shape) for name in packable(planned, model)}
     entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
@@ -44,13 +40,8 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
 def stored_sources(
     plan: Plan, model: nn.Module, stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], tells: bool
 ) -> dict[str, list[Source]]:
-    """Return the stored weights that make up each weight of the full ``model`` that can stay as it is stored.
-
-    Args:
-        tells: whether this rank warns of weights that are stored quantized and cannot stay so.
-
-    Raises:
-        CheckpointError: there are none.
+    """Return the stored weights that make up each weight of the full ``model`` that can stay as it is stored; one rank
+    ``tells`` of those that cannot.
     """
     merged = merged_parameters(targets)
     keys = {target.name: key for key, target in targets.items() if target.converter is None}

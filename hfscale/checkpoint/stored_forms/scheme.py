@@ -68,10 +68,7 @@ class StoredForm:
         )
 
     def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
-        """Return the stored bytes of a value of the weight ``name``, with its share of scales; 0: it is stored plain.
-
-        By the config alone: files may say otherwise.
-        """
+        """Return the bytes of a value of the weight ``name``, with its share of scales; 0: stored plain, it says."""
         if self.method == "mxfp4":
             return 0.5 + 1 / 32 if ".experts." in name else 0.0
         scheme, names = self.scheme(name), {name, name.replace(".experts.", ".experts.0.")}
@@ -79,8 +76,7 @@ class StoredForm:
         if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
             return 0.0
         if self.method != "compressed-tensors":
-            block = prod(scheme.block or shape[-2:])
-            return 1 + (1 / 32 if self.method == "mxfp8" else 4 / block)
+            return 1 + (1 / 32 if self.method == "mxfp8" else 4 / prod(scheme.block or shape[-2:]))
         return scheme.bits / 8 + 2 / (prod(scheme.block) if scheme.block else scheme.group or shape[-1])
 
 

@@ -79,14 +79,9 @@ class StoredPart:
 
 
 class WordsInMemory(TensorOnDisk):
-    """A box of a stored tensor that has been read, at its place in the stored tensor.
+    """A box of a stored tensor that has been read; ``origin`` is where it begins along the last dims."""
 
-    Args:
-        words: the box.
-        origin: where it begins along the last dims.
-    """
-
-    def __init__(self, words: Tensor, origin: Sequence[int] = ()) -> None:
+    def __init__(self, words: Tensor, origin: Sequence[int]) -> None:
         lead = len(words.shape) - len(origin)
         self._words, self._origin = words, (*(0,) * lead, *origin)
         self.shape = tuple(size + first for size, first in zip(words.shape, self._origin, strict=True))

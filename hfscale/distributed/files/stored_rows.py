@@ -133,12 +133,7 @@ class _Piece(NamedTuple):
 
 
 class StoredRow:
-    """A rank's row of the packed bytes of a weight, read when it is indexed.
-
-    Args:
-        planned: the weight, of two dims or three.
-        sources: the stored weights that make it up.
-        ranks: the rank's coordinates.
+    """The row of the rank at ``ranks`` of a weight of two dims or three, read when it is indexed.
 
     Attributes:
         packing: how to read the rows of all data ranks.

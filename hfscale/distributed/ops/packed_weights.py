@@ -98,8 +98,6 @@ def shown_unpacked(model: nn.Module) -> Iterator[None]:
 
 
 def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of a packed parameter of ``module``, ``[matrices, rows, columns]``; its bytes must be
-    gathered.
-    """
+    """Return the values ``[matrices, rows, columns]`` of a packed parameter, whose bytes must be gathered."""
     parameter: Any = own_parameters(module)[name]
     return packings_of(module)[name].unpack(parameter, dtype)

@@ -206,10 +206,6 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     If data ranks shard it, all of them call this, and each gets the tensor gathered over the data axes: this rank's
     shard over the tensor, expert and pipeline axes.
 
-    Args:
-        module: a module of bitsandbytes, or one of experts.
-        name: name of the parameter.
-
     Returns:
         ``[out, in]`` for a projection (also a ``Conv1D``, which is stored transposed); ``[experts, ...]`` for experts,
         as their module holds it.
