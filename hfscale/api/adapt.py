@@ -105,7 +105,7 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
-            f"adapters cannot be added to weights in {quantized.bits} bits without rounding them again: pass "
+            f"adapters cannot be added to weights {quantized.described} without rounding them again: pass "
             "dtype=torch.bfloat16 to merge into weights of that type, or keep the base as it is and write the adapter "
             "alone with hfscale.save_pretrained"
         )

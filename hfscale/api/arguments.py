@@ -25,6 +25,7 @@ from ..errors import (
     written_like_a_path,
 )
 from ..models.fields import field
+from ..plan.quantized import AS_STORED
 
 # Arguments of transformers' from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
@@ -129,7 +130,8 @@ def arguments_with_config(
 ) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` beside ``config``, which contains all of ``kwargs`` except ``unread``."""
     kept = {key: value for key, value in kwargs.items() if key in {*unread, *_HUB}}
-    return {**kept, "config": config, **({} if quantization is None else {"quantization_config": quantization})}
+    by_host = {} if quantization in (None, AS_STORED) else {"quantization_config": quantization}
+    return {**kept, "config": config, **by_host}
 
 
 def check_sizes(config: PreTrainedConfig) -> None:

@@ -21,7 +21,7 @@ from ..distributed.process_groups import build_mesh
 from ..errors import ConfigError, check_count, check_path
 from ..features.adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
 from ..features.precision.liger_kernels import check_kernels
-from ..features.quantization.quantized_modules import check_quantization, split_quantization
+from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime
 from .arguments import (
@@ -49,10 +49,13 @@ def build(
     """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
     options.check_fits(layout)
     plan = source.plan(layout, options)
+    check_trainable(plan, adapter is not None)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
     check_kernels(options.use_liger_kernel, plan.family, mesh.device)
     model, weights = source.load(plan, mesh)
+    if weights is not None:
+        plan = weights.plan or plan
     adapters = None
     if adapter is not None:
         assert weights is not None  # a model in memory
@@ -102,7 +105,8 @@ def from_pretrained(
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training; saves are of adapters.
         resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
-        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model.
+        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model;
+            ``quantization_config="as_stored"`` keeps quantized weights in their stored bytes, under adapters.
 
     Returns:
         an instance of the stock class, in evaluation mode as in transformers.
@@ -116,7 +120,6 @@ def from_pretrained(
     check_place(path)
     hf_kwargs = reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
-    check_quantization(quantization)
     adapter = None if peft_config is None else read_config(peft_config)
     config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
     refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
@@ -231,7 +234,6 @@ def plan(
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, memory=memory, float8=float8, mtp_loss_weight=mtp_loss_weight)
     quantization = hf_kwargs.pop("quantization_config", None)
-    check_quantization(quantization)
     if isinstance(source, PreTrainedConfig):
         config, rest = source, hf_kwargs
     else:
@@ -241,6 +243,7 @@ def plan(
     refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
     outline = _outline(config, auto_class, rest, quantization, options)
     planned = outline.plan(layout, options)
+    check_trainable(planned, peft_config is not None)
     if peft_config is None:
         return planned
     adapter, saved = read_config(peft_config)
@@ -264,6 +267,7 @@ def _outline(
 ) -> Outline:
     check_sizes(config)
     quantization = check_asked_form(config, quantization)
+    check_quantization(quantization)
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError("quantization_config= is given, and the checkpoint is quantized already: leave it out")

@@ -20,6 +20,7 @@ from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
 from ..checkpoint.resize import resize_vocabulary
+from ..checkpoint.stored_forms.kept import plan_as_stored
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
@@ -30,6 +31,7 @@ from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.pipeline.run import check_stages, stage_places
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
+from ..plan.quantized import AS_STORED
 from ..train.runtime.initialize import initialize_local_weights
 from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
@@ -48,7 +50,7 @@ class Outline:
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
-    quantization: Any = None  # the quantization config, for loading or of the checkpoint
+    quantization: Any = None  # the quantization config, for loading or of the checkpoint, or "as_stored"
     stored: bool = False  # whether the checkpoint is quantized, and stays so
     form: StoredForm | None = None  # of quantized weights in the checkpoint that are loaded as plain values
     predicts: bool = False  # whether multi-token-prediction layers are added
@@ -77,6 +79,9 @@ class Outline:
         if self.quantization is not None:
             options.check_quantized()
         planned = plan_model(self.model, layout, options)
+        if self.quantization == AS_STORED:
+            assert self.form is not None
+            return plan_as_stored(planned, self.model, self.form)
         return plan_quantized(planned, self.model, self.quantization, self.stored)
 
 

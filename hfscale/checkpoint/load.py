@@ -9,6 +9,7 @@ values it rearranges in other ways are read in full and cut afterwards.
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from .._compat.transformers.loading import loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
 from ..distributed.files.reader import TensorOnDisk, named_files
 from ..distributed.files.slices import ResizedOnDisk, ShareOnDisk, is_elsewhere
+from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.quantization.arrival import Quantizing
+from ..features.quantization.linear_stored import hold_packed
 from ..features.quantization.stored import split_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
@@ -35,6 +38,7 @@ from .carried import note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import load_weights_as, open_plain
+from .stored_forms.kept import stored_sources
 from .stored_forms.scheme import StoredForm
 
 _log = logging.getLogger(__name__)
@@ -51,6 +55,7 @@ class _Loader:
         self.overwritten: set[str] = set()
         self.quantizing: Quantizing | None = None
         self.renamed: dict[str, str] = {}  # name in the model -> in the checkpoint
+        self.rows: dict[str, StoredRow] = {}  # of weights that stay as the checkpoint stores them
 
     def prepare(self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
@@ -63,6 +68,7 @@ class _Loader:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
         self._note_others(model, Path(files[0]).parent, targets)
+        self._keep_stored(model, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -99,6 +105,15 @@ class _Loader:
         others = (self.renamed.get(key, key) for key, target in targets.items() if target.name not in named)
         note_carried(model, directory, others)
 
+    def _keep_stored(self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> None:
+        """Keep weights of the full ``model`` as they are stored, if the plan says so, and let it name just these."""
+        quantized = self.plan.quantized
+        if quantized is None or not quantized.as_stored:
+            return
+        found = stored_sources(self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values()))
+        self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(found)))
+        self.rows = {n: StoredRow(self.plan.by_name[n], found[n], self.mesh.ranks) for n in found if n in self.held}
+
     def _give_local_shapes(self, model: Any) -> None:
         """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""
         whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in self.converted}
@@ -117,12 +132,13 @@ class _Loader:
             elif tuple(parameter.shape) != shape:
                 empty = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
                 put_parameter(model, planned.name, empty)
+        for name, row in self.rows.items():
+            empty_row = torch.empty(row.shape, dtype=torch.uint8, device="meta")
+            put_parameter(model, name, nn.Parameter(empty_row, requires_grad=False))
 
-    def _shown_one_by_one(
-        self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
-    ) -> dict[str, ShareOnDisk | TensorOnDisk]:
+    def _shown_one_by_one(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, Any]:
         """Return this rank's shard of each stored tensor that becomes a parameter by itself; others unchanged."""
-        shown: dict[str, ShareOnDisk | TensorOnDisk] = {}
+        shown: dict[str, Any] = {}
         read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
         for key, tensor in stored.items():
             target = targets[key].name
@@ -130,6 +146,9 @@ class _Loader:
             here = self._name_here(target)
             if here is None:
                 continue  # on another stage
+            if target in self.rows:
+                shown[key] = self.rows[target]
+                continue
             if planned_target is None or targets[key].converter:
                 shown[key] = tensor
                 continue
@@ -146,7 +165,9 @@ class _Loader:
     def _merged(self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> dict[str, dict[str, Any]]:
         """Map this rank's parameters that transformers merges from stored tensors to the slices it is given."""
         return {
-            name: parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
+            name: {name: self.rows[name]}
+            if name in self.rows
+            else parts_of_share(self.plan.by_name[name], sources, stored, self.mesh.ranks)
             for name, sources in merged_parameters(targets).items()
             if self.held.get(name) == name
         }
@@ -176,14 +197,18 @@ class _Loader:
             return
         for name, found in find_overwrites(empty_copy(model), self.stored).items():
             planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
-            quantized = self.quantizing is not None and planned.name in self.quantizing.weights
-            if planned.name in shares.tensors and not quantized:  # transformers never initializes quantized modules
+            # transformers never initializes quantized modules
+            if planned.name in shares.tensors and planned.name not in self._quantized:
                 found.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
+
+    @property
+    def _quantized(self) -> Collection[str]:
+        return () if self.plan.quantized is None else self.plan.quantized.weights
 
     def shares(self, model: Any) -> LocalWeights:
         """Return the loaded weights as this rank's final shards, and put the meta parameters back into the model."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
-        shares = LocalWeights()
+        shares = LocalWeights(plan=self.plan)
         if self.quantizing is not None:
             self.quantizing.collect(shares)
         for planned in self.plan.owned():
@@ -196,12 +221,14 @@ class _Loader:
         for name, parameter in self.meta.items():
             # transformers may have changed a parameter's dtype or requires_grad while loading.
             owner = self.plan.by_name[name].tied_to or name
-            if self.quantizing is not None and owner in self.quantizing.weights:
+            if owner in self._quantized:
                 continue
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
             if parameter.dtype != shares.tensors[owner].dtype:
                 parameter.data = parameter.data.to(shares.tensors[owner].dtype)
             put_parameter(model, name, parameter)
+        for name, row in self.rows.items():
+            hold_packed(model, name, row.packing)
         return shares
 
 
@@ -234,7 +261,7 @@ def load_pretrained(
     loader.form = form
     with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
-    if plan.quantized is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched
+    if loader.quantizing is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
         raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")

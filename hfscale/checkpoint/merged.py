@@ -44,7 +44,7 @@ def parts_of_share(
     ranks: dict[str, int],
 ) -> dict[str, Any]:
     """Return slices of ``sources`` for transformers to merge into this rank's shard of a parameter."""
-    boxes = _boxes(planned, sources, stored)
+    boxes = boxes_of_sources(planned, sources, stored)
     spans = share_spans(planned.shape, planned.cuts, ranks)
     stack = sources[0][1].stack
     shown: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def parts_of_share(
     return shown
 
 
-def _boxes(
+def boxes_of_sources(
     planned: ParameterPlan, sources: Sequence[tuple[str, Merge]], stored: Mapping[str, TensorOnDisk]
 ) -> dict[str, Spans]:
     """Return the box of each stored tensor in the merged one: ``(start, stop)`` per dim."""

@@ -108,6 +108,8 @@ def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) ->
         more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}
     if arguments.quantize == "int8":
         more["quantization"] = {"load_in_8bit": True}
+    elif arguments.quantize == "as_stored":
+        more["quantization"] = {"as_stored": True}
     elif arguments.quantize is not None:
         more["quantization"] = {"load_in_4bit": True, "bnb_4bit_quant_type": arguments.quantize}
     arguments.out.write_text(recipe_of(found, arguments.model, **more))

@@ -17,13 +17,13 @@ class Adds(Protocol):
         ...
 
 
-def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits") -> None:
+def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
     """Add ``--quantize``, ``--lora`` and ``--rank``, which :func:`plan_arguments` reads.
 
     Args:
         quantize: help of the first of them.
     """
-    parser.add_argument("--quantize", choices=("nf4", "fp4", "int8"), help=quantize)
+    parser.add_argument("--quantize", choices=("nf4", "fp4", "int8", "as_stored"), help=quantize)
     parser.add_argument(
         "--lora",
         metavar="TARGETS",
@@ -49,6 +49,8 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
     if kind == "int8":
         given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    elif kind == "as_stored":
+        given["quantization_config"] = "as_stored"
     elif kind is not None:
         given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
     if arguments.lora is not None:

@@ -94,6 +94,9 @@ def describe_quantization(plan: PlanContents) -> list[str]:
     if quantized is None:
         return []
     weights = [plan.by_name[name] for name in quantized.weights]
+    if quantized.as_stored:
+        size = f"{quantized.size:.3g} bytes of a value"
+        return [f"quantized: {len(weights)} weights in the bytes of their checkpoint ({quantized.kind}, {size})"]
     lines = [f"quantized: {len(weights)} weights in {quantized.bits} bits ({quantized.kind})"]
     cut_through = sum(not quantized.aligned(planned) for planned in weights)
     if cut_through and quantized.stored:

@@ -17,6 +17,8 @@ from .cut import Cut, share_spans
 from .flat_blocks import coordinates, runs_align
 from .parameter import ParameterPlan
 
+AS_STORED = "as_stored"
+"""The quantization config that keeps weights in the bytes that their checkpoint stores."""
 BLOCK = 64
 """Values per scale in 4 bits."""
 OUTER_BLOCK = 256
@@ -25,7 +27,7 @@ OUTER_BLOCK = 256
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Plan of weights that are quantized as they are loaded."""
+    """Plan of weights that are held quantized."""
 
     bits: int  # 4 or 8
     kind: str  # ``nf4``, ``fp4`` or ``int8``
@@ -34,6 +36,18 @@ class QuantizedPlan:
     # names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``
     transposed: frozenset[str] = frozenset()
     stored: bool = False  # whether the checkpoint holds them quantized; their scales then stay in float32
+    # bytes of a value and of its share of scales, in the checkpoint's own form, which is kept; 0: bitsandbytes'
+    size: float = 0.0
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether weights stay in the bytes that the checkpoint stores."""
+        return self.size > 0
+
+    @property
+    def described(self) -> str:
+        """How its weights are held, in words."""
+        return f"held as stored ({self.kind})" if self.as_stored else f"in {self.bits} bits"
 
     def aligned(self, planned: ParameterPlan) -> bool:
         """Return whether every rank's shard of a weight is quantized as in one process, double quantization aside."""

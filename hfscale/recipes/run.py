@@ -12,6 +12,7 @@ import hfscale
 from .._compat.transformers.classes import made_or_explained
 from ..errors import did_you_mean
 from ..features.adapters.peft_config import config_class
+from ..plan.quantized import AS_STORED
 from ..train.guards import check_packed_rows
 from .dataset import END_OF_TEXT_ID, prepare
 from .launch import layout_of
@@ -132,8 +133,10 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
     return _made("adapter", kind, fields, {"task_type": task_of(recipe.data).adapter, **fixed})
 
 
-def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | None:
-    """Return the base's quantization config; ``None`` where it is not quantized."""
+def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | str | None:
+    """Return the base's quantization config; ``None`` where it is not quantized, or read as plain values."""
+    if recipe.quantization == {AS_STORED: True}:
+        return AS_STORED
     return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
 
 

@@ -262,7 +262,8 @@ class FinetuneRecipe(Recipe):
             fields of PEFT's config of it, as ``r``, ``lora_alpha``, ``target_modules: all-linear``,
             ``target_parameters``; or only ``path``, a saved adapter to go on with. Empty: all parameters.
         quantization: of the base under an adapter, the fields of ``transformers.BitsAndBytesConfig``, as
-            ``load_in_4bit``, ``bnb_4bit_quant_type``. Empty: none.
+            ``load_in_4bit``, ``bnb_4bit_quant_type``; or only ``as_stored: true``, to keep the bytes of weights that
+            it stores quantized. Empty: none.
         merge: whether to add the adapter to the base after training and to write that besides, as a plain checkpoint:
             false or true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``.
     """

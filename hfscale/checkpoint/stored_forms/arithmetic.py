@@ -6,7 +6,7 @@ operation are the host's, so that results are equal bit by bit.
 """
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from math import gcd
 
 import torch
@@ -60,9 +60,15 @@ def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers in ``dtype``: of E2M1 codes, which come as whole numbers, or of floating point."""
     if codes.dtype.is_floating_point:
         return codes.to(dtype)
-    return torch.tensor(_E2M1, dtype=dtype)[codes.int()]
+    return _e2m1(dtype, codes.device)[codes.int()]
 
 
+@cache  # it is copied from a list, which syncs with the device
+def _e2m1(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(_E2M1, dtype=dtype, device=device)
+
+
+@cache  # equal ones are the same
 def two_per_byte() -> Along:
     """Return how bytes run along the weight that hold two 4-bit codes each, the lower half first."""
     return Along(2, 1, _halves)
@@ -73,6 +79,7 @@ def _halves(words: Tensor) -> Tensor:
     return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
 
 
+@cache
 def packed_in_int32(bits: int) -> Along:
     """Return how int32 words run along the weight that hold whole numbers of ``bits`` bits, without gaps.
 
@@ -103,7 +110,7 @@ def packed(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
 def _unpacked(packed: Tensor, bits: int, words: int) -> Tensor:
     missing = -packed.shape[-1] % words  # the last unit of a row may be cut short
     units = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
-    starts = torch.arange(32 * words // bits) * bits
+    starts = torch.arange(32 * words // bits, device=packed.device) * bits
     first, shift = starts // 32, starts % 32
     pairs = units[..., first] | units[..., (first + 1).clamp(max=words - 1)] << 32
     return ((pairs >> shift & (1 << bits) - 1) - (1 << bits - 1)).flatten(-2)

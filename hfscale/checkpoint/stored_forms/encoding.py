@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...distributed.files.dequantized import Along, DequantizedOnDisk
+from ...distributed.files.dequantized import Along, Box, DequantizedOnDisk
 from ...distributed.files.reader import open_tensors
 from ...errors import CheckpointError, ConfigError
 from ..carried import carried_by
@@ -121,9 +121,9 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
     for index, matrix in zip(product(*map(range, value.shape[:-2])), matrices, strict=True):
         for first in range(0, rows, step):
             span = (first, min(first + step, rows))
-            for name, words in _encode_rows(weight, index, span, matrix[slice(*span)], whole).items():
-                part = parts[name]
-                box = part.box(index, span, (0, columns))
+            spans = (*((place, place + 1) for place in index), span, (0, columns))
+            for name, words in _encode_rows(weight, spans, matrix[slice(*span)], whole).items():
+                box = parts[name].box(spans)
                 made[name][tuple(slice(*edges) for edges in box)] = words.view([stop - start for start, stop in box])
     return made
 
@@ -145,21 +145,21 @@ def _stored_shape(weight: DequantizedOnDisk) -> tuple[int, int]:
     return (columns, rows) if weight.transposed else (rows, columns)
 
 
-def _encode_rows(
-    weight: DequantizedOnDisk, index: tuple[int, ...], rows: tuple[int, int], now: Tensor, whole: Tensor | None
-) -> dict[str, Tensor]:
+def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:
     """Return the words of some rows of a matrix, of every part that changes with the values.
 
     Args:
+        spans: the rows, as stored, whose values are ``now``.
         whole: the new scale of the whole tensor, if it has one, with which no block stays as it is.
     """
     parts, columns = weight.parts, now.shape[1]
-    scales, across = parts["scales"], (0, columns)
-    words = {name: parts[name].source.read(parts[name].box(index, rows, across)) for name in _OWN & parts.keys()}
-    read = {name: part.read(index, rows, across) for name, part in parts.items()}
-    same = weight.values_of(read, now.dtype, merged=False) == now
+    scales = parts["scales"]
+    words = {name: parts[name].source.read(parts[name].box(spans)) for name in _OWN & parts.keys()}
+    found = {name: part.read(spans) for name, part in parts.items()}
+    read = {name: entries.view(entries.shape[-2:]) for name, entries in found.items()}
+    same = weight.arithmetic(read, now.dtype) == now
     if weight.if_merged is not None:
-        same |= weight.values_of(read, now.dtype, merged=True) == now
+        same |= weight.if_merged(read, now.dtype) == now
     height, width = min(scales.rows.entries, len(now)), min(scales.columns.entries, columns)
     kept = _blocks(same, height, width, True).all(3).all(1)
     kept &= whole is None

@@ -1,13 +1,16 @@
 """What a config says of weights that its checkpoint stores quantized: ``quantization_config`` in ``config.json``."""
 
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...plan.quantized import AS_STORED
 
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 """The host's names of the methods whose weights are read as plain values."""
@@ -64,6 +67,25 @@ class StoredForm:
             block=(block[0], block[1]) if block and weights.get("strategy") == "block" else None,
         )
 
+    def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
+        """Return the bytes of a value of the weight ``name``, with its share of scales; 0: stored plain, it says."""
+        if self.method == "mxfp4":
+            return 0.5 + 1 / 32 if ".experts." in name else 0.0
+        scheme, names = self.scheme(name), {name, name.replace(".experts.", ".experts.0.")}
+        kept = self.values.get("modules_to_not_convert") or self.values.get("ignore") or ()
+        if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
+            return 0.0
+        if self.method != "compressed-tensors":
+            return 1 + (1 / 32 if self.method == "mxfp8" else 4 / prod(scheme.block or shape[-2:]))
+        return scheme.bits / 8 + 2 / (prod(scheme.block) if scheme.block else scheme.group or shape[-1])
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Return whether a pattern of names, as the host or compressed-tensors writes it, is of a module ``name``."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return f".{pattern}." in f".{name}."
+
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
     """Return the group of a config of compressed-tensors that the host takes for experts, or for other layers."""
@@ -115,22 +137,31 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return the user's quantization config, or ``None`` if it asks for plain values, which are loaded anyway.
+    """Return the user's quantization config, ``"as_stored"`` if it asks for the checkpoint's own bytes, or ``None`` if
+    it asks for plain values, which are loaded anyway.
 
     Raises:
-        ConfigError: it asks for plain values of another form than the checkpoint's.
+        ConfigError: it asks for another form than the checkpoint's.
     """
-    if not getattr(given, "dequantize", False):
+    plain = getattr(given, "dequantize", False)
+    kept = not plain and (_method(given) in READ or (isinstance(given, str) and given == AS_STORED))
+    if not kept and not plain:
         return given
     values = description(config)
-    asked = getattr(given.quant_method, "value", given.quant_method)
-    if values is None or values["quant_method"] != asked:
-        found = "not quantized" if values is None else f"in {values['quant_method']}"
+    found = None if values is None else values["quant_method"]
+    asked = _method(given) or found
+    if found != asked or found not in READ:
+        shown = "'as_stored'" if given == AS_STORED else f"{type(given).__name__}({'' if kept else 'dequantize=True'})"
         raise ConfigError(
-            f"quantization_config={type(given).__name__}(dequantize=True) is for a checkpoint stored in {asked}, and "
-            f"this one is {found}: leave it out"
+            f"quantization_config={shown} is for a checkpoint stored in {asked or ', '.join(READ)}, and this one is "
+            f"{f'in {found}' if found else 'not quantized'}: leave it out"
         )
-    return None
+    return AS_STORED if kept else None
+
+
+def _method(given: Any) -> Any:
+    method = getattr(given, "quant_method", None)
+    return getattr(method, "value", method)
 
 
 def description(config: Any) -> dict[str, Any] | None:

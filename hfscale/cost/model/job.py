@@ -135,7 +135,7 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
     """Return the bytes of a weight as data ranks gather it: in the compute dtype, in 8 bits, or packed."""
     packed, size = frozenset[str](), 0.0
     if plan.quantized is not None:
-        packed, size = frozenset(plan.quantized.weights), _PACKED[plan.quantized.bits]
+        packed, size = frozenset(plan.quantized.weights), plan.quantized.size or _PACKED[plan.quantized.bits]
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
     entries = _entries(plan)

@@ -195,6 +195,8 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
     sharded = plan.layout.data_world > 1
     local = _padded(planned.shape, planned.cuts, ranks) if sharded else planned.local_shape(ranks)
     matrices, values = prod(local[:-2]), prod(local[-2:])
+    if plan.quantized.as_stored:
+        return ceil(matrices * values * plan.quantized.size)
     if plan.quantized.bits == 8:
         return values + 4 * local[-1 if transposed else -2]
     blocks = ceil(values / BLOCK)

@@ -5,9 +5,9 @@ two dims, so many entries of the weight belong to so many of such a tensor (:cla
 names a box of each of them, grown to whole blocks. These are read, a few rows at a time, and multiplied out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 Box = tuple[tuple[int, int], ...]
 """``(start, stop)`` per dim."""
 _ENTRIES = 1 << 19  # multiplied out at a time
+_MORE = 32  # times as many on a device, where every step waits for its launch
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Along:
             return self.unpack(words.transpose(dim, -1)).narrow(-1, offset, stop - start).transpose(dim, -1)
         if self.entries == 1 or words.shape[dim] == 1:
             return words
-        return words.index_select(dim, torch.arange(offset, offset + stop - start) // self.entries)
+        return words.index_select(dim, torch.arange(offset, offset + stop - start, device=words.device) // self.entries)
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,30 @@ class StoredPart:
     rows: Along = Along()
     columns: Along = Along()
 
-    def box(self, index: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Box:
-        """Return the box of the stored tensor that holds a box of matrix ``index`` of the weight."""
+    def box(self, spans: Box) -> Box:
+        """Return the box of the stored tensor that holds a box of the weight, as stored."""
         shape = self.source.shape
-        lead = [(place, place + 1) if size > 1 else (0, 1) for place, size in zip(index, shape[:-2], strict=True)]
-        return (*lead, self.rows.words_of(rows, shape[-2]), self.columns.words_of(columns, shape[-1]))
+        lead = [span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)]
+        return (*lead, self.rows.words_of(spans[-2], shape[-2]), self.columns.words_of(spans[-1], shape[-1]))
 
-    def read(self, index: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Return the entries for a box of matrix ``index`` of the weight; size 1 along a dim stands for all of it."""
-        words = self.source.read(self.box(index, rows, columns))
-        return self.columns.spread(self.rows.spread(words.view(words.shape[-2:]), rows, -2), columns, -1)
+    def read(self, spans: Box) -> Tensor:
+        """Return the entries for a box of the weight, as stored; size 1 along a dim stands for all of it."""
+        words = self.source.read(self.box(spans))
+        return self.columns.spread(self.rows.spread(words, spans[-2], -2), spans[-1], -1)
+
+
+class WordsInMemory(TensorOnDisk):
+    """A box of a stored tensor that has been read; ``origin`` is where it begins along the last dims."""
+
+    def __init__(self, words: Tensor, origin: Sequence[int]) -> None:
+        lead = len(words.shape) - len(origin)
+        self._words, self._origin = words, (*(0,) * lead, *origin)
+        self.shape = tuple(size + first for size, first in zip(words.shape, self._origin, strict=True))
+        self.dtype = words.dtype
+
+    def read(self, spans: Box) -> Tensor:
+        """Return the box ``spans`` of the stored tensor."""
+        return self._words[_slices(spans, self._origin)]
 
 
 class DequantizedOnDisk(TensorOnDisk):
@@ -89,6 +104,7 @@ class DequantizedOnDisk(TensorOnDisk):
 
     Attributes:
         dtype: of the values; bfloat16 until :meth:`load_as`.
+        arithmetic_now: of the values that the host loads, by :meth:`load_as`.
         stored_as: the stored tensors by name, each with its part in the weight, if it has one.
     """
 
@@ -102,12 +118,13 @@ class DequantizedOnDisk(TensorOnDisk):
     ) -> None:
         self.shape, self.dtype = shape, torch.bfloat16
         self.parts, self.arithmetic, self.transposed, self.if_merged = parts, arithmetic, transposed, if_merged
-        self._merged = False
+        self.arithmetic_now = arithmetic
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
         """Set the dtype of the values, and whether the host merges the weight with others."""
-        self.dtype, self._merged = dtype, merged
+        self.dtype = dtype
+        self.arithmetic_now = self.if_merged if merged and self.if_merged is not None else self.arithmetic
 
     def get_dtype(self) -> str:
         """Return safetensors' name of the dtype."""
@@ -116,21 +133,32 @@ class DequantizedOnDisk(TensorOnDisk):
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
-        if out.numel() == 0:
-            return out
-        *lead, rows, columns = spans
-        matrices = out.view(-1, *out.shape[-2:])
         if self.transposed:
-            rows, columns, matrices = columns, rows, matrices.transpose(-1, -2)
-        step = max(1, _ENTRIES // (columns[1] - columns[0]))
-        for index, matrix in zip(product(*(range(*span) for span in lead)), matrices, strict=True):
-            for first in range(*rows, step):
-                last = min(first + step, rows[1])
-                found = {name: part.read(index, (first, last), columns) for name, part in self.parts.items()}
-                matrix[first - rows[0] : last - rows[0]] = self.values_of(found, self.dtype, self._merged)
+            self.read_stored((*spans[:-2], spans[-1], spans[-2]), out.transpose(-1, -2))
+        else:
+            self.read_stored(spans, out)
         return out
 
-    def values_of(self, found: Mapping[str, Tensor], dtype: torch.dtype, merged: bool) -> Tensor:
-        """Return the values that boxes of the parts stand for, of a weight that is ``merged`` with others, or not."""
-        arithmetic = self.if_merged if merged and self.if_merged is not None else self.arithmetic
-        return arithmetic(found, dtype)
+    def read_stored(self, spans: Box, out: Tensor) -> None:
+        """Write a box of the weight, as stored, into ``out``, of any dtype, a few entries at a time."""
+        most = _ENTRIES * (1 if out.device.type == "cpu" else _MORE)
+        for box in _steps(spans, most) if out.numel() else ():
+            found = {name: part.read(box) for name, part in self.parts.items()}
+            out[_slices(box, [start for start, _ in spans])] = self.arithmetic_now(found, self.dtype)
+
+
+def _slices(spans: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - first, stop - first) for (start, stop), first in zip(spans, origin, strict=True))
+
+
+def _steps(spans: Box, most: int) -> Iterator[Box]:
+    """Yield boxes of at most ``most`` entries, or of one row, that make up ``spans``: rows, or whole matrices."""
+    (start, stop), *inner = spans
+    size = prod(high - low for low, high in inner)
+    if len(inner) > 1 and size > most:
+        for index in range(start, stop):
+            yield from (((index, index + 1), *box) for box in _steps(tuple(inner), most))
+        return
+    step = max(1, most // size)
+    for first in range(start, stop, step):
+        yield ((first, min(first + step, stop)), *inner)

@@ -1,53 +1,42 @@
 """4-bit weights as plain bytes, which data ranks can shard and gather like any other tensor.
 
 bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as packed bytes with a state object, which FSDP2 loses
-when it shards parameters. Here packed bytes and scales are two ``uint8`` tensors with one row per data rank, and a
-frozen :class:`Packing` says how to read them::
+when it shards parameters. Here packed bytes and scales are a row of bytes per data rank (:mod:`.packed_weights`)::
 
-    weight  [shards, matrices * blocks * 32]     32 bytes = one block of 64 values
-    scales  [shards, matrices * scale_bytes]     float32 per block; with double quantization
-                                                 [float32 per 256 blocks | float32 mean | byte per block]
+    [matrices * blocks * 32 bytes | matrices * scale_bytes]     32 bytes = one block of 64 values
 
-Row ``s`` was read and quantized by data rank ``s``: rows, columns or full matrices of the weight. The gathered rows are
-the weight that all data ranks compute with.
+Scales are a float32 per block; with double quantization ``[float32 per 256 blocks | float32 mean | byte per block]``.
+Row ``s`` was read and quantized by data rank ``s``: rows, columns or full matrices of the weight.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat.bitsandbytes import functional
-from ..._compat.torch import own_parameters
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
+from .packed_weights import Packing, as_bytes
 
 
 @dataclass(frozen=True)
-class Packing:
-    """The layout of a packed weight's bytes.
+class FourBitPacking(Packing):
+    """The layout of a 4-bit weight's bytes.
 
     Attributes:
-        shape: ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
         quant_type: ``nf4`` or ``fp4``.
         double: whether the scales are quantized too.
-        dtype: the dtype it was quantized from.
-        compute_dtype: the dtype that experts compute in; a projection knows its own.
         shards: number of data ranks that shard it.
         dim: the dim of ``shape`` that they shard.
     """
 
-    shape: tuple[int, int, int]
     quant_type: str
     double: bool
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
     shards: int = 1
     dim: int = 1
 
@@ -69,14 +58,14 @@ class Packing:
         return packed_scale_bytes(self.blocks, self.double)
 
     @property
-    def weight_shape(self) -> tuple[int, int]:
-        """The shape of the gathered packed bytes."""
-        return self.shards, self.chunk[0] * self.blocks * BLOCK // 2
+    def weight_bytes(self) -> int:
+        """The bytes of a row before its scales."""
+        return self.chunk[0] * self.blocks * BLOCK // 2
 
     @property
-    def scales_shape(self) -> tuple[int, int]:
-        """The shape of the gathered bytes of the scales."""
-        return self.shards, self.chunk[0] * self.scale_bytes
+    def row_shape(self) -> tuple[int, int]:
+        """The shape of the gathered bytes."""
+        return self.shards, self.weight_bytes + self.chunk[0] * self.scale_bytes
 
     @property
     def is_one_stream(self) -> bool:
@@ -85,20 +74,45 @@ class Packing:
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
 
+    def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values ``[matrices, rows, columns]`` of the gathered bytes."""
+        weight, scales = split_row(rows, self)
+        if self.is_one_stream:
+            packed, state = unpack_state(weight, scales, self)
+        else:
+            packed = weight.reshape(-1, 1)
+            state = _state(read_scales(scales, self).view(-1), self, (self.shards * self.chunk[0], self.blocks * BLOCK))
+        state.dtype = dtype or self.dtype
+        values: Tensor = functional().dequantize_4bit(packed, state)
+        if self.is_one_stream:
+            return values.view(self.shape)
+        matrices, height, width = self.chunk
+        parts = values.view(self.shards, matrices, -1)[..., : height * width].reshape(-1, *self.chunk)
+        if self.shards == 1:
+            return parts[0]
+        joined = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return joined.narrow(self.dim, 0, self.shape[self.dim])
 
-def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    def marks(self) -> Mapping[str, Any]:
+        """Return the attributes of the parameter that PEFT reads from stock ones."""
+        return {"quant_type": self.quant_type, "compress_statistics": self.double}
+
+
+def pack(share: Tensor, packing: FourBitPacking) -> Tensor:
     """Quantize one data rank's shard.
 
     Args:
         share: ``[matrices, rows, columns]`` in 16 or 32 bits; no larger than ``packing.chunk``.
 
     Returns:
-        one row of the packed bytes and one of the bytes of the scales, ``[1, ...]`` each, ``uint8``.
+        its row of bytes, ``uint8 [1, ...]``.
     """
     missing = packing.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share
-    weight = torch.zeros((packing.chunk[0], packing.blocks * BLOCK // 2), dtype=torch.uint8, device=share.device)
-    scales = torch.zeros((packing.chunk[0], packing.scale_bytes), dtype=torch.uint8, device=share.device)
+    row = torch.zeros((1, packing.row_shape[1]), dtype=torch.uint8, device=share.device)
+    weight, scales = (
+        part.view(packing.chunk[0], part.shape[1] // max(1, packing.chunk[0])) for part in split_row(row, packing)
+    )
     for number, matrix in enumerate(share):
         if not matrix.numel():
             continue
@@ -117,7 +131,7 @@ def pack(share: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         _write(scales[number], 0, state.state2.absmax)
         _write(scales[number], mean, state.offset.float().view(1))
         _write(scales[number], mean + 4, state.absmax)
-    return weight.view(1, -1), scales.view(1, -1)
+    return row
 
 
 def _write(row: Tensor, start: int, values: Tensor) -> None:
@@ -125,41 +139,23 @@ def _write(row: Tensor, start: int, values: Tensor) -> None:
     row[start : start + found.numel()] = found
 
 
-def unpack_state(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tensor, Any]:
+def split_row(rows: Tensor, packing: FourBitPacking) -> tuple[Tensor, Tensor]:
+    """Return the packed bytes and the bytes of the scales, ``[shards, ...]`` each."""
+    plain = as_bytes(rows)
+    return plain[:, : packing.weight_bytes], plain[:, packing.weight_bytes :]
+
+
+def unpack_state(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> tuple[Tensor, Any]:
     """Return packed bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight that is one contiguous matrix."""
     _, rows, columns = packing.shape
     size = rows * columns
     state = _state(read_scales(scales, packing).view(-1)[: ceil(size / BLOCK)], packing, (rows, columns))
-    return as_bytes(weight).view(-1, 1)[: ceil(size / 2)], state
+    return weight.reshape(-1, 1)[: ceil(size / 2)], state
 
 
-def unpack(weight: Tensor, scales: Tensor, packing: Packing, dtype: torch.dtype | None = None) -> Tensor:
-    """Dequantize the weight ``[matrices, rows, columns]`` from its gathered bytes.
-
-    Args:
-        dtype: the dtype to dequantize to; by default the one it was quantized from.
-    """
-    if packing.is_one_stream:
-        packed, state = unpack_state(weight, scales, packing)
-    else:
-        chunk = (packing.shards * packing.chunk[0], packing.blocks * BLOCK)
-        packed = as_bytes(weight).view(-1, 1)
-        state = _state(read_scales(scales, packing).view(-1), packing, chunk)
-    state.dtype = dtype or packing.dtype
-    values: Tensor = functional().dequantize_4bit(packed, state)
-    if packing.is_one_stream:
-        return values.view(packing.shape)
-    matrices, rows, columns = packing.chunk
-    parts = values.view(packing.shards, matrices, -1)[..., : rows * columns].reshape(-1, *packing.chunk)
-    if packing.shards == 1:
-        return parts[0]
-    joined = parts.movedim(0, packing.dim).flatten(packing.dim, packing.dim + 1)
-    return joined.narrow(packing.dim, 0, packing.shape[packing.dim])
-
-
-def read_scales(scales: Tensor, packing: Packing) -> Tensor:
+def read_scales(scales: Tensor, packing: FourBitPacking) -> Tensor:
     """Return one float32 scale per block, ``[shards * matrices, blocks]``."""
-    rows = as_bytes(scales).view(-1, packing.scale_bytes)
+    rows = scales.contiguous().view(-1, packing.scale_bytes)
     if not packing.double:
         return rows.view(torch.float32)
     mean = 4 * ceil(packing.blocks / OUTER_BLOCK)
@@ -174,18 +170,7 @@ def read_scales(scales: Tensor, packing: Packing) -> Tensor:
     return torch.stack(found) + means
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return plain bytes; mixed precision may have cast them to floats (0 to 255 are exact in bfloat16)."""
-    plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Return the bytes of all data ranks, gathered if necessary; every data rank calls it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _state(absmax: Tensor, packing: Packing, shape: tuple[int, int]) -> Any:
+def _state(absmax: Tensor, packing: FourBitPacking, shape: tuple[int, int]) -> Any:
     return functional().QuantState(
         absmax=absmax,
         shape=torch.Size(shape),
@@ -208,63 +193,3 @@ def _code(device: torch.device) -> Tensor:
     """Return bitsandbytes' values of 8-bit codes, for quantized scales."""
     code: Tensor = functional().create_dynamic_map().to(device)
     return code
-
-
-_PACKINGS = "_packings"
-_SCALES = "scales"
-
-
-def packings_of(module: nn.Module) -> dict[str, Packing]:
-    """Return the packings of a module's packed parameters, by name; the scales of each are in :func:`scales_name`."""
-    found: dict[str, Packing] = module.__dict__.get(_PACKINGS, {})
-    return found
-
-
-def scales_name(name: str) -> str:
-    """Return the name of the parameter that holds a packed parameter's scales."""
-    return _SCALES if name == "weight" else f"{name}_{_SCALES}"
-
-
-def register_packed(module: nn.Module, name: str, packing: Packing) -> None:
-    """Give ``module`` a packed parameter ``name`` and its scales, on the meta device."""
-    module.__dict__.setdefault(_PACKINGS, {})[name] = packing
-    for key, shape in ((name, packing.weight_shape), (scales_name(name), packing.scales_shape)):
-        empty = torch.empty(shape, dtype=torch.uint8, device="meta")
-        own_parameters(module)[key] = nn.Parameter(empty, requires_grad=False)
-    mark(module)
-
-
-def forget_packed(module: nn.Module, name: str) -> None:
-    """Undo :func:`register_packed`; the caller puts the original parameter back."""
-    packings_of(module).pop(name, None)
-    own_parameters(module).pop(scales_name(name), None)
-
-
-def mark(module: nn.Module) -> None:
-    """Set the attributes of packed weights that PEFT reads from stock ones."""
-    for name, packing in packings_of(module).items():
-        parameter: Any = own_parameters(module)[name]
-        parameter.quant_type, parameter.compress_statistics = packing.quant_type, packing.double
-
-
-@contextmanager
-def shown_unpacked(model: nn.Module) -> Iterator[None]:
-    """Replace packed experts inside the `with` block by meta parameters of the unpacked shape, for PEFT."""
-    kept = []
-    for module in model.modules():
-        for name, packing in packings_of(module).items():
-            if name != "weight":
-                kept.append((module, name, own_parameters(module)[name]))
-                empty = torch.empty(packing.shape, dtype=packing.dtype, device="meta")
-                own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, name, packed in kept:
-            own_parameters(module)[name] = packed
-
-
-def read_packed(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Dequantize a packed parameter of ``module`` to ``[matrices, rows, columns]``; its bytes must be gathered."""
-    parameters: Any = own_parameters(module)
-    return unpack(parameters[name], parameters[scales_name(name)], packings_of(module)[name], dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..._compat.peft import LORA_EMBEDDING_A
 from ...distributed.mesh import Mesh
-from ...distributed.ops.four_bit import shown_unpacked
+from ...distributed.ops.packed_weights import packings_of, shown_unpacked
 from ...errors import PlanError
 from ...plan import Plan
 from ...train.runtime import Part, Runtime
@@ -148,7 +148,10 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
             )
         owner = adapter.tied_to or adapter.name
         if owner not in made:
-            base = shares[plan.by_name[adapter.base].tied_to or adapter.base].dtype
+            module, attribute = owner_of(model, adapter.base)
+            packing = packings_of(module).get(attribute)
+            kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
+            base = kept.dtype if packing is None else packing.dtype
             empty = torch.empty(shape, dtype=type_beside(base, adapter.kept_in), device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
         holder, attribute = owner_of(model, adapter.name)

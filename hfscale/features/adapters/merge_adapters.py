@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._compat.peft import COPY, wrapped
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
-from ...distributed.ops.four_bit import forget_packed
+from ...distributed.ops.packed_weights import packings_of
 from ...errors import ConfigError
 from ...models.module_kinds import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
@@ -120,7 +120,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
         module, attribute = owner_of(model, name)
         empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
         if len(planned.shape) > 2:  # experts stay transformers' modules even if quantized
-            forget_packed(module, attribute)
+            packings_of(module).pop(attribute, None)
         else:
             path = name.rpartition(".")[0]
             bias = own_parameters(module).get("bias")

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...distributed.files.replace import finish_move
 from ...errors import ConfigError
+from ...plan.quantized import QuantizedPlan
 
 _METHODS = ("LORA", "IA3", "LOHA")
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
@@ -91,8 +92,9 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"LoraConfig({refused[0]}=...) is not known to hfscale: leave it out")
 
 
-def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
-    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over 4- or 8-bit weights."""
+def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:
+    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over quantized weights."""
+    bits = quantized.bits
     method = getattr(config.peft_type, "value", config.peft_type)
     if method == "LOHA":
         raise ConfigError(f"LoHa needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3")
@@ -102,7 +104,7 @@ def check_over_quantized(config: Any, bits: int, batch_world: int) -> None:
             f"LoraConfig(init_lora_weights={init!r}) changes the weights, which would be rounded to {bits} bits once "
             "more: use True or 'gaussian', or load the weights in 16 or 32 bits"
         )
-    if getattr(config, "use_dora", False) and (bits != 4 or batch_world > 1):
+    if getattr(config, "use_dora", False) and (bits != 4 or batch_world > 1 or quantized.as_stored):
         raise ConfigError(
             f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale computes only for 4-bit "
             "weights without data ranks: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"

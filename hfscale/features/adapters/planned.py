@@ -61,7 +61,7 @@ def _check(config: Any, plan: Plan) -> None:
     _refuse_tying(config, plan)
     _refuse_own_dropout(config, plan)
     if plan.quantized is not None:
-        check_over_quantized(config, plan.quantized.bits, plan.layout.data_world)
+        check_over_quantized(config, plan.quantized, plan.layout.data_world)
         _refuse_quantized_copies(config, plan.quantized, plan.head)
 
 
@@ -98,9 +98,12 @@ def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | 
             # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))
+            instead = f"leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
+            if quantized.as_stored:
+                instead = "adapt it instead, by target_modules"
             raise ConfigError(
-                f"modules_to_save={wanted!r} trains all weights, and {inside[0]} is in {quantized.bits} bits, which "
-                f"have no gradients: leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
+                f"modules_to_save={wanted!r} trains all weights, and {inside[0]} is {quantized.described}, which have "
+                f"no gradients: {instead}"
             )
 
 

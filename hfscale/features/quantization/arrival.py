@@ -11,12 +11,13 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._compat.bitsandbytes import is_quantized_already, keep_layout, scales_of_rows, set_state
 from ..._compat.torch import own_parameters
 from ...distributed.mesh import Mesh
-from ...distributed.ops.four_bit import Packing, pack, register_packed, scales_name, unpack_state
+from ...distributed.ops.four_bit import FourBitPacking, pack, unpack_state
+from ...distributed.ops.packed_weights import register_packed
 from ...errors import CheckpointError
 from ...models.names import wild_name
 from ...plan import ParameterPlan, Plan
@@ -42,8 +43,7 @@ class Quantizing:
         self.weights = {name: plan.by_name[name] for name in self.plan.weights if name in here}
         self.originals = {name: here[name] for name in self.weights}
         self.whole: Collection[str] = ()
-        self.packings: dict[str, Packing] = {}
-        self.scales: dict[str, Tensor] = {}
+        self.packings: dict[str, FourBitPacking] = {}
         self.stored: dict[str, PackedOnDisk] = {}
         self.stock = host.get_quantize_ops()
         for name in self.plan.transposed & self.weights.keys():
@@ -115,8 +115,8 @@ class Quantizing:
                 continue
             matrices = value.T if name in self.plan.transposed else value
             matrices = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
-            weight, self.scales[name] = pack(matrices.to(self.mesh.device), self.packings[name])
-            result[name] = nn.Parameter(weight, requires_grad=False)
+            row = pack(matrices.to(self.mesh.device), self.packings[name])
+            result[name] = nn.Parameter(row, requires_grad=False)
         return result
 
     def collect(self, shares: LocalWeights) -> None:
@@ -149,7 +149,6 @@ class Quantizing:
                 shares.quantized.append((module, attribute, parameter))
                 continue
             shares.tensors[name] = parameter.data
-            shares.quantized.append((module, scales_name(attribute), self.scales[name]))
             if hasattr(module, "in_features"):
                 from .linear_4bit import make_sharded  # imports bitsandbytes
 
@@ -162,8 +161,7 @@ class Quantizing:
         weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
         weight, scales = weight.to(self.mesh.device), scales.to(self.mesh.device)
         if name in self.packings:
-            weight, self.scales[name] = fill_row(weight, scales, self.packings[name])
-            return nn.Parameter(weight, requires_grad=False)
+            return nn.Parameter(fill_row(weight, scales, self.packings[name]), requires_grad=False)
         module, _ = owner_of(self.model, name)
         original: Any = self.originals[name]
         packing = self._packing(planned, module)
@@ -172,7 +170,7 @@ class Quantizing:
         stock: nn.Parameter = parameter
         return stock
 
-    def _packing(self, planned: ParameterPlan, module: Any) -> Packing:
+    def _packing(self, planned: ParameterPlan, module: Any) -> FourBitPacking:
         data = planned.data_cuts
         shape, dim = planned.model_shape(self.mesh.ranks), data[0].dim if data else 0
         if len(shape) == 2:
@@ -181,7 +179,7 @@ class Quantizing:
             if planned.name in self.plan.transposed:
                 shape, dim = (1, shape[2], shape[1]), 3 - dim
         config = self.host.quantization_config
-        return Packing(
+        return FourBitPacking(
             shape=(shape[0], shape[1], shape[2]),
             quant_type=config.bnb_4bit_quant_type,
             double=self.plan.double,

@@ -1,4 +1,4 @@
-"""A 4-bit projection whose packed weight and scales are plain parameters, so that FSDP2 can shard them.
+"""A 4-bit projection whose packed weight is a plain parameter, so that FSDP2 can shard it.
 
 Imported on use: it derives from a class of bitsandbytes.
 """
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.bitsandbytes import drop_state
-from ...distributed.ops.four_bit import Packing, packings_of, read_packed, register_packed, unpack_state
+from ...distributed.ops.four_bit import FourBitPacking, split_row, unpack_state
 from ...distributed.ops.grouped_linear import frozen_linear
+from ...distributed.ops.packed_weights import packings_of, read_packed, register_packed
 
 bnb: Any = bitsandbytes  # its annotations are incomplete
 
@@ -19,7 +20,7 @@ bnb: Any = bitsandbytes  # its annotations are incomplete
 class ShardedLinear4bit(bnb.nn.Linear4bit):
     """A bitsandbytes ``Linear4bit`` over sharded bytes (QLoRA, Dettmers et al. 2023).
 
-    ``weight`` and ``scales`` are ``uint8 [data ranks, bytes]``; see :mod:`...distributed.ops.four_bit`.
+    ``weight`` is ``uint8 [data ranks, bytes]``; see :mod:`...distributed.ops.four_bit`.
     ``in_features``, ``out_features``, ``bias`` and ``compute_dtype`` are those of the stock class, and so is the
     arithmetic.
     """
@@ -39,9 +40,10 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         packing = packings_of(self)["weight"]
+        assert isinstance(packing, FourBitPacking)
         if not packing.is_one_stream:
             return nn.functional.linear(x, read_packed(self, "weight", x.dtype)[0], bias)
-        weight, state = unpack_state(self.weight, self.scales, packing)
+        weight, state = unpack_state(*split_row(self.weight, packing), packing)
         out: Tensor = bnb.matmul_4bit(x, weight, quant_state=state, bias=bias)
         return out
 
@@ -49,7 +51,7 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
         return read_packed(self, "weight")[0].to(dtype)
 
 
-def make_sharded(module: Any, packing: Packing) -> None:
+def make_sharded(module: Any, packing: FourBitPacking) -> None:
     """Turn a stock ``Linear4bit`` into a :class:`ShardedLinear4bit` with parameters on the meta device."""
     module.__class__ = ShardedLinear4bit
     drop_state(module)

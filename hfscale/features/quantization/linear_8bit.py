@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..._compat.bitsandbytes import product_in_8_bits
 from ..._compat.torch import own_parameters
-from ...distributed.ops.four_bit import as_bytes
 from ...distributed.ops.grouped_linear import frozen_linear
+from ...distributed.ops.packed_weights import as_bytes
 
 bnb: Any = bitsandbytes  # its annotations are incomplete
 

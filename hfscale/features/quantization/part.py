@@ -15,7 +15,7 @@ class Quantization(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the quantized weights, after all others."""
         if weights is not None:
-            install_quantized(weights)
+            install_quantized(runtime.model, weights)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
         """Move scales and bitsandbytes' parameters into ``weights``."""

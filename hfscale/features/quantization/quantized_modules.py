@@ -27,11 +27,11 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.four_bit import gathered, mark, packings_of, register_packed, scales_name, unpack
+from ...distributed.ops.packed_weights import gathered, mark, packings_of, register_packed
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
 from ...plan import Plan
-from ...plan.quantized import QuantizedPlan
+from ...plan.quantized import AS_STORED, QuantizedPlan
 from ...train.runtime import like_sharded, local_tensor
 from ...train.runtime.shards import LocalWeights
 
@@ -40,13 +40,13 @@ _ROWS = "ShardedLinear8bitLt"
 
 def check_quantization(config: Any) -> None:
     """Raise :class:`ConfigError`, saying what to change, if hfscale cannot quantize a model as ``config`` says."""
-    if config is None or getattr(config, "dequantize", False):  # plain values of a checkpoint stored otherwise
+    if config is None or config == AS_STORED:
         return
     if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
         raise ConfigError(
             f"quantization_config={config!r} is not one that hfscale can shard: pass "
             "transformers.BitsAndBytesConfig(load_in_4bit=True, ...) or BitsAndBytesConfig(load_in_8bit=True), or "
-            "leave it out, and load the weights in 16 or 32 bits"
+            "'as_stored' for a checkpoint of quantized weights, or leave it out, and load the weights in 16 or 32 bits"
         )
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigError(
@@ -57,6 +57,16 @@ def check_quantization(config: Any) -> None:
         raise ConfigError("llm_int8_enable_fp32_cpu_offload=True splits the model over devices: leave it out")
     with suppress(ImportError):  # import it before transformers, which reports if it is missing
         importlib.import_module("bitsandbytes")
+
+
+def check_trainable(planned: Plan, adapters: bool) -> None:
+    """Raise :class:`ConfigError` if weights stay as they are stored and there are no adapters to train."""
+    quantized = planned.quantized
+    if quantized is not None and quantized.as_stored and not adapters:
+        raise ConfigError(
+            f"quantization_config='as_stored' keeps {len(quantized.weights)} weights in {quantized.kind}, which do not "
+            "train: add adapters (peft_config=LoraConfig(...)), or leave it out, and train plain values"
+        )
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
@@ -75,6 +85,15 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
     return plain, BitsAndBytesConfig.from_dict(values)
 
 
+def packable(planned: Plan, model: nn.Module) -> list[str]:
+    """Return the weights of the full stock ``model`` that can stay as they are stored: of projections and experts, but
+    not the head's or tied ones.
+    """
+    linear = [f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear]
+    named = {*linear, *_weights_of_experts(planned, model, lambda name: True)} - _shared(planned)
+    return [parameter.name for parameter in planned.parameters if parameter.name in named]
+
+
 def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[str]:
     for mixture in planned.mixtures:
         if chosen(mixture.name):
@@ -82,11 +101,16 @@ def _weights_of_experts(planned: Plan, model: nn.Module, chosen: Callable[[str],
             yield from (name for name, parameter in held if parameter.ndim == 3)
 
 
-def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
-    """Refuse to quantize the head, the embedding, and tied weights."""
+def _shared(planned: Plan) -> set[str | None]:
+    """Return the weights of the head and the embedding, and tied ones."""
     vocabulary = {planned.by_name[f"{name}.weight"] for name in (planned.head, planned.embedding) if name is not None}
     kept = {name for found in vocabulary for name in (found.name, found.tied_to)}
-    kept |= {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+    return kept | {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
+
+
+def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
+    """Refuse to quantize the head, the embedding, and tied weights."""
+    kept = _shared(planned)
     for name in weights:
         if name in kept:
             raise ConfigError(
@@ -138,15 +162,16 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     return replace(planned, quantized=found)
 
 
-def install_quantized(shares: LocalWeights) -> None:
+def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
     """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
+    for module in model.modules():
+        mark(module)
     for module, name, share in shares.quantized:
         if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
             own_parameters(module)[name] = share
             continue
         empty: Any = own_parameters(module)[name]
         own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
-        mark(module)
 
 
 def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
@@ -157,8 +182,6 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
     """
     for module in model.modules():
         for name, packing in list(packings_of(module).items()):
-            scales: Any = own_parameters(module)[scales_name(name)]
-            shares.quantized.append((module, scales_name(name), local_tensor(scales).detach()))
             register_packed(module, name, packing)
         parameter = own_parameters(module).get("weight")
         if type(module).__name__ == _ROWS:
@@ -183,10 +206,6 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     If data ranks shard it, all of them call this, and each gets the tensor gathered over the data axes: this rank's
     shard over the tensor, expert and pipeline axes.
 
-    Args:
-        module: a module of bitsandbytes, or one of experts.
-        name: name of the parameter.
-
     Returns:
         ``[out, in]`` for a projection (also a ``Conv1D``, which is stored transposed); ``[experts, ...]`` for experts,
         as their module holds it.
@@ -197,8 +216,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     parameter: Any = own_parameters(module).get(name)
     packing = packings_of(module).get(name)
     if packing is not None:
-        scales: Any = own_parameters(module)[scales_name(name)]
-        whole = unpack(gathered(parameter), gathered(scales), packing)
+        whole = packing.unpack(gathered(parameter))
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
         raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
@@ -219,8 +237,6 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
     hfscale; ``None`` for missing ones.
     """
     for module in model.modules():
-        for name in packings_of(module):
-            yield own_parameters(module)[scales_name(name)]
         if type(module).__name__ == _ROWS:
             yield own_parameters(module)["scales"]
         yield from tensors_beside_weight(module)

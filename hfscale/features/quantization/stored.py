@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._compat.bitsandbytes import functional
 from ...distributed.files.reader import TensorOnDisk
 from ...distributed.files.slices import PartOnDisk
-from ...distributed.ops.four_bit import Packing
+from ...distributed.ops.four_bit import FourBitPacking, split_row
 from ...errors import CheckpointError
 from ...plan import ParameterPlan
 from ...plan.cut import share_spans
@@ -92,7 +92,7 @@ def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDis
     return {name: tensor for name, tensor in stored.items() if name not in beside}, packed
 
 
-def check_row(packing: Packing, name: str) -> None:
+def check_row(packing: FourBitPacking, name: str) -> None:
     """Raise CheckpointError if :func:`fill_row` cannot fill the rows of all data ranks: uneven shards of columns."""
     if packing.dim == 2 and packing.shape[2] % packing.shards:
         raise CheckpointError(
@@ -101,12 +101,10 @@ def check_row(packing: Packing, name: str) -> None:
         )
 
 
-def fill_row(weight: Tensor, scales: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Return one data rank's row of packed bytes and of scales, from stored ones; see
-    :func:`...distributed.ops.four_bit.pack`.
-    """
-    row = weight.new_zeros((1, packing.weight_shape[1]))
-    row[0, : weight.numel()] = weight
-    beside = weight.new_zeros((1, packing.scales_shape[1]))
+def fill_row(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> Tensor:
+    """Return one data rank's row of bytes, from stored ones; see :func:`...distributed.ops.four_bit.pack`."""
+    row = weight.new_zeros((1, packing.row_shape[1]))
+    packed, beside = split_row(row, packing)
+    packed[0, : weight.numel()] = weight
     beside[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
-    return row, beside
+    return row

@@ -1,6 +1,6 @@
 """Run the experts of one rank on rows grouped by expert.
 
-Experts in 4 bits (QLoRA, Dettmers et al. 2023) are dequantized for one projection at a time, in the forward pass and
+Packed experts (QLoRA, Dettmers et al. 2023) are dequantized for one projection at a time, in the forward pass and
 again in the backward pass.
 """
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from ..._compat.peft import terms_of_experts
 from ..._compat.transformers.experts import apply_gate
-from ...distributed.ops.four_bit import packings_of, read_packed
 from ...distributed.ops.grouped_linear import frozen_grouped_linear, grouped_linear
+from ...distributed.ops.packed_weights import packings_of, read_packed
 from ...distributed.ops.shared_casts import cast_weight
 from ...train.runtime import local_tensor
 from ...train.runtime.parameter_names import unwrapped
 
 
-def compute_type(experts: Any) -> torch.dtype:
-    """Return the dtype that the transformers module ``experts`` computes in now."""
+def compute_type(experts: Any, x: Tensor) -> torch.dtype:
+    """Return the dtype that the transformers module ``experts`` computes in now, given input ``x``."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
     if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:  # which it leaves alone
         return torch.get_autocast_dtype(weight.device.type)
     packing = packings_of(experts).get("down_proj")
-    return weight.dtype if packing is None else packing.compute_dtype
+    return weight.dtype if packing is None else packing.compute_dtype or x.dtype
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -36,7 +36,7 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     Computes what the module's own forward computes for each row, without the weights of routes. Its parameters and
     functions are looked up at each call, so that replaced ones are used.
     """
-    dtype = compute_type(experts)
+    dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
     biased, transposed = experts.has_bias, experts.is_transposed
 
@@ -76,5 +76,5 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
 
 
 def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a 4-bit parameter of ``experts`` in ``dtype``; called in forward and again in backward."""
+    """Return a packed parameter of ``experts`` in ``dtype``; called in forward and again in backward."""
     return read_packed(experts, name).to(dtype)

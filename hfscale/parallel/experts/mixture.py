@@ -20,8 +20,8 @@ from ...distributed.ops.collectives import (
     reduce_from_tp_region,
     scatter_to_tp_region,
 )
-from ...distributed.ops.four_bit import packings_of
 from ...distributed.ops.grouped_linear import ALIGNED
+from ...distributed.ops.packed_weights import packings_of
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import unwrapped
@@ -83,14 +83,14 @@ class Mixture:
         local = local.masked_fill((local < 0) | (local >= own), own)
         routes, counts = plan_routes(local, own, None)
         self.routing.count([0] * before + counts + [0] * (self.count - before - own))
-        entered = copy_to_tp_region(hidden.to(compute_type(experts)), ranks)
+        entered = copy_to_tp_region(hidden.to(compute_type(experts, hidden)), ranks)
         out = through_experts(experts, entered, copy_to_tp_region(weights, ranks), routes)
         return reduce_from_tp_region(out, ranks).to(hidden.dtype)
 
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, counts = plan_routes(index, self.count, self.group)
         self.routing.count(counts)
-        computed = through_experts(experts, hidden.to(compute_type(experts)), weights, routes, self.batches)
+        computed = through_experts(experts, hidden.to(compute_type(experts, hidden)), weights, routes, self.batches)
         return computed.to(hidden.dtype)
 
 

@@ -228,7 +228,7 @@ def _warn_of_rounding(runtime: Runtime) -> None:
 def _warn_of_misread_rows(runtime: Runtime) -> None:
     """Warn of 4-bit matrices that bitsandbytes misreads on CPUs, in stock models too, so no comparison shows it."""
     quantized = runtime.plan.quantized
-    if quantized is None or quantized.bits != 4 or runtime.mesh.device.type != "cpu":
+    if quantized is None or quantized.as_stored or quantized.bits != 4 or runtime.mesh.device.type != "cpu":
         return
     widths = set[int]()
     for name in quantized.weights:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import all_gather
-from ...plan import Cut
+from ...plan import Cut, Plan
 from ...plan.cut import cut_shape
 
 
@@ -97,6 +97,7 @@ class LocalWeights:
     # the additional tensors of quantized weights: module, parameter name, and this rank's shard; or the parameter
     # itself, if it is of a bitsandbytes class
     quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    plan: Plan | None = None  # the plan that the loaded checkpoint has made exact
 
     def copy(self) -> "LocalWeights":
         """Return a shallow copy: the same tensors in new containers."""

@@ -15,7 +15,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.distributed.files.reader import SafetensorsFile
-from hfscale.distributed.ops.four_bit import packings_of
+from hfscale.distributed.ops.packed_weights import packings_of
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor

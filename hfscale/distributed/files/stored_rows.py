@@ -1,0 +1,210 @@
+"""Keep this rank's share of a weight in the bytes that its checkpoint stores: nothing is quantized again.
+
+A share is a few boxes of stored matrices, and a box of a stored matrix is a box of each of its parts (values, scales,
+zero points), grown to the blocks that it touches (:mod:`.dequantized`). Their words, one after the other, are a row of
+bytes, one per data rank (:mod:`..ops.packed_weights`). Equal boxes of many matrices - a projection of every expert -
+lie together, and are unpacked together to the values that a plain load reads, by the same functions::
+
+    row of a rank with two experts:   [gate values 0, 1 | gate scales 0, 1 | up values 0, 1 | up scales 0, 1]
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from math import ceil, lcm, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...plan import ParameterPlan
+from ...plan.cut import Cut, Spans, overlaps, share_spans
+from ..ops.packed_weights import Packing, as_bytes
+from .dequantized import Along, Arithmetic, Box, DequantizedOnDisk, StoredPart, WordsInMemory
+
+_ALIGNED = 8
+"""Bytes; the words of a part begin at a multiple."""
+
+Source = tuple[DequantizedOnDisk, Spans]
+"""A stored weight, and its box in the parameter: ``(start, stop)`` per dim."""
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """The words of one stored tensor for a box of a matrix: their dtype, the first one's place, and their shape."""
+
+    name: str  # in the arithmetic
+    dtype: torch.dtype
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+    rows: Along
+    columns: Along
+
+
+@dataclass(frozen=True)
+class KeptBlock:
+    """Equal boxes of several matrices, of which the words of each part lie one after the other.
+
+    Attributes:
+        transposed: whether the stored matrices are the weight's transposed.
+        spans: rows and columns of the boxes, as stored; of what is in front of them, whole blocks are left out.
+        at: matrices, rows and columns in the shard.
+    """
+
+    parts: tuple[KeptPart, ...]
+    arithmetic: Arithmetic
+    transposed: bool
+    spans: Box
+    at: Box
+
+    def places(self) -> list[tuple[KeptPart, int, int]]:
+        """Return each part, its first byte in the block, and its bytes of one matrix."""
+        (first, last), begin, found = self.at[0], 0, []
+        for part in self.parts:
+            size = prod(part.shape) * part.dtype.itemsize
+            found.append((part, begin, size))
+            begin += ceil((last - first) * size / _ALIGNED) * _ALIGNED
+        return found
+
+    @property
+    def size(self) -> int:
+        """The bytes of the block."""
+        (_, begin, size), (first, last) = self.places()[-1], self.at[0]
+        return begin + ceil((last - first) * size / _ALIGNED) * _ALIGNED
+
+    def unpack_into(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        """Write the values, computed in ``dtype``, of bytes ``rows [shards, size]`` into ``out [shards, matrices, rows,
+        columns]``.
+        """
+        shards, matrices = out.shape[:2]
+        parts = {}
+        for part, begin, size in self.places():
+            found = rows[:, begin : begin + matrices * size].contiguous()
+            found = found.clone() if found.storage_offset() % _ALIGNED else found
+            words = WordsInMemory(found.view(part.dtype).view(shards, matrices, *part.shape), part.origin)
+            parts[part.name] = StoredPart(words, part.rows, part.columns)
+        weight = DequantizedOnDisk((), parts, self.arithmetic)
+        weight.dtype = dtype
+        out = out.transpose(-1, -2) if self.transposed else out
+        weight.read_stored(((0, shards), (0, matrices), *self.spans), out)
+
+
+@dataclass(frozen=True)
+class StoredPacking(Packing):
+    """How to read a weight in the bytes of its checkpoint.
+
+    Attributes:
+        dim: the dim of ``shape`` that data ranks shard.
+        shards: of each data rank its ``(start, stop)`` along ``dim``, and its blocks.
+    """
+
+    dim: int
+    shards: tuple[tuple[tuple[int, int], tuple[KeptBlock, ...]], ...]
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """The shape of the gathered bytes; the row of a smaller shard is filled up."""
+        return len(self.shards), max(sum(block.size for block in blocks) for _, blocks in self.shards)
+
+    def unpack(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values ``[matrices, rows, columns]`` of the gathered bytes; equal shards are unpacked together."""
+        plain, first = as_bytes(rows), 0
+        out = torch.empty(self.shape, dtype=dtype or self.dtype, device=plain.device)
+        for blocks, alike in groupby(self.shards, key=lambda shard: shard[1]):
+            spans = [span for span, _ in alike]
+            (start, stop), count, begin = spans[0], len(spans), 0
+            part = out.narrow(self.dim, start, count * (stop - start)).unflatten(self.dim, (count, stop - start))
+            for block in blocks:
+                place = (slice(None), *(slice(*span) for span in block.at))
+                held = plain[first : first + count, begin : begin + block.size]
+                block.unpack_into(held, part.movedim(self.dim, 0)[place], self.dtype)
+                begin += block.size
+            first += count
+        return out
+
+
+class _Piece(NamedTuple):
+    """A box of one stored matrix, ``spans`` as stored, and its place in the shard: the matrix, and ``at`` in it."""
+
+    weight: DequantizedOnDisk
+    spans: Box
+    matrix: int
+    at: Box
+
+
+class StoredRow:
+    """The row of the rank at ``ranks`` of a weight of two dims or three, read when it is indexed.
+
+    Attributes:
+        packing: how to read the rows of all data ranks.
+    """
+
+    def __init__(self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]) -> None:
+        missing = 3 - len(planned.shape)
+        matrices, rows, columns = shape = (*(1,) * missing, *planned.model_shape(dict(ranks)))
+        cut = next(iter(planned.data_cuts), Cut("", 0, 1))
+        dim, shards = cut.dim + missing, []
+        for rank in range(cut.size):
+            spans = share_spans(planned.shape, planned.cuts, {**ranks, cut.axis: rank})
+            blocks = _grouped(_pieces(sources, [*[[(0, 1)]] * missing, *spans]))
+            shards.append((cut.spans(shape[dim], rank)[0], tuple(block for block, _ in blocks)))
+            if rank == ranks.get(cut.axis, 0):
+                self._own = blocks
+        self.packing = StoredPacking((matrices, rows, columns), sources[0][0].dtype, None, dim, tuple(shards))
+        self.shape = (1, self.packing.row_shape[1])
+
+    def __getitem__(self, index: Any) -> Tensor:
+        row, block_begin = torch.zeros(self.shape, dtype=torch.uint8), 0
+        for block, pieces in self._own:
+            for kept, begin, size in block.places():
+                for number, piece in enumerate(pieces):
+                    part = piece.weight.parts[kept.name]
+                    words = part.source.read(part.box(piece.spans)).contiguous()
+                    start = block_begin + begin + number * size
+                    row[0, start : start + size] = words.view(torch.uint8).flatten()
+            block_begin += block.size
+        return row[index]
+
+
+def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piece]:
+    """Yield the pieces of ``sources`` in the shard ``spans`` of a parameter, of three dims."""
+    for weight, box in sources:
+        edges = [(0, 1)] * (3 - len(box)) + list(box)
+        hits = [overlaps([edge], within) for edge, within in zip(edges, spans, strict=True)]
+        for (matrix, place, count), *inner in product(*hits):
+            inside = [(start, start + length) for start, _, length in inner]
+            at = tuple((start, start + length) for _, start, length in inner)
+            if weight.transposed:
+                inside.reverse()
+            for number in range(count):
+                lead = [(matrix + number, matrix + number + 1)] if len(weight.shape) > 2 else []
+                yield _Piece(weight, (*lead, *inside), place + number, at)
+
+
+def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
+    """Return the blocks of a shard, each with its pieces: consecutive matrices with equal boxes."""
+    found = list[tuple[KeptBlock, list[_Piece]]]()
+    for piece in sorted(pieces, key=lambda piece: (piece.at, piece.matrix)):
+        alone = _block(piece)
+        if found and found[-1][0] == alone and found[-1][1][-1].matrix + 1 == piece.matrix:
+            found[-1][1].append(piece)
+        else:
+            found.append((alone, [piece]))
+    return [(replace(block, at=((held[0].matrix, held[-1].matrix + 1), *block.at[1:])), held) for block, held in found]
+
+
+def _block(piece: _Piece) -> KeptBlock:
+    """Return the description of a piece alone, which equal pieces of other matrices share."""
+    weight, inside = piece.weight, piece.spans[-2:]
+    alongs = {name: (part.rows, part.columns) for name, part in weight.parts.items()}
+    units = [lcm(*(along.entries for along in each)) for each in zip(*alongs.values(), strict=True)]
+    skipped = [start - start % unit for (start, _), unit in zip(inside, units, strict=True)]
+    parts = []
+    for name, part in weight.parts.items():
+        box = part.box(piece.spans)[-2:]
+        before = [skip // along.entries * along.words for skip, along in zip(skipped, alongs[name], strict=True)]
+        origin = tuple(start - left_out for (start, _), left_out in zip(box, before, strict=True))
+        shape = tuple(stop - start for start, stop in box)
+        parts.append(KeptPart(name, part.source.dtype, origin, shape, *alongs[name]))
+    spans = tuple((start - skip, stop - skip) for (start, stop), skip in zip(inside, skipped, strict=True))
+    return KeptBlock(tuple(parts), weight.arithmetic_now, weight.transposed, spans, ((0, 1), *piece.at))
