@@ -14,6 +14,7 @@ from ..config.environment import started_processes
 from ..config.parallel import ParallelConfig
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import MeshError
+from .failures import share_failures
 from .mesh import EXPERT_AXES, MESH_AXES, Mesh
 from .processes import (
     Groups,
@@ -22,7 +23,6 @@ from .processes import (
     device_group,
     host_group,
     keep_patience,
-    know_processes,
     made_out_of,
     own_device,
     rounds,
@@ -61,7 +61,7 @@ def build_mesh(
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in MESH_AXES}
     ranks["cp"] = ranks["dp_shard"] % layout.cp
     control = made.once("control", lambda: host_group([range(world)]))
-    made.once("processes", lambda: know_processes(control))
+    made.once("failures", lambda: share_failures(control))
     groups = {
         count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
     }

@@ -7,15 +7,10 @@ and small ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect i
 
 import atexit
 import os
-import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, lru_cache
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +18,7 @@ import torch.distributed as dist
 
 from .._compat.torch import backend_for, patience_of, set_patience
 from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
-from .._compat.torch_gloo import is_connection_lost, wait_for_gloo_threads
+from .._compat.torch_gloo import wait_for_gloo_threads
 from ..config.environment import cpu_requested, started_processes
 from ..config.parallel import ParallelConfig
 from ..errors import ConfigError, MeshError
@@ -34,8 +29,6 @@ TIMEOUT = timedelta(minutes=10)
 """
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_TRACEBACK = "HFSCALE_TRACEBACK"
-_ENDING = 5.0  # seconds that a process may take to end once its connections are closed
 
 Pair = tuple[int, int]
 
@@ -94,65 +87,6 @@ def start(device: torch.device) -> None:
     else:
         dist.init_process_group("gloo", **options)
     atexit.register(_stop, dist.group.WORLD)
-
-
-def know_processes(group: dist.ProcessGroup | None) -> None:
-    """Install an exception hook that names the rank that died, and how, when a connection is lost; collective."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (_machine(), os.getpid()), group=group)
-    before = sys.excepthook.before if isinstance(sys.excepthook, _LostRanks) else sys.excepthook
-    sys.excepthook = _LostRanks(before, every)
-
-
-def _machine() -> str:
-    """Return an identifier that is equal for processes that see each other under ``/proc``."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
-        return ""
-
-
-class _LostRanks:
-    """An exception hook: for a lost connection it prints which rank is gone instead of a traceback."""
-
-    def __init__(self, before: Callable[..., Any], processes: list[tuple[str, int]]) -> None:
-        self.before, self.processes = before, processes
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ended = self._ended() if is_connection_lost(error) else {}
-        if ended:
-            which = ", ".join(f"rank {rank} ended ({how})" for rank, how in ended.items())
-            frame = traceback.extract_tb(trace, 1)[0]
-            print(
-                f"[rank{os.environ.get('RANK', '?')}]: hfscale: {which}, and this rank cannot continue without it: "
-                f"it was at {frame.filename}, line {frame.lineno} ({_TRACEBACK}=1 shows the full traceback)",
-                file=sys.stderr,
-                flush=True,
-            )
-        if not ended or os.environ.get(_TRACEBACK) or set(ended.values()) == {"exit code 0"}:
-            self.before(kind, error, trace)
-
-    def _ended(self) -> dict[int, str]:
-        """Return how ranks of this machine ended, without running ranks and those of other machines."""
-        machine, found = _machine(), dict[int, str]()
-        end = time.monotonic() + _ENDING
-        while machine and not found and time.monotonic() < end:
-            time.sleep(0.01)  # a connection is closed before its process has ended
-            here = ((rank, pid) for rank, (there, pid) in enumerate(self.processes) if there == machine)
-            found = {rank: how for rank, pid in here if (how := _how_ended(pid))}
-        return found
-
-
-def _how_ended(pid: int) -> str:
-    """Return the signal or exit code with which a process ended; ``""`` while it lives."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # its launcher has asked how already
-        return "its launcher knows how"
-    if state not in ("Z", "X"):
-        return ""
-    status = int(fields[-1])
-    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
 
 
 def restarted() -> bool:

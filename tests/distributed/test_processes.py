@@ -1,6 +1,5 @@
 """Devices, torch's process group, and how many groups of ranks there are."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -229,31 +228,3 @@ def test_python_ends_behind_the_threads_of_gloo(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LETS_GO_SLOWLY]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
     assert [rank.wait(100) for rank in ranks] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("end", "told", "traceback"),
-    [("os.kill(os.getpid(), 9)", "signal 9", False), ("os._exit(3)", "exit code 3", False), ("0", "exit code 0", True)],
-)
-def test_a_rank_that_is_gone_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str, told: str, traceback: bool
-) -> None:
-    """In one line, and where it has ended well, with the place where this one waited for it."""
-    monkeypatch.delenv("HFSCALE_TRACEBACK", raising=False)
-    shown: list[BaseException] = []
-    gone = subprocess.Popen([sys.executable, "-c", f"import os; {end}"])  # nobody asks how it ended
-    ranks = [(processes._machine(), os.getpid()), (processes._machine(), gone.pid), ("another", 1)]
-    hook = processes._LostRanks(lambda kind, error, trace: shown.append(error), ranks)
-    try:
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6312")
-    except RuntimeError as error:
-        hook(RuntimeError, error, error.__traceback__)
-    line, *more = capsys.readouterr().err.splitlines()
-    assert (
-        f"hfscale: rank 1 ended ({told}), and this rank cannot continue without it: it was at {__file__}, line" in line
-    )
-    assert not more
-    assert bool(shown) == traceback
-    hook(ValueError, ValueError("of its own"), None)
-    assert isinstance(shown[-1], ValueError)
-    gone.wait()

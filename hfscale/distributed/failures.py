@@ -1,0 +1,272 @@
+"""Tell every rank of a run when one of them fails: which one, where and why.
+
+Every rank keeps a connection to rank 0. A rank that raises says so there before it ends. Of one that is killed the
+system closes the connection, and that of a machine that is gone ends by its keepalive within seconds. Rank 0 tells the
+first failure to all others, and each says it in one line and ends with a code on which launchers restart::
+
+    rank 2  raises ----> rank 0 ----> ranks 1, 3: "[rank1]: hfscale: rank 2 failed: ValueError: ..., at train.py:31"
+
+Threads wait for sockets and do nothing else. A rank that loads, compiles, saves or stands in a debugger keeps its
+connection, so it never counts as gone. ``HFSCALE_FAILURES=0`` turns it off.
+"""
+
+import atexit
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .._compat.torch_gloo import is_connection_lost
+
+CODE = 75  # EX_TEMPFAIL: start the process again
+SWITCH = "HFSCALE_FAILURES"
+_TRACEBACK = "HFSCALE_TRACEBACK"
+_GRACE = 0.3  # seconds in which another rank may turn out to have failed first
+_ENDING = 5.0  # seconds that a process may take to end once its connections are closed
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Describe how a rank failed; ``kind`` is ``error``, ``gone``, or ``echo``: it lost a rank that failed before."""
+
+    rank: int
+    kind: str
+    words: str
+
+
+class Process(NamedTuple):
+    """Identify a rank's process; ``machine`` is equal for processes that see each other under ``/proc``."""
+
+    machine: str
+    pid: int
+
+    @classmethod
+    def own(cls) -> "Process":
+        """Return this process."""
+        try:
+            return cls(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}", os.getpid())
+        except OSError:  # no Linux
+            return cls("", os.getpid())
+
+    def how_it_ended(self) -> str | None:
+        """Return the signal or exit code with which it ended, ``""`` if that is not known; ``None``: it lives."""
+        if not self.machine or self.machine != Process.own().machine:
+            return ""
+        end = time.monotonic() + _ENDING
+        while time.monotonic() < end:  # connections are closed before a process has ended
+            if (how := _state_of(self.pid)) is not None:
+                return how
+            time.sleep(0.01)
+        return None
+
+
+def _state_of(pid: int) -> str | None:
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # its launcher has asked how already
+        return "its launcher knows how"
+    if state not in ("Z", "X"):
+        return None
+    status = int(fields[-1])
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+
+
+def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
+    """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks.
+
+    Returns ``None`` if no launcher started the ranks, or it is turned off.
+    """
+    rank = dist.get_rank()
+    wanted = os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
+    listener = _Listener() if wanted and rank == 0 else None
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (wanted, Process.own(), listener and listener.place), group=group)
+    if not all(each[0] for each in every):
+        return None
+    processes, (host, port, token) = [Process(*each[1]) for each in every], every[0][2]
+    if listener is not None:
+        listener.processes = processes
+        listener.start()
+    try:
+        connection = socket.create_connection((host, port), timeout=10)
+    except OSError as error:
+        print(f"[rank{rank}]: hfscale: no connection to rank 0 for failures ({error})", file=sys.stderr)
+        return None
+    return Reporter(rank, _kept_alive(connection), token, processes, listener)
+
+
+class Reporter(threading.Thread):
+    """An exception hook that reports the failure of this rank, and a thread that hears of the first of all."""
+
+    def __init__(
+        self, rank: int, connection: socket.socket, token: str, processes: list[Process], listener: "_Listener | None"
+    ) -> None:
+        super().__init__(name="hfscale-failures", daemon=True)
+        self.rank, self.processes, self._connection, self._listener = rank, processes, connection, listener
+        self._failing, self._stopped, self._heard = False, False, threading.Event()
+        self._before: Callable[..., Any] = sys.excepthook
+        connection.sendall(_line({"rank": rank, "token": token}))
+        sys.excepthook = self
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=connection.close)  # a forked process would keep it open
+        self.start()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Report the exception that ends this process; one that only lost another rank waits for the first failure."""
+        lost = is_connection_lost(error)
+        self._failing = not lost
+        if not isinstance(error, KeyboardInterrupt):  # which launchers send to all
+            text = f"failed: {kind.__name__}: {str(error).partition(chr(10))[0]}, at {_place(trace)}"
+            with suppress(OSError):
+                self._connection.sendall(_line(asdict(Failure(self.rank, "echo" if lost else "error", text))))
+                self._heard.wait(_ENDING if lost and not os.environ.get(_TRACEBACK) else _GRACE + 0.5)
+        self._before(kind, error, trace)
+
+    def run(self) -> None:
+        """Wait for the first failure, or for the end of rank 0."""
+        try:
+            line = _first_line(self._connection)
+        except OSError:
+            line = b""
+        if self._stopped or line == _BYE:
+            return
+        first = Failure(**json.loads(line)) if line else _gone(0, self.processes)
+        if first is not None and first.rank != self.rank and not self._failing:
+            text = f"rank {first.rank} {first.words}; this rank ends with it (exit code {CODE})"
+            sys.stdout.flush()
+            print(f"[rank{self.rank}]: hfscale: {text}", file=sys.stderr, flush=True)
+            os._exit(CODE)
+        self._heard.set()
+
+    def stop(self) -> None:
+        """Say that this rank ends well, unless it said otherwise, and that of rank 0, that it hears no more."""
+        self._stopped = True
+        with suppress(OSError):
+            self._connection.sendall(_BYE)
+        if self._listener is not None:
+            self._listener.tell(_BYE)
+        self._connection.close()
+
+
+class _Listener(threading.Thread):
+    """Hear of failures on rank 0, wait a moment for earlier ones, and tell the first to all.
+
+    Attributes:
+        place: host, port and token with which ranks connect.
+    """
+
+    processes: list[Process]
+
+    def __init__(self) -> None:
+        super().__init__(name="hfscale-listener", daemon=True)
+        env = os.environ
+        alone = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
+        host = "127.0.0.1" if alone else env.get("MASTER_ADDR", "127.0.0.1")
+        here = host in ("127.0.0.1", "localhost")
+        self._server = socket.create_server(("127.0.0.1" if here else "", 0))
+        self.place = (host, self._server.getsockname()[1], secrets.token_hex(16))
+        self._ranks: dict[socket.socket, int] = {}
+        os.register_at_fork(after_in_child=self._close)
+
+    def run(self) -> None:
+        """Hear of failures until the first is known."""
+        failures: list[Failure] = []
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            until = 0.0
+            while not failures or time.monotonic() < until:
+                for key, _ in selector.select(_GRACE if failures else None):
+                    if key.fileobj is self._server:
+                        self._accept(selector)
+                    elif (failure := self._read(key.fileobj, selector)) is not None:
+                        until = until or time.monotonic() + _GRACE
+                        failures.append(failure)
+        order = ["error", "gone", "echo"]
+        self.tell(_line(asdict(min(failures, key=lambda each: order.index(each.kind)))))
+
+    def tell(self, line: bytes) -> None:
+        """Send a line to all ranks."""
+        for connection in self._ranks:
+            with suppress(OSError):
+                connection.sendall(line)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        connection = _kept_alive(self._server.accept()[0])
+        connection.settimeout(2)
+        with suppress(OSError, ValueError, KeyError):
+            hello = json.loads(_first_line(connection))
+            if secrets.compare_digest(hello["token"], self.place[2]):
+                self._ranks[connection] = int(hello["rank"])
+                selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, source: Any, selector: selectors.BaseSelector) -> Failure | None:
+        selector.unregister(source)
+        try:
+            line = _first_line(source)
+        except OSError:
+            line = b""
+        if line:
+            return None if line == _BYE else Failure(**json.loads(line))
+        return _gone(self._ranks[source], self.processes)
+
+    def _close(self) -> None:
+        for each in (self._server, *self._ranks):
+            each.close()
+
+
+def _gone(rank: int, processes: list[Process]) -> Failure | None:
+    """Return the failure of a rank whose connection has ended; ``None`` if its process lives, or ended well."""
+    how = processes[rank].how_it_ended()
+    if how is None or how == "exit code 0":
+        return None
+    return Failure(rank, "gone", f"ended ({how})" if how else "is gone, or its machine is")
+
+
+_BYE = b"\n"
+
+
+def _line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+def _first_line(connection: socket.socket) -> bytes:
+    """Return what one message holds; empty if the connection has ended."""
+    found = b""
+    while not found.endswith(b"\n"):
+        more = connection.recv(4096)
+        if not more:
+            return b""
+        found += more
+    return found
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    """Let the system notice within seconds that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.settimeout(None)
+    return connection
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the innermost line of the user's code in a traceback."""
+    frames = traceback.extract_tb(trace)
+    own = [e for e in frames if "site-packages" not in e.filename and not e.filename.startswith((_PACKAGE, "<"))]
+    found = (own or frames)[-1:]
+    return f"{Path(found[0].filename).name}:{found[0].lineno} in {found[0].name}" if found else "an unknown place"
