@@ -41,11 +41,9 @@ def computes_in(dtype: torch.dtype) -> bool:
 
 
 def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
-    """Replace forward methods of ``model`` alone by Liger's kernels; the loss stays as it is.
-
-    Liger's own function chooses the modules. It also replaces classes and the rotary embedding in transformers' files,
-    for every model of the family: those names are restored, and this model's modules get forward methods that use the
-    replaced embedding.
+    """Replace forward methods of ``model`` alone by Liger's kernels; the loss stays as it is. Liger's own function
+    chooses the modules. It also replaces classes and the rotary embedding in transformers' files, for every model of
+    the family: those names are restored, and this model's modules get forward methods that use the replaced embedding.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -56,10 +56,7 @@ def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> N
 
 @contextmanager
 def autocast_remembers() -> Iterator[None]:
-    """Keep autocast's copies of trained weights from one use of it to the next inside the ``with`` block.
-
-    Inside of an outer autocast, its copies stay until that ends.
-    """
+    """Keep autocast's copies of trained weights between uses in the ``with`` block; in an outer one, until it ends."""
     torch.autocast_increment_nesting()
     try:
         yield
@@ -77,10 +74,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own dict of parameters, by attribute; changes to it change the module.
-
-    Unlike ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in
-    the order. Unlike ``named_parameters`` it has second names of tied parameters.
+    """Return the module's own dict of parameters, by attribute; changes to it change the module. Unlike
+    ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in the
+    order. Unlike ``named_parameters`` it has second names of tied parameters.
     """
     return module._parameters
 

@@ -30,12 +30,8 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Casts(TorchFunctionMode):
-    """A mode that casts the arguments of listed functions; weights once, as autocast keeps its copies until its end.
-
-    Args:
-        dtype: type of matrix products.
-        widens: whether functions of the second list get 32 bits.
-        copies: storages of copies of weights are added here, by their key.
+    """Cast the arguments of listed functions to ``dtype`` or, if it ``widens``, those of a second list to 32 bits;
+    weights once, as autocast keeps its copies until its end. Their storages are added to ``copies``, by their key.
     """
 
     def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
@@ -84,10 +80,8 @@ def _widened(tensor: Any) -> Any:
 
 @contextmanager
 def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
-    """Let autocast on the meta device act as on ``like``, ``"cpu"`` or ``"cuda"``, inside the ``with`` block.
-
-    Yields:
-        the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives.
+    """Let autocast on the meta device act as on ``like``, ``"cpu"`` or ``"cuda"``, inside the ``with`` block, which
+    gets the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives.
     """
     autocast, enabled, chosen = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
     active: list[torch.dtype] = []

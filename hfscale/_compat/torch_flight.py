@@ -48,10 +48,8 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
 
 
 def _unfinished(entries: Sequence[Any]) -> list[Any]:
-    """Return the ``entries``, given in the order of their calls, that have not ended.
-
-    NCCL records the halves of a ``batch_isend_irecv`` without events, so they never end by themselves (pytorch#137969):
-    each has ended with the next entry called ``coalesced`` of its group.
+    """Return the ``entries``, in call order, that have not ended; halves of a ``batch_isend_irecv``, which NCCL records
+    without events (pytorch#137969), have ended with the next entry called ``coalesced`` of their group.
     """
     found, batches_ended = [], set[str]()
     for entry in reversed(entries):

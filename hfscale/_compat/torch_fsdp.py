@@ -33,10 +33,8 @@ Agree = Callable[[list[bool]], list[bool]]
 
 
 def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
-    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, without the parameters ``ignored``.
-
-    Raises:
-        ConfigError: this torch has one group per module, and a module holds parameters of several dtypes.
+    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, without the parameters ``ignored``; raise
+    :class:`ConfigError` if this torch has one group per module, and a module holds parameters of several dtypes.
     """
     others = _other_types(module, ignored)
     if others and not _has_several_groups():
@@ -134,9 +132,8 @@ def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Give parameters of wrapped modules other dtypes, keeping the parameter objects; call between steps.
-
-    A group is reduced in one buffer, so a group whose parameters would differ in dtype stays as it is.
+    """Give parameters of wrapped modules other dtypes, keeping the parameter objects; call between steps. A group is
+    reduced in one buffer, so a group whose parameters would differ in dtype stays as it is.
     """
     for module in model.modules():
         for group in _groups(fully_shard.state(module)) if isinstance(module, FSDPModule) else ():  # type: ignore[attr-defined]
@@ -172,9 +169,8 @@ def reduce_now(model: nn.Module) -> None:
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
-    """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them.
-
-    Missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
+    """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them:
+    missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
     """
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     for group in _groups(root):
@@ -262,10 +258,8 @@ class Encoding(Protocol):
 
 
 class _Encoded(FSDPParam):
-    """A parameter that FSDP2 gathers by its extensions without being a tensor subclass that has them.
-
-    FSDP2 looks for extensions on the shard's local tensor. That one stays plain for loading, optimizers and saving, and
-    only FSDP2 sees another object in its place.
+    """Gather a parameter by FSDP2's extensions without a tensor subclass: FSDP2, and only it, sees an object that has
+    them in place of the shard's local tensor, which stays plain for loading, optimizers and saving.
     """
 
     encoding: Encoding

@@ -22,10 +22,9 @@ _Mixin: Any = object  # so that type checkers take what a trainer has
 
 
 class DataHooks(_Mixin):
-    """A mixin with the methods that TRL's trainers call as they prepare their data sets.
-
-    A subclass has ``arguments_of_data(arguments)``, the config by which rows are prepared, and
-    ``check_cached(dataset)``, for rows beside which the first rank is about to cache a reference's scores.
+    """Define the methods that TRL's trainers call as they prepare their data sets. A subclass has
+    ``arguments_of_data(arguments)``, the config by which rows are prepared, and ``check_cached(dataset)``, for rows
+    beside which the first rank is about to cache a reference's scores.
     """
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
@@ -53,9 +52,8 @@ def _modules(kind: type) -> list[ModuleType]:
 
 @contextmanager
 def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Patch functions by name in the modules of a trainer and its bases inside the ``with`` block.
-
-    Each gets the stock function before its arguments.
+    """Patch functions by name in the modules of a trainer and its bases inside the ``with`` block; each gets the stock
+    function before its arguments.
     """
     with ExitStack() as stack:
         for module in _modules(kind):

@@ -99,10 +99,7 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Return, for each parameter of experts, its dtype, its replica number on this rank, and the checksums.
-
-    The experts' indices follow the group over which tokens are dispatched, not the coordinates that cut the parameter.
-    """
+    """Return dtype, replica number here and checksums of expert parameters, whose experts token dispatch numbers."""
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")
     adapters = {adapter.name for adapter in runtime.plan.adapters}  # not in the checkpoint

@@ -14,9 +14,8 @@ from ..errors import ConfigError
 def resize_vocabulary(
     build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
-    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token.
-
-    transformers finds these names, by resizing a model that ``build`` makes of a config on the meta device.
+    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token, which
+    transformers finds by resizing a model that ``build`` makes of a config on the meta device.
 
     Raises:
         ConfigError: the vocabulary size changes more than the numbers of rows of parameters.

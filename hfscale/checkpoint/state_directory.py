@@ -228,11 +228,8 @@ def run_of(directory: Path) -> str:
 
 
 def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove states of ``run`` beside ``newest`` that need not be kept; incomplete ones are not counted.
-
-    Args:
-        keep_last: how many of the highest steps stay, ``newest`` among them; ``None`` for all.
-        keep_every: states whose step this number divides stay too.
+    """Remove states of ``run`` beside ``newest``, except those of the ``keep_last`` highest steps (``None``: all),
+    ``newest`` among them, and of the steps that ``keep_every`` divides. Incomplete ones are not counted.
     """
     if keep_last is None:
         return

@@ -188,10 +188,7 @@ class StateReader:
         self._file = lru_cache(_OPEN_FILES)(lambda rank: SafetensorsFile(directory / weights_name(rank)).slices())
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of the shard of a tensor at ``ranks``, on the CPU.
-
-        Args:
-            wanted: how the reading layout shards the tensor.
+        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted``: how the reading layout shards it.
 
         Raises:
             CheckpointError: it has another shape, is usable only in the layout it was written in, or is incomplete.

@@ -191,10 +191,8 @@ class _Found:
 
 
 class _ReadAside:
-    """Read this rank's shards of a state; the run is unchanged until :meth:`put_back`.
-
-    They are in CPU memory. Those of an optimizer without state go to their device at once, where they take no room
-    twice.
+    """Read this rank's shards of a state into CPU memory; the run is unchanged until :meth:`put_back`. Those of an
+    optimizer without state go to their device at once, where they take no room twice.
     """
 
     def __init__(self, found: _Found, optimizer: torch.optim.Optimizer | None) -> None:

@@ -134,11 +134,8 @@ def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 def state_lies(
     optimizer: Any, planned: ParameterPlan, key: str, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> StateTensor:
-    """Return how a tensor of an optimizer's state is sharded, relative to its state in one process.
-
-    Args:
-        shape: the tensor's: this rank's shard, together with the weight's; or the full one, with the full weight's.
-        weight: the shape of the weight's shard, or of the full weight.
+    """Return how a tensor of an optimizer's state is sharded, relative to its state in one process; ``shape``, the
+    tensor's, and ``weight``, its weight's, are both those of this rank's shards, or both full.
     """
     if getattr(optimizer, "lies", None) is not None:
         found: StateTensor = optimizer.lies(planned, key, shape)

@@ -19,10 +19,8 @@ from .stored_forms.scheme import form_in
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Replace a model's weights in place by those of a plain checkpoint, in any layout; call it on every rank.
-
-    For a model with adapters only the adapter is read. Each rank reads its shards, which take memory beside the present
-    ones meanwhile.
+    """Replace a model's weights in place by those of a plain checkpoint, in any layout; call it on every rank. For a
+    model with adapters only the adapter is read. The shards read take memory beside the present ones meanwhile.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or lacks some of its weights.

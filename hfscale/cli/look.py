@@ -51,10 +51,8 @@ def working(what: str) -> None:
 
 @contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar, if standard error is a terminal, inside the ``with`` block.
-
-    Yields:
-        a function of the current item's name, its number, and the number of items.
+    """Show a progress bar, if standard error is a terminal, inside the ``with`` block, which gets a function of the
+    current item's name, its number, and the number of items.
     """
     from tqdm import tqdm
 

@@ -18,11 +18,7 @@ class Adds(Protocol):
 
 
 def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
-    """Add ``--quantize``, ``--lora`` and ``--rank``, which :func:`plan_arguments` reads.
-
-    Args:
-        quantize: help of the first of them.
-    """
+    """Add ``--quantize`` (its help: ``quantize``), ``--lora`` and ``--rank``, which :func:`plan_arguments` reads."""
     parser.add_argument("--quantize", choices=("nf4", "fp4", "int8", "as_stored"), help=quantize)
     parser.add_argument(
         "--lora",

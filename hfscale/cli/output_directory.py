@@ -17,11 +17,8 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
-    """Refuse a directory whose files would be lost, without slow imports.
-
-    Args:
-        overwrite: whether its files may be lost.
-        sources: name of an argument -> a path that the command reads, into which it never writes.
+    """Refuse, without slow imports, a directory with files unless ``overwrite``, and one that is among ``sources``:
+    name of an argument -> a path that the command reads, into which it never writes.
     """
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():

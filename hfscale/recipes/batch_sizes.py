@@ -45,10 +45,8 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
 
 
 def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
-    """Return the sequences of each optimizer step over all ranks: ``steps`` rows of ``batch_size``.
-
-    Every epoch visits all sequences once, in an order of its own, and a step may begin in one epoch and end in the
-    next.
+    """Return the sequences of each optimizer step over all ranks: ``steps`` rows of ``batch_size``. Every epoch visits
+    all sequences once, in an order of its own, and a step may begin in one epoch and end in the next.
     """
     epochs = range(-(-steps * batch_size // available))
     drawn = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
@@ -66,11 +64,9 @@ def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
 ) -> Iterator[tuple[list[int], int, range]]:
-    """Return the rows that one rank evaluates; all ranks together visit every sequence once, in equally many steps.
-
-    Yields:
-        ``size`` sequences, as many as a step of training has, how many of them count (the rest fill up), and those that
-        count over all ranks.
+    """Yield the rows that one rank evaluates in each step: ``size`` sequences, as many as a step of training has, how
+    many of them count (the rest fill up), and the range of those that count over all ranks. All ranks together visit
+    every sequence once, in equally many steps.
     """
     for start in range(0, available, size * batch_world):
         total = min(size * batch_world, available - start)

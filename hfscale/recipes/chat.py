@@ -43,11 +43,8 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
 
 
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
-    """Return one conversation as a row; the assistant's turns have labels, or all tokens do.
-
-    Args:
-        train_on: ``completions`` or ``all``.
-        where: what to call the record in an error.
+    """Return one conversation as a row; the assistant's turns have labels (``train_on`` is ``completions``), or all
+    tokens do (``all``). ``where`` is what to call the record in an error.
     """
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise RecipeError(
@@ -116,10 +113,8 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
 
 def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]) -> list[int]:
     """Return labels for the tokens that each assistant turn adds to the rendering before it, without its heading.
-
-    Args:
-        ids: the tokens of the whole conversation.
-        rendered: makes tokens of the first so many messages, with the heading of an answer behind them, or without.
+    ``ids`` are the tokens of the whole conversation, and ``rendered`` makes those of the first so many messages, with
+    the heading of an answer behind them, or without.
     """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):

@@ -94,10 +94,7 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
 
 
 def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
-    """Return the records of a JSONL file, or a text file as one document or split at blank lines; none if not text.
-
-    Only records have the columns of the formats other than text; other files are passed over.
-    """
+    """Return a JSONL file's records, a text file as one document or, if ``split``, at blank lines, else nothing."""
     is_records = path.suffix == ".jsonl"
     text = _text(path) if is_records or data.format == "text" else None
     if text is None:

@@ -108,11 +108,7 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
 
 
 def make_rows(data: DataRecipe, tokenizer: Any, documents: list[Document], use: str) -> dict[str, Any]:
-    """Return the columns of the rows that the recipe makes from ``documents``.
-
-    Args:
-        use: what the rows are for, to say so.
-    """
+    """Return the columns of the rows that the recipe makes from ``documents``; errors say that they are for ``use``."""
     length = data.sequence_length
     none, short = f"none of the {{}} {use} {{}} of data.source={data.source!r}", f"data.sequence_length={length} tokens"
     if data.images_column is not None:

@@ -7,13 +7,8 @@ from collections.abc import Iterator
 
 
 def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, question and answer for each public function and method with a docstring in a module.
-
-    The answer is the docstring's first paragraph.
-
-    Args:
-        path: of the module, such as ``asyncio/events.py``; private ones have no questions.
-        source: its text; no questions if it is not Python of this version.
+    """Yield name, question and answer, the docstring's first paragraph, for each documented public function and method
+    of a module; nothing if ``path``, as ``asyncio/events.py``, is private or ``source`` is not Python of this version.
     """
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     if any(part.startswith("_") for part in parts):

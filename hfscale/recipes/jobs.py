@@ -15,13 +15,7 @@ _PORT = 29500
 
 
 def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]) -> str:
-    """Return the text of a job that runs ``hfscale train`` with ``arguments``.
-
-    Args:
-        kind: one of :data:`KINDS`.
-        name: of the run.
-        processes: that the layout needs, one for each GPU.
-    """
+    """Return a job script, one of :data:`KINDS`, that runs ``hfscale train`` with ``arguments``, a process per GPU."""
     if gpus_per_node < 1 or (processes > gpus_per_node and processes % gpus_per_node):
         raise RecipeError(
             f"the layout needs {processes} processes, which do not fill nodes of {gpus_per_node} GPUs: use another "

@@ -23,10 +23,8 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that import
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of ``accelerate launch`` to run ``hfscale train`` with ``arguments`` in ``processes`` ranks.
-
-    They talk over gloo where there are no GPUs. Port 0: any free one. The rest are Accelerate's defaults, said aloud,
-    so that it does not list them.
+    """Return the arguments of ``accelerate launch`` to run ``hfscale train`` with ``arguments`` in ``processes`` ranks,
+    over gloo without GPUs, at any free port (0). The rest are its defaults, given so that it does not list them.
     """
     ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
@@ -34,9 +32,8 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``hfscale train`` with ``arguments`` in ``processes`` processes of this machine; return the exit code.
-
-    A rank that fails has said why: the launcher's own report, with its traceback, is left out.
+    """Run ``hfscale train`` with ``arguments`` in ``processes`` processes of this machine; return the exit code. A rank
+    that fails has said why: the launcher's own report, with its traceback, is left out.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -63,10 +63,9 @@ def peak_memory() -> int:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; print a :class:`RecipeError` as a message without a traceback, other errors with one.
-
-    Usually all ranks fail alike: each gives those before it time to say it, after which the launcher ends them. What
-    only a later one has met is said by that one.
+    """Call ``main``; print a :class:`RecipeError` as a message without a traceback, other errors with one. Usually all
+    ranks fail alike: each gives those before it time to say it, after which the launcher ends them. An error that only
+    a later rank has is printed by that rank.
     """
     try:
         main()

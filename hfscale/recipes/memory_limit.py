@@ -16,13 +16,8 @@ GIB = 2**30
 
 
 def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
-    """Print the predicted memory of the largest rank by kind; call it on every rank.
-
-    Args:
-        limit: more GiB than this are too many; ``None`` makes no estimate.
-
-    Returns:
-        the estimate of that rank, or ``None``.
+    """Print the predicted memory of the largest rank by kind, and return its estimate; call it on every rank. More than
+    ``limit`` GiB are too many; ``None`` makes no estimate.
     """
     if limit is None:
         return None

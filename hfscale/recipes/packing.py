@@ -18,12 +18,9 @@ class Example(NamedTuple):
 
 
 def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, int]:
-    """Cut examples to ``length`` tokens, and drop those left without a label.
-
-    Nothing predicts an example's first token, so its label is ignored: also behind another example in the same row.
-
-    Returns:
-        the examples, how many lost tokens, and how many were left out.
+    """Cut examples to ``length`` tokens, and drop those left without a label; return the examples, how many lost
+    tokens, and how many were left out. Nothing predicts an example's first token, so its label is ignored: also behind
+    another example in the same row.
     """
     kept = []
     shortened = 0
@@ -36,11 +33,7 @@ def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, i
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Assign examples of at most ``capacity`` tokens to rows: each goes to the first row with enough room.
-
-    Returns:
-        per row, the numbers of its examples.
-    """
+    """Assign examples to rows of ``capacity`` tokens, each to the first with enough room; return indices per row."""
     # A binary tree over as many rows as there are examples: leaves hold the room left in each row, and a node the most
     # of those below it, so that the first row with enough room is found from the root.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
@@ -59,9 +52,8 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def packed_rows(examples: Sequence[Example], length: int) -> Columns:
-    """Pack whole examples into rows of at most ``length`` tokens; positions restart at every example.
-
-    Given such positions and no attention mask, transformers keeps attention within the examples.
+    """Pack whole examples into rows of at most ``length`` tokens. Positions restart at every example: given such
+    positions and no attention mask, transformers keeps attention within the examples.
     """
     rows = first_fit([len(example.input_ids) for example in examples], length)
     return {

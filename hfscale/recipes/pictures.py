@@ -52,11 +52,7 @@ def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Docume
 
 
 def render(processor: Any, messages: Any, answer: bool = False) -> str:
-    """Return a conversation as text, with a placeholder for each picture.
-
-    Args:
-        answer: end with the heading of the assistant's turn.
-    """
+    """Return a conversation as text, with placeholders for pictures; ``answer`` adds the assistant's heading."""
     return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
 
 

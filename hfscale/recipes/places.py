@@ -68,10 +68,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
 
 def _check_same(recipe: Recipe) -> None:
-    """Refuse to resume a saved state with another recipe; intervals of logs, evaluations and saves may change.
-
-    What its layout was, the state itself says.
-    """
+    """Refuse to resume with another recipe, except for its layout and intervals of logs, evaluations and saves."""
     path = recipe.directory / "recipe.yaml"
     now, then = _decisive(recipe), _decisive(load_recipe(type(recipe), path))
     for key in sorted({*now, *then}):

@@ -33,11 +33,8 @@ def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyReci
 
 
 def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:
-    """Return the recipe: fine-tuning if it has a base, pretraining if it has a model section.
-
-    Args:
-        recipe: a path, or the name of one that comes with hfscale.
-        overrides: ``key=value``, on top.
+    """Return the recipe at a path, or the one of that name that comes with hfscale, with overrides ``key=value`` on
+    top: fine-tuning if it has a base, pretraining if it has a model section.
     """
     path = locate(recipe)
     given = {*_content(path), *(text.partition("=")[0].partition(".")[0] for text in overrides)}

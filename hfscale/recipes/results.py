@@ -31,14 +31,11 @@ def finish(
     expected: Any = None,
     shown: Sequence[Sample] = (),
 ) -> None:
-    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``.
+    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``. Call it on
+    every rank.
 
     The weights are in ``checkpoint/``, or in ``adapter/`` where an adapter was trained; merged as well in the former
-    where the recipe says so. Call it on every rank.
-
-    Args:
-        expected: what memory was expected, to show beside what was measured.
-        shown: answers for the card.
+    where the recipe says so. The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
     """
     directory, model = recipe.directory, trainer.trained
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None

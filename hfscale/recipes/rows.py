@@ -23,10 +23,8 @@ class Rows:
     """Provide training or evaluation rows of any format, from a data set in torch format.
 
     ``labels`` are missing where they are the same as ``input_ids``. In packed rows, which have ``position_ids``, each
-    padding token is an example of its own, without a label.
-
-    Args:
-        padding: token that fills up texts that are scored whole: the one that the model finds the end of a row by.
+    padding token is an example of its own, without a label. Texts that are scored whole are filled up with ``padding``,
+    the token by which the model finds the end of a row.
     """
 
     texts = 1
@@ -58,9 +56,8 @@ class Rows:
         return self.tokens - 1 if self._data.column_names == ["input_ids"] else np.ones(len(self), dtype=np.int64)
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return the arguments of one forward pass, padded on the right; transformers shifts the labels.
-
-        Rows are as long as the longest of them; packed ones as the longest of the data set.
+        """Return the arguments of one forward pass; rows are padded on the right to the longest of them, packed ones to
+        the longest of the data set. Transformers shifts the labels.
         """
         columns: dict[str, Any] = self._data[rows]
         batch = {}
@@ -72,11 +69,7 @@ class Rows:
         return batch
 
     def step(self, rows: list[int], size: int, counted: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the microbatches of a step, of ``size`` rows of the data each.
-
-        Args:
-            counted: so many of the rows count in the loss, the first ones; by default all.
-        """
+        """Return a step's microbatches of ``size`` rows; the first ``counted``, by default all, count in the loss."""
         batch, first = self.batch(rows), self.texts * (len(rows) if counted is None else counted)
         if "counted" in batch:
             batch["counted"][first:] = False
@@ -94,9 +87,8 @@ class Rows:
 
 
 class PairRows(Rows):
-    """Provide pairs: a batch alternates each pair's preferred and rejected text, padded to one length.
-
-    ``counted`` says, for either text, whether its pair counts in the loss; the model does not take it.
+    """Provide pairs: a batch alternates each pair's preferred and rejected text, padded to one length. ``counted``
+    says, for either text, whether its pair counts in the loss; the model does not take it.
     """
 
     texts = 2
@@ -118,9 +110,8 @@ class ClassRows(Rows):
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Split a step into microbatches of ``size`` rows each.
-
-    They have one length, since a pipeline may cut the step anew, or recompute layers of several at a time.
+    """Split a step into microbatches of ``size`` rows each, all of one length, since a pipeline may cut the step anew,
+    or recompute layers of several at a time.
     """
     rows = len(batch["input_ids"])
     return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, rows, size)]

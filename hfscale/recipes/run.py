@@ -30,10 +30,8 @@ AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def start(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Run a recipe in the only process, or as a rank of a launcher's.
-
-    Args:
-        limit: more GiB than this on one rank are too many; ``None`` makes no estimate.
+    """Run a recipe in the only process, or as a rank of a launcher's; ``limit`` is the most GiB that one rank may be
+    predicted to need, and ``None`` makes no estimate.
     """
     try:
         carry_out(recipe, limit)

@@ -37,10 +37,8 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
-    """Return the most likely answers to the first ``number`` rows; call it on every rank.
-
-    Args:
-        reader: the processor, where rows have pictures, else the tokenizer.
+    """Return the most likely answers to the first ``number`` rows; call it on every rank. ``reader`` is the processor,
+    where rows have pictures, else the tokenizer.
     """
     found: list[str] = []
     if not number:

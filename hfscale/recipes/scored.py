@@ -18,10 +18,8 @@ class Pair(NamedTuple):
 
 
 def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> tuple[list[Pair], int]:
-    """Encode pairs of at most ``data.sequence_length`` tokens each; drop pairs whose texts are equal after the cut.
-
-    Returns:
-        the pairs, and how many were left out.
+    """Encode pairs of at most ``data.sequence_length`` tokens each, and drop those whose texts are equal after the cut;
+    return the pairs, and how many were left out.
     """
     pairs = []
     for document in documents:

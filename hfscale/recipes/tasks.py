@@ -118,10 +118,8 @@ def task_of(data: DataRecipe) -> Task:
 
 
 def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
-    """Return keyword arguments for ``from_pretrained``: the class, and the config fields of its head.
-
-    Args:
-        pad_token_id: that a decoder with such a head finds the last token of each row by.
+    """Return keyword arguments for ``from_pretrained``: the class, and the config fields of its head, which in a
+    decoder finds the last token of each row by ``pad_token_id``.
     """
     task = task_of(data)
     given: dict[str, Any] = {} if task is TEXT else {"auto_class": task.auto_class}

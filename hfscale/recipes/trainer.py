@@ -28,10 +28,8 @@ from .utilization import utilization
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the measurements of a training run.
-
-    Losses are in nats per label, which in text is every token; tokens leave padding out; memory is that of the largest
-    process, in bytes.
+    """Hold the measurements of a training run. Losses are in nats per label, which in text is every token; tokens leave
+    padding out; memory is that of the largest process, in bytes.
     """
 
     train_loss: float
@@ -47,10 +45,7 @@ class Outcome:
 
 class RecipeTrainer(hfscale.Trainer):
     """Train by a recipe; the loss is the model's own or the task's, a mean over the labels of a whole step.
-
-    Args:
-        tokenizer: the processor of the model, where rows have pictures.
-        baseline: what the validation loss is put beside.
+    ``tokenizer`` is the processor where rows have pictures, and ``baseline`` what the validation loss is put beside.
     """
 
     def __init__(
@@ -269,10 +264,8 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
 
 def measure(model: Any, task: Task, data: Rows, microbatches: int, size: int) -> tuple[float, float | None]:
     """Return the mean loss over all labels of ``data``, equal in every layout, and the fraction that the model gets
-    right, if the task counts it. Call it on every rank.
-
-    A step has as many microbatches of ``size`` sequences as one of training: a pipeline that runs the one runs the
-    other.
+    right, if the task counts it. Call it on every rank. A step has as many microbatches of ``size`` sequences as one of
+    training, so that a pipeline that runs the one runs the other.
     """
     model.eval()
     loss, right = torch.zeros((), dtype=torch.float64), 0

@@ -161,9 +161,8 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 
 def _replicas_apart(directory: Path) -> tuple[float, str]:
-    """Return the largest difference between two ranks in a parameter entry that both hold, and its name.
-
-    An all-reduce gives the same bits on all ranks, so replicas stay equal bit by bit.
+    """Return the largest difference between two ranks in a parameter entry that both hold, and its name: replicas stay
+    equal bit by bit, since an all-reduce gives the same bits on all ranks.
     """
     first: dict[str, Tensor] = {}
     worst, name = 0.0, ""

@@ -68,11 +68,9 @@ def verify(
     auto_class: Any = AutoModelForCausalLM,
     **hf_kwargs: Any,
 ) -> tuple[ParallelConfig, Parity]:
-    """Compare the layout, scaled down to one machine, with one process on a tiny clone of the model.
-
-    Args:
-        lora: put LoRA adapters around these modules, ``all-linear`` or names joined by commas, in both.
-        auto_class: the Auto class that chooses the model's class, and with it its loss and its batches.
+    """Compare the layout, scaled down to one machine, with one process on a tiny clone of the model, of the class that
+    ``auto_class`` chooses, and with it loss and batches. ``lora`` puts adapters around modules in both: ``all-linear``,
+    or names joined by commas.
     """
     if layout.pp > 1:
         _refuse_asynchronous(layout)
@@ -130,9 +128,8 @@ def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
-    """Return changes to a clone's heads so that they divide between ``tensor`` ranks.
-
-    A model with fewer key/value heads than the ``asked`` tensor ranks gets a clone with fewer than ``tensor``.
+    """Return changes to a clone's heads so that they divide between ``tensor`` ranks; a model with fewer key/value
+    heads than the ``asked`` tensor ranks gets a clone with fewer than ``tensor``.
     """
     fields = config.to_dict()
     if "num_key_value_heads" not in fields:

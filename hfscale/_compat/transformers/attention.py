@@ -106,9 +106,8 @@ def set_implementation(config: Any, name: str) -> None:
 
 @contextmanager
 def masks_made_here(kind: type) -> Iterator[None]:
-    """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block.
-
-    It then also looks for no packed examples in the positions.
+    """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block; it then also looks for no
+    packed examples in the positions.
     """
     prepared = masking_utils._preprocess_mask_arguments
 

@@ -21,9 +21,8 @@ def uses_flash_attention(model: Any) -> bool:
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """Return the positions ``[1 or b, s]`` in which transformers looks for documents; ``None`` if it has none.
-
-    Vision models take ``[3, b, s]``, or with the text's positions in front ``[4, b, s]``.
+    """Return the positions ``[1 or b, s]`` in which transformers looks for documents; ``None`` if it has none. Vision
+    models take ``[3, b, s]``, or with the text's positions in front ``[4, b, s]``.
     """
     if position_ids.ndim == 2:
         return position_ids
@@ -31,10 +30,9 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
 
 
 def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
-    """Return where a document begins within its row: ``[b, s - 1]`` flags for the tokens after the first.
-
-    As in transformers, that is where a position is not the previous one plus one. With a padding mask, for which
-    transformers assumes one document per row: where the positions of two attended neighbours do not increase.
+    """Return where a document begins within its row: ``[b, s - 1]`` flags for the tokens after the first. As in
+    transformers, that is where a position is not the previous one plus one. With a padding mask, for which transformers
+    assumes one document per row: where the positions of two attended neighbours do not increase.
     """
     steps = position_ids.diff(dim=-1)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -44,11 +42,9 @@ def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
 
 
 def told_apart_by(batch: Mapping[str, Any]) -> str:
-    """Return which of a batch's arguments may tell documents within a row apart, by shapes alone.
-
-    Returns:
-        "positions" of a text; "axes": positions in time, height and width, in which transformers looks for no
-        documents; "mask": a mask ``[b, h, s, s]`` without positions; nothing where there is no such argument.
+    """Return which of a batch's arguments may tell documents within a row apart, by shapes alone: ``"positions"`` of a
+    text; ``"axes"``, positions in time, height and width, in which transformers looks for no documents; ``"mask"``, a
+    mask ``[b, h, s, s]`` without positions; or nothing where there is no such argument.
     """
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     if isinstance(positions, Tensor):
@@ -78,15 +74,12 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
 
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Keep the documents of packed rows apart in transformers' masks inside the ``with`` block.
+    """Keep documents of packed rows apart in transformers' masks inside the ``with`` block, a forward pass of
+    ``batch``.
 
     Transformers finds documents in the positions that a model passes to its mask functions, which many models do not,
     and it synchronizes with the device for that in every pass. Here masks of every kind are made from the positions of
-    ``batch``.
-
-    Args:
-        restarts: whether the positions of ``batch`` restart within its rows; ``None``: let transformers look.
-        batch: the arguments of the forward pass.
+    ``batch`` if they restart within its rows (``restarts``); with ``None``, transformers looks.
     """
     if restarts is None:
         yield
@@ -149,10 +142,7 @@ def recomputes(model: Any) -> bool:
 
 
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's arguments without the key/value cache, which a recomputation would fill a second time.
-
-    Some layers get it by position.
-    """
+    """Return a layer's arguments, also by position, without the key/value cache: recomputation would fill it again."""
     emptied = {
         name: None for name in ("past_key_values", "past_key_value", "layer_past") if kwargs.get(name) is not None
     }

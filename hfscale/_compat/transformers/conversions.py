@@ -19,10 +19,8 @@ from transformers.core_model_loading import (
 
 @dataclass(frozen=True)
 class Merge:
-    """A converter that concatenates or stacks stored tensors, and does nothing else to them.
-
-    Tensors come in transformers' order: by source, then by the numbers in their names (``experts.9`` before
-    ``experts.10``).
+    """Describe a converter that does nothing but concatenate or stack stored tensors, in transformers' order: by
+    source, then by the numbers in their names (``experts.9`` before ``experts.10``).
     """
 
     source: int  # index of this tensor among the converter's sources: a gate projection, say, before an up projection
@@ -42,10 +40,8 @@ class Destination:
 
 
 def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -> dict[str, Destination]:
-    """Return stored key -> destination, in transformers' order.
-
-    Entries of ``weight_mapping`` that these keys use are marked as used: transformers saves through those, and a rank
-    that loads only its stage's keys has to save every stage's.
+    """Return stored key -> destination, in transformers' order. Entries of ``weight_mapping`` that these keys use are
+    marked as used: transformers saves through those, and a rank with one stage's keys has to save every stage's.
     """
     copies = copy.deepcopy(weight_mapping)  # matching leaves other marks too
     result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
@@ -97,13 +93,9 @@ def _merge(converter: WeightConverter, pattern: str) -> Merge | None:
 def convert(
     tensors: Mapping[str, Tensor], found: Mapping[str, Destination], like: Any, config: Any
 ) -> dict[str, Tensor]:
-    """Convert all stored full tensors of one destination, in transformers' order, as transformers does.
-
-    Args:
-        like: a stand-in for the model: ``like.get_parameter(name)`` has the shape that a converter may ask for.
-
-    Returns:
-        the parameter, or those that the converter makes of the tensors, by name.
+    """Convert all stored full tensors of one destination, in transformers' order, as transformers does; return the
+    parameter, or those that the converter makes, by name. ``like`` is a stand-in for the model:
+    ``like.get_parameter(name)`` has the shape that a converter may ask for.
     """
     first = found[next(iter(tensors))]
     if first.converter is None:

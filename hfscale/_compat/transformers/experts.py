@@ -6,10 +6,7 @@ from torch import Tensor, nn
 
 
 def use_eager_experts(model: nn.Module) -> None:
-    """Let mixtures of experts run the stock classes' eager code, which takes every dtype; a no-op for other models.
-
-    Grouped matrix products do not take float64.
-    """
+    """Let mixtures of experts run the stock classes' eager code, since grouped matrix products do not take float64."""
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         if getattr(config, "_experts_implementation", None) is not None:
@@ -37,9 +34,8 @@ _RECORD_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 
 
 def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
-    """Return the classes of routers whose logits transformers records -> index of the logits in their output.
-
-    Routers that record a softmax as logits are left out, as are modules recorded by another mark than their class.
+    """Return the classes of routers whose logits transformers records -> index of the logits in their output. Routers
+    that record a softmax as logits are left out, as are modules recorded by another mark than their class.
     """
     found: dict[type[nn.Module], int] = {}
     for part in model.modules():

@@ -12,14 +12,8 @@ from .classes import class_name, empty_copy
 
 
 class Fp8Encoder:
-    """An encoder of the tensors that transformers would quantize.
-
-    Args:
-        model: the stock model, or a rank's shard of it.
-        config: a ``transformers.FineGrainedFP8Config``.
-
-    Raises:
-        ConfigError: it is another config, or transformers cannot quantize this model.
+    """Encode the tensors of ``model``, the stock model or a rank's shard of it, that transformers would quantize; raise
+    :class:`ConfigError` for any config but ``FineGrainedFP8Config``, or if transformers cannot quantize this model.
     """
 
     def __init__(self, model: Any, config: Any) -> None:
@@ -47,7 +41,6 @@ class Fp8Encoder:
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the quantized tensor under its key and its scales, ``KEY_scale_inv``; unchanged if blocks do not fit.
-
         Works on the meta device too.
         """
         found: dict[str, Tensor] = self._operation.convert({key: tensor})

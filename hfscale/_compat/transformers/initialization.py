@@ -36,9 +36,8 @@ def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
 
 
 def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
-    """Yield every module of ``model`` with its name and its initializer, in transformers' order.
-
-    As after loading, initializers leave tensors alone that are marked as loaded.
+    """Yield every module of ``model`` with its name and its initializer, in transformers' order; as after loading,
+    initializers leave tensors alone that are marked as loaded.
     """
     custom = model.is_custom_code()
 
@@ -60,7 +59,6 @@ def _children_first(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[
 
 def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
     """Build a copy of ``model`` on the meta device, with the own tensors of modules of these ``kinds`` in real memory.
-
     These get the values that constructors and then transformers' initialization give them, including that of modules
     around them; NaN where nothing does.
     """

@@ -76,9 +76,8 @@ def loading_through(
 
 @cache
 def loading_arguments() -> frozenset[str]:
-    """Return the names of arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config.
-
-    Transformers takes most of them out of ``**kwargs`` by name, so they are read from its source.
+    """Return the names of arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, read
+    from the source of transformers, which takes most of them out of ``**kwargs`` by name.
     """
     names: set[str] = set()
     for taker in (PreTrainedModel, _BaseAutoModelClass):

@@ -53,11 +53,8 @@ class PredictionLayer(getattr(_HOST, "MtpLayer", nn.Module)):  # type: ignore[mi
 
 
 class StoredNames:
-    """Name the layers' tensors as a checkpoint does.
-
-    Attributes:
-        prefixes: in the model -> in the checkpoint.
-        copies: tensor of the model -> its other names there, as ``layers.61.shared_head.head.weight``.
+    """Name the layers' tensors as a checkpoint does: ``prefixes`` maps those in the model to those in the checkpoint,
+    and ``copies`` a tensor of the model to its other names there, as ``layers.61.shared_head.head.weight``.
     """
 
     def __init__(self, prefixes: dict[str, str], renamings: Any = ()) -> None:
@@ -73,10 +70,8 @@ class StoredNames:
         return found
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
-        """Return the names in the model of a checkpoint's tensors of these layers, and remember the checkpoint's.
-
-        Returns:
-            stored key -> name, before the conversions of experts and the like; ``None`` for a copy of another tensor.
+        """Return stored key -> name in the model of a checkpoint's tensors of these layers, before the conversions of
+        experts and the like, or ``None`` for a copy of another tensor; remember the checkpoint's prefixes.
         """
         first, count = model.config.get_text_config().num_hidden_layers, prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))

@@ -23,10 +23,8 @@ def never_stored(model: Any) -> set[str]:
 
 
 class AsStored:
-    """Convert a model's own tensors to those of a plain Hugging Face checkpoint.
-
-    Tensors get their stored names; fused ones are taken apart, and separate ones are fused, as stored. Works on the
-    meta device too.
+    """Convert a model's own tensors to those of a plain Hugging Face checkpoint: they get their stored names; fused
+    ones are taken apart, and separate ones are fused, as stored. Works on the meta device too.
     """
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
@@ -78,10 +76,8 @@ class AsStored:
 
 
 def _together(model: Any, contents: dict[str, Tensor], conversions: list[Any]) -> dict[str, tuple[str, ...]]:
-    """Map each tensor to all tensors stored together with it, itself included, in order.
-
-    Such tensors get the same stored name, or a converter of several patterns gives them one key (two mixtures of a
-    layer that are stored as one list of experts; transformers refuses to convert them one by one).
+    """Map each tensor to all stored together with it, itself included, in order: they get the same stored name, or a
+    converter of several patterns gives them one key, and transformers refuses to convert them one by one.
     """
     converters = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
     known: dict[str, list[str]] = {}
@@ -97,9 +93,8 @@ def _together(model: Any, contents: dict[str, Tensor], conversions: list[Any]) -
 def _after_another(
     model: Any, contents: dict[str, Tensor], known: dict[str, tuple[str, ...]], expected: set[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return groups of parameters whose stored name depends on a sibling being converted first.
-
-    For example ``norm0`` and ``norm1`` in the checkpoint, which are ``norm1`` and ``norm2`` in the model.
+    """Return groups of parameters whose stored name depends on a sibling being converted first: ``norm0`` and ``norm1``
+    in the checkpoint, say, which are ``norm1`` and ``norm2`` in the model.
     """
     found: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
@@ -116,18 +111,13 @@ def _after_another(
 
 def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
-
-    Raises:
-        CheckpointError: as :class:`AsStored`.
+    Raise :class:`CheckpointError` as :class:`AsStored` does.
     """
     return AsStored(model, contents).layout
 
 
 def _conversions(model: Any) -> list[Any]:
-    """Return the conversions that loading recorded on a model; if it was not loaded, those of its class.
-
-    Transformers would look them up for every tensor, by the name of the class, which FSDP2 changes.
-    """
+    """Return the conversions noted at loading, or else those of the model's class, whose name FSDP2 changes."""
     loaded: list[Any] | None = getattr(model, "_weight_conversions", None)
     if loaded is not None:
         return loaded

@@ -87,9 +87,8 @@ def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
-    """Let Trainer resume within an epoch with the accelerator's own loader inside the ``with`` block.
-
-    The accelerator is looked up at the call, since a ``model_init`` creates another one on the way.
+    """Let Trainer resume within an epoch with the accelerator's own loader inside the ``with`` block. The accelerator
+    is looked up at the call, since a ``model_init`` creates another one on the way.
     """
 
     def skip(loader: Any, count: int = 0) -> Any:
@@ -161,10 +160,9 @@ def has_own_prediction_step(trainer: Any) -> bool:
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
-    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss.
-
-    For causal models these are the predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``),
-    the first label of each row counts too.
+    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss. For
+    causal models these are the predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``), the
+    first label of each row counts too.
     """
     return trainer._get_num_items_in_batch(batches, trainer.args.device)
 

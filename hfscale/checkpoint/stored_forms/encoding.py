@@ -37,12 +37,7 @@ class Codes:
 
 
 class QuantizedAgain:
-    """The form of a stored checkpoint, for the tensors of a plain one that is to be written.
-
-    Args:
-        directory: the checkpoint that the model was loaded from.
-        form: in which it stores its weights.
-    """
+    """Quantize tensors of a plain checkpoint as those in ``directory``, the model's source, which have ``form``."""
 
     def __init__(self, directory: Path, form: StoredForm) -> None:
         self.form, self._stored = form, open_tensors(sorted(directory.glob("*.safetensors")))
@@ -50,10 +45,8 @@ class QuantizedAgain:
         self._weights = {key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)}
 
     def layout(self, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return every tensor to be written, on the meta device, for those of a plain checkpoint.
-
-        Raises:
-            CheckpointError: the two have other names.
+        """Return every tensor to be written, on the meta device, for those of a plain checkpoint; raise
+        :class:`CheckpointError` if the two have other names.
         """
         result: dict[str, Tensor] = {}
         strange = [key for key in plain if key not in self._weights and key not in self._stored]
@@ -84,11 +77,7 @@ class QuantizedAgain:
 
 
 def quantized_again(model: nn.Module) -> QuantizedAgain:
-    """Return the form of the checkpoint that a model was loaded from.
-
-    Raises:
-        ConfigError: it is not quantized, or was not noted.
-    """
+    """Return the form of a model's checkpoint; raise :class:`ConfigError` if it is not quantized, or was not noted."""
     source = carried_by(model)
     form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
     if source is None or form is None:
@@ -100,10 +89,8 @@ def quantized_again(model: nn.Module) -> QuantizedAgain:
 
 
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
-    """Return the stored tensors of a weight that now has the values ``value``, by their part in it.
-
-    Raises:
-        CheckpointError: it has another shape, or one scale for several matrices, which have changed.
+    """Return the stored tensors of a weight that now has the values ``value``, by their part in it; raise
+    :class:`CheckpointError` for another shape, or one scale for several matrices, which have changed.
     """
     if tuple(value.shape) != weight.shape:
         raise CheckpointError(
@@ -146,11 +133,8 @@ def _stored_shape(weight: DequantizedOnDisk) -> tuple[int, int]:
 
 
 def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:
-    """Return the words of some rows of a matrix, of every part that changes with the values.
-
-    Args:
-        spans: the rows, as stored, whose values are ``now``.
-        whole: the new scale of the whole tensor, if it has one, with which no block stays as it is.
+    """Return the words of the rows ``spans``, as stored, whose values are ``now``, of every part that changes with
+    them. With ``whole``, a new scale of the whole tensor, no block stays as it is.
     """
     parts, columns = weight.parts, now.shape[1]
     scales = parts["scales"]

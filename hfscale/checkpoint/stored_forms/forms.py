@@ -31,7 +31,7 @@ Found = Mapping[str, TensorOnDisk]
 
 @dataclass(frozen=True)
 class Form:
-    """One form.
+    """Describe one form.
 
     Attributes:
         scales: ending of the names of its scales, by which weights are found.
@@ -134,13 +134,8 @@ def open_plain(files: Iterable[str | Path], form: StoredForm | None) -> dict[str
 
 
 def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[str, TensorOnDisk]:
-    """Return the tensors of a plain checkpoint in place of those of a quantized one.
-
-    Args:
-        described: what the checkpoint's config says.
-
-    Raises:
-        CheckpointError: tensors do not fit together.
+    """Return the tensors of a plain checkpoint in place of those of one that is quantized as ``described``; raise
+    :class:`CheckpointError` if tensors do not fit together.
     """
     weights: dict[str, TensorOnDisk] = {}
     used: set[str] = set()

@@ -28,12 +28,9 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one weight is quantized, as far as its stored tensors do not tell.
-
-    Attributes:
-        bits: bits of a packed number.
-        group: consecutive numbers of a row that have one scale; 0: all of it.
-        block: rows and columns of the blocks that have one scale, if it says so.
+    """Describe how one weight is quantized, as far as its stored tensors do not tell: ``bits`` of a packed number, the
+    ``group`` of consecutive numbers of a row with one scale (0: all of it), and the rows and columns of a ``block``
+    with one scale, if it says so.
     """
 
     bits: int = 4
@@ -43,12 +40,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """The form in which a checkpoint stores its quantized weights.
-
-    Attributes:
-        method: the host's name.
-        values: the config's description.
-    """
+    """Hold how a checkpoint stores quantized weights: transformers' name of the method, and the config's values."""
 
     method: str
     values: Mapping[str, Any] = field(repr=False)
@@ -101,10 +93,8 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Split the description of weights that are read as plain values from a model's config.
-
-    Returns:
-        a copy without the description, and the form; any other ``config`` itself, and ``None``.
+    """Return a copy of a config without its description of weights that are read as plain values, and their form; any
+    other ``config`` itself, and ``None``.
     """
     form = _form(description(config))
     if form is None:
@@ -138,10 +128,7 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 def check_asked_form(config: Any, given: Any) -> Any:
     """Return the user's quantization config, ``"as_stored"`` if it asks for the checkpoint's own bytes, or ``None`` if
-    it asks for plain values, which are loaded anyway.
-
-    Raises:
-        ConfigError: it asks for another form than the checkpoint's.
+    it asks for plain values, which are loaded anyway; raise :class:`ConfigError` if it asks for any other form.
     """
     plain = getattr(given, "dequantize", False)
     kept = not plain and (_method(given) in READ or (isinstance(given, str) and given == AS_STORED))

@@ -169,10 +169,8 @@ class Variation:
 
 
 class Upcycling:
-    """A dense model that is converted to a mixture of experts, ``model``, which is on the meta device.
-
-    Raises:
-        CheckpointError: the dense checkpoint lacks tensors, or has other shapes than its config says.
+    """Convert a dense model to a mixture of experts, ``model``, which is on the meta device; raise
+    :class:`CheckpointError` if the dense checkpoint lacks tensors, or has other shapes than its config says.
     """
 
     def __init__(self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation) -> None:

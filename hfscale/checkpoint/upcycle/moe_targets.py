@@ -37,10 +37,9 @@ class ExpertWeight:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """Describe an expert that computes every token in addition to the routed ones, times the sigmoid of a gate.
-
-    It gets a copy of the MLP too. Its gate starts at zero, whose sigmoid is a half, and the routed experts' ``down``
-    starts halved: two halves of the dense output, exact in any floating-point type, and everything trains.
+    """Describe an expert that computes every token in addition to the routed ones, times the sigmoid of a gate. It gets
+    a copy of the MLP too. Its gate starts at zero, whose sigmoid is a half, and the routed experts' ``down`` starts
+    halved: two halves of the dense output, exact in any floating-point type, and everything trains.
     """
 
     name: str
@@ -161,10 +160,8 @@ def find_family(config: PreTrainedConfig) -> Family:
 
 
 def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int) -> PreTrainedConfig:
-    """Return the target's config: fields that both families have are copied, the rest is translated.
-
-    Raises:
-        ConfigError: the family, a feature of the model or an argument does not fit; every reason is listed.
+    """Return the target's config: fields that both families have are copied, the rest is translated. Raise
+    :class:`ConfigError`, with every reason, if the family, a feature of the model or an argument does not fit.
     """
     family = find_family(config)
     problems = _arguments(config, family, num_experts, top_k, every)

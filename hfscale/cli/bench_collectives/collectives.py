@@ -75,12 +75,8 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
 
 
 def measure(device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS) -> list[Measured]:
-    """Time every collective with every size, in bytes; call it on every rank. All ranks return the same.
-
-    Sizes are rounded up to float32 numbers that divide evenly between the ranks.
-
-    Args:
-        seconds: approximate time of repeating one of them.
+    """Time every collective with every size, in bytes, for about ``seconds`` each; call it on every rank. All ranks
+    return the same. Sizes are rounded up to float32 numbers that divide evenly between the ranks.
     """
     ranks, found = dist.get_world_size(), []
     for asked in sizes:
@@ -117,13 +113,9 @@ def _wait(device: torch.device) -> None:
 
 
 def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | None:
-    """Return the smallest message at which all-reduce has ``share`` of its best bus bandwidth.
-
-    Smaller ones waste the link, and larger ones delay the start for no gain: a good value of stock DDP's
-    ``bucket_cap_mb``.
-
-    Returns:
-        bytes; ``None`` if nothing was measured.
+    """Return the bytes of the smallest message at which all-reduce has ``share`` of its best bus bandwidth, or ``None``
+    if nothing was measured: a good value of stock DDP's ``bucket_cap_mb``, since smaller ones waste the link, and
+    larger ones delay the start for no gain.
     """
     found = [each for each in measured if each.collective == "all-reduce"]
     best = max((each.bus_bandwidth for each in found), default=0.0)

@@ -19,11 +19,8 @@ class MeasurementError(HFScaleError, RuntimeError):
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
-    """Run ``function(device, *args)`` on ``world`` processes in one process group; return rank 0's result.
-
-    Args:
-        function: at the top of a module.
-        timeout: seconds to wait for rank 0.
+    """Run ``function(device, *args)``, defined at the top of a module, on ``world`` processes in one process group;
+    return rank 0's result, for which ``timeout`` seconds are waited.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)

@@ -114,10 +114,7 @@ def _as_measured(planned: Order, measured: Timeline) -> Order:
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return the mean duration of each kind of action in a run, to simulate its plan with.
-
-    Kinds that did not run keep their default ratio to a forward.
-    """
+    """Return each kind of action's mean duration in a run; kinds that did not run keep their ratio to a forward."""
     lengths: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _, span in timeline.spans():
         lengths[span.action.kind].append(span.end - span.start)

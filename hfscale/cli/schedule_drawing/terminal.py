@@ -24,15 +24,10 @@ _WIDEST_FORWARD = 4  # columns
 
 
 def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False) -> str:
-    """Render ``(heading, timeline)`` pairs one below the other on one time scale.
+    """Render ``(heading, timeline)`` pairs, all in one unit, below each other on one time scale of ``width`` columns.
 
-    Without colour a box is a letter (F forward, B backward, I and W its two halves, U update), the microbatch where
-    it fits, and dashes to its end; a dot is idle. With colour the letter gives way to the background.
-
-    Args:
-        timelines: in the same unit.
-        width: columns that may be used.
-        colour: whether to write ANSI colours.
+    Without colour a box is a letter (F forward, B backward, I and W its two halves, U update), the microbatch where it
+    fits, and dashes to its end; a dot is idle. With ``colour``, in ANSI codes, the letter gives way to the background.
     """
     margin = len(f"rank {max(timeline.num_ranks for _, timeline in timelines) - 1} ")
     horizon = max(timeline.end for _, timeline in timelines)

@@ -136,10 +136,9 @@ def estimate_memory(
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
-    """Return the number of older versions of trained weights between steps, and of gradients of each.
-
-    PipeDream stashes the weights of every microbatch under way. In 2BW that is one version on all stages but the last,
-    and gradients of a step wait for the end of the next one (Narayanan et al. 2019, 2021).
+    """Return the number of older versions of trained weights between steps, and of gradients of each: one version for
+    every microbatch under way in PipeDream; in 2BW one on all stages but the last, and a step's gradients wait for the
+    end of the next step (Narayanan et al. 2019, 2021).
     """
     layout, schedule = plan.layout, plan.layout.pipeline_schedule
     if layout.pp == 1 or schedule not in ASYNCHRONOUS:
@@ -173,10 +172,7 @@ def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[s
 
 
 def weight_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int], axes: Collection[str] = ()) -> int:
-    """Return the bytes of one parameter on the rank at ``ranks``, unsharded over ``axes``.
-
-    Data ranks have shards of one size: the last ones are padded.
-    """
+    """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; data shards are padded alike."""
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
     if plan.quantized is not None and planned.name in plan.quantized.weights:
         shards = prod(cut.size for cut in planned.cuts if cut.axis in axes)

@@ -70,12 +70,9 @@ def optimizer_bytes(
     options: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
 ) -> int:
-    """Return the bytes of the optimizer's state on the rank at ``ranks``, after its first step.
-
-    Args:
-        trained: the parameters that train and that this rank holds.
-        options: what it was made with, where that changes its state: ``momentum``, ``amsgrad``, ``min_8bit_size``.
-        layers: names of the layers, whose matrices Muon takes.
+    """Return the bytes of the optimizer's state after its first step on the rank at ``ranks``, which holds ``trained``.
+    ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``; ``layers`` are the names
+    of the layers, whose matrices Muon takes.
     """
     given = dict(options or {})
     if given.get("stochastic_rounding"):  # steps copies in 32 bits

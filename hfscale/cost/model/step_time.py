@@ -116,9 +116,8 @@ def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
 
 @dataclass(frozen=True)
 class StepTime(Seconds):
-    """Hold the seconds of one step by term; their sum is :attr:`total`.
-
-    Those of a part are the slowest stage's, and ``host`` what its device waits for the host.
+    """Hold the seconds of one step by term; their sum is :attr:`total`. Those of a part are the slowest stage's, and
+    ``host`` is how long its device waits for the host.
     """
 
     handover: float = 0.0  # between stages

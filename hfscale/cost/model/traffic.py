@@ -126,11 +126,9 @@ def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> f
 
 
 def ring_share(collective: str, size: int) -> float:
-    """Return the bytes that a rank sends per byte that it passes to a ring collective over ``size`` ranks.
-
-    Args:
-        collective: ``allreduce``, ``allgather`` (given this rank's piece), ``reduce_scatter``, ``alltoall``; ``recv``
-            sends nothing, and anything else what it is given.
+    """Return the bytes that a rank sends per byte that it passes to a ring collective over ``size`` ranks:
+    ``allreduce``, ``allgather`` (given this rank's piece), ``reduce_scatter`` or ``alltoall``. ``recv`` sends nothing,
+    and anything else what it is given.
     """
     shares = {"allreduce": 2 * sent(size), "allgather": size - 1.0, "recv": 0.0}
     return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(collective, 1.0)

@@ -199,10 +199,7 @@ class _Meter:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def _time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Return the median seconds of a call, repeated for about the time allowed per measurement.
-
-        One thread's are those of its processor, which others on the machine do not lengthen.
-        """
+        """Return the median seconds of a call, repeated for the time allowed; one CPU thread's are processor time."""
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.thread_time if alone else default_timer  # which waits for the accelerator
         call()

@@ -110,10 +110,9 @@ def dry_run(
     progress: Progress | None = None,
     **given: Any,
 ) -> DryRun:
-    """Build one rank of every kind of stage on the meta device, and let it take a step.
+    """Let one rank of every kind of stage take a step on the meta device; microbatches have ``batch_size`` sequences.
 
     Args:
-        sequence_length: tokens of a sequence; ``batch_size`` sequences are a microbatch.
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
         progress: told what is under way, its number, and of how many.
         given: to :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``auto_class``, ...

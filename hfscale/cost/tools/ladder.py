@@ -113,7 +113,6 @@ class Step:
 
 def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
     """Measure a step of each rung on a small clone, with layers large enough to outweigh the modules around them.
-
     ``tokens`` are those of a microbatch of one batch rank, for the estimates of the model itself.
     """
     known, found = config.to_dict(), list[Step]()

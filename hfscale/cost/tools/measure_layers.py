@@ -45,9 +45,8 @@ _log = logging.getLogger(__name__)
 def measured_layers(
     plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
-    """Measure the layers of a model on a rank; ``None`` if a formula covers them or they cannot run on the meta device.
-
-    The layout is by default the plan's. Several sequences keep as many times what two do; one may keep less.
+    """Measure the layers of a model on a rank, under ``layout`` or else the plan's; ``None`` if a formula covers them
+    or they cannot run on the meta device. Several sequences keep as many times what two do; one may keep less.
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None

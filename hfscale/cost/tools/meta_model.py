@@ -91,10 +91,7 @@ def take_step(
 
 
 def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
-    """Return the values that the host would read from the device: zeros, or routes spread evenly over experts.
-
-    Whoever has all experts of its tensor ranks has all of a batch's tokens, and whoever sends them to others its share.
-    """
+    """Return what the host would read from the device: zeros, or this rank's routes, spread evenly over experts."""
     found = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):
         return found

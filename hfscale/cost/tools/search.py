@@ -86,9 +86,7 @@ def search(
     max_memory: float | None = None,
     constants: Constants | None = None,
 ) -> Search:
-    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best of them.
-
-    Offload to the host is tried only if nothing else fits.
+    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits.
 
     Args:
         tokens_per_step: of all ranks; sequences are whole, so it may be a little less.

@@ -70,10 +70,7 @@ def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
 
 
 class SimulatedRank(TorchDispatchMode):
-    """Record in :attr:`traffic` what a model's rank sends, as a dispatch mode.
-
-    If the host reads a tensor on the device, it gets what ``answer`` returns.
-    """
+    """Record in :attr:`traffic` what a rank sends; ``answer`` gives what the host reads from tensors on the device."""
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
         super().__init__()

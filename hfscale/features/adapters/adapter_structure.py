@@ -26,10 +26,8 @@ from .plan import is_known
 
 
 def wrap(model: nn.Module, config: Any, name: str) -> Any:
-    """Return PEFT's model around ``model``, whose modules are wrapped in place; factors are on the meta device.
-
-    Raises:
-        ConfigError: the config does not fit the model, in PEFT's words.
+    """Return PEFT's model around ``model``, whose modules are wrapped in place, with factors on the meta device; raise
+    :class:`ConfigError`, in PEFT's words, if the config does not fit the model.
     """
     try:
         return wrapped_model(model, config, name)
@@ -56,10 +54,8 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters of PEFT's model ``whole`` that are not in the plan, in the model's order.
-
-    Raises:
-        ConfigError: hfscale does not know the kind of one of them.
+    """Return the parameters of PEFT's model ``whole`` that are not in the plan, in the model's order; raise
+    :class:`ConfigError` for one of an unknown kind.
     """
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
@@ -137,10 +133,7 @@ def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[
 
 def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]) -> None:
     """Raise :class:`ConfigError` for a target that matches nothing; PEFT does so only if no target matches.
-
-    Args:
-        asked: the config as it was given.
-        resolved: the config as PEFT changed it: older models' projection names become parameters of experts.
+    ``resolved`` is ``asked`` as PEFT changed it: older models' projection names become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
     known = [name.rpartition(".")[0] for name in plan.by_name]

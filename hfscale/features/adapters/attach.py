@@ -126,10 +126,7 @@ def _uninitialized(config: Any) -> Any:
 
 
 def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:
-    """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory.
-
-    PEFT reads some sizes from attributes that keep their global values.
-    """
+    """Give every adapter parameter the plan's local shape, and the dtype that PEFT gives parameters with memory."""
     here = dict(model.named_parameters(remove_duplicate=False))
     made: dict[str, nn.Parameter] = {}
     for adapter in plan.adapters:

@@ -44,13 +44,9 @@ def refuse_tied(adapters: Any, plan: Plan) -> None:
 def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge every adapter of a model that has been taken apart into its weight, and put the stock modules back.
-
-    Args:
-        shares: this rank's final shards, with those of the adapters; changed in place.
-
-    Returns:
-        the stock model, on the meta device, and its shards.
+    """Merge every adapter of a model that has been taken apart into its weight in ``shares``, this rank's final shards
+    with those of the adapters, changed in place; put the stock modules back, and return the stock model, on the meta
+    device, and its shards.
     """
     plan, model = runtime.plan, runtime.model
     adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
@@ -91,9 +87,8 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
 
 
 def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks.
-
-    One weight at a time is gathered over the data axes.
+    """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks, which gather
+    one weight at a time.
     """
     plan, mesh = runtime.plan, runtime.mesh
     shares: dict[str, Tensor] = {}
@@ -106,13 +101,8 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
-    """Replace quantized modules, and PEFT's wrappers for them, by plain ones, in a model that has been taken apart.
-
-    Args:
-        shares: from :func:`dequantized_weights`.
-
-    Returns:
-        the plan of the stock model without quantization.
+    """Replace quantized modules, and PEFT's wrappers for them, in a model that has been taken apart, by plain ones with
+    the ``shares`` from :func:`dequantized_weights`; return the plan of the stock model without quantization.
     """
     model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
     for name, share in shares.items():

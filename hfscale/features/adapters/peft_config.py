@@ -37,10 +37,8 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
 
 
 def read_config(source: Any) -> tuple[Any, str | None]:
-    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any.
-
-    Raises:
-        ConfigError: it is neither a config nor a readable adapter.
+    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any; raise
+    :class:`ConfigError` if ``source`` is neither a config nor a readable adapter.
     """
     from peft import PeftConfig
 

@@ -28,11 +28,7 @@ def is_known(kept_in: str) -> bool:
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
-    """Return the plan of the model with ``adapters``, whose parameters come last.
-
-    Raises:
-        PlanError: an adapter has parameters that hfscale does not know.
-    """
+    """Return the plan with ``adapters``, whose parameters come last; raise :class:`PlanError` for unknown ones."""
     unknown = sorted({adapter.kept_in for adapter in adapters if not is_known(adapter.kept_in)})
     if unknown:
         raise PlanError(

@@ -17,11 +17,8 @@ from .plan import plan_adapters
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
-    """Return the plan with the parameters that ``config`` adds, in their final dtypes.
-
-    Args:
-        template: the full stock model on the meta device, which is wrapped.
-        new: whether adapters are new, rather than loaded from a saved one.
+    """Return the plan with the parameters that ``config`` adds, in their final dtypes; adapters are ``new``, or loaded
+    from a saved one. ``template``, the full stock model on the meta device, is wrapped.
 
     Raises:
         ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
@@ -37,10 +34,8 @@ def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool =
 def wrap_and_plan(
     template: nn.Module, config: Any, plan: Plan, new: bool = True, name: str = "default"
 ) -> tuple[Any, Plan]:
-    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``.
-
-    Raises:
-        ConfigError: as :func:`plan_with_adapters`.
+    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``. Raise the
+    errors of :func:`plan_with_adapters`.
     """
     _check(config, plan)
     asked = copy.deepcopy(config)

@@ -27,10 +27,8 @@ WEIGHTS = "adapter_model.safetensors"
 def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
     """Map names of parameters in the plan to their keys in a saved adapter, by PEFT's own rules.
 
-    Besides adapters these are trained biases, and the embeddings if they are adapted.
-
-    Args:
-        embeddings: PEFT's ``save_embedding_layers``; ``"auto"`` reads the base model's config, maybe from the Hub.
+    Besides adapters these are trained biases, and the embeddings if they are adapted: ``embeddings`` is PEFT's
+    ``save_embedding_layers``, whose ``"auto"`` reads the base model's config, maybe from the Hub.
     """
     from peft import get_peft_model_state_dict
 
@@ -52,10 +50,8 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
 
 
 def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub: Any) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved adapter.
-
-    Raises:
-        CheckpointError: it lacks parameters of its config, or has others, or their shapes differ from the model's.
+    """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` if it lacks parameters of its
+    config, or has others, or their shapes differ from the model's.
     """
     try:
         stored = stored_weights(path, **hub)
@@ -85,10 +81,8 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub
 
 
 def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
-    """Write the adapter; collective, like :func:`hfscale.save_pretrained`.
-
-    Raises:
-        CheckpointError: it could not be written; ``target`` is then unchanged.
+    """Write the adapter; collective, like :func:`hfscale.save_pretrained`. Raise :class:`CheckpointError`, with
+    ``target`` unchanged, if it could not be written.
     """
     writes = is_writer(runtime.mesh)
     if writes:

@@ -62,11 +62,7 @@ class Float8Weight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Return views, and plain tensors of its shape and type.
-
-        Raises:
-            ConfigError: any other operation, which would read its entries.
-        """
+        """Return views, or plain tensors of its shape and type; raise :class:`ConfigError` if entries would be read."""
         weight = args[0]
         if func is _aten.t.default:
             return cls(weight.entries.t(), weight.scale, weight.dtype)
@@ -115,12 +111,9 @@ class _Scaled:
 
 
 class Float8Projection:
-    """A projection whose products are in 8 bits; calling it returns the products of one pass.
-
-    Args:
-        groups: ranks with the other shards of its tensors.
-        rowwise: a scale for each row, a power of two, and gradients with as many digits as the rest; or one for each
-            tensor, and gradients with fewer digits over a wider range.
+    """Compute the products of a projection in 8 bits; calling it returns the products of one pass. ``groups`` are the
+    ranks with the other shards of its tensors. ``rowwise``, each row has a scale, a power of two, and gradients have as
+    many digits as the rest; else each tensor has one, and gradients have fewer digits over a wider range.
     """
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
@@ -138,10 +131,8 @@ class Float8Projection:
         return Float8Projection(self.groups, self.rowwise)
 
     def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
-        """Return a data rank's shard of the weight in 8 bits, and the scale of the full weight.
-
-        Args:
-            owners: groups of the ranks with the other shards.
+        """Return a data rank's shard of the weight in 8 bits, and the scale of the full weight, of which the ranks of
+        the groups ``owners`` have the other shards.
         """
         matrix = shard.to(computed_in(shard.dtype))
         everyone = (*owners, *self.groups.inputs, *self.groups.outputs)
@@ -172,11 +163,7 @@ def _largest_of_all(weight: Tensor) -> Tensor:
 
 
 class Float8Products(Products):
-    """Products in 8 bits of one pass of one projection.
-
-    Args:
-        groups: see :class:`Float8Projection`; ``rowwise`` and ``shared`` likewise.
-    """
+    """Compute the products in 8 bits of one pass of a :class:`Float8Projection`, whose attributes the arguments are."""
 
     def __init__(
         self, groups: Float8Groups, rowwise: bool = False, shared: dict[int | None, Tensor] | None = None
@@ -219,11 +206,8 @@ class Float8Products(Products):
         return self._scaled("weight", weight.to(self._dtype), along, self._groups.outputs, self._groups.inputs)
 
     def _scaled(self, name: str, matrix: Tensor, along: int, *groups_by_dim: Sequence[dist.ProcessGroup]) -> _Scaled:
-        """Return ``matrix`` in 8 bits, with one scale per pass or, rowwise, a scale for each row.
-
-        Args:
-            along: the contracted dim.
-            groups_by_dim: ranks with other shards of the matrix, for each of its dims.
+        """Return ``matrix`` in 8 bits, with one scale per pass or, rowwise, a scale for each row ``along`` the
+        contracted dim; ``groups_by_dim`` are the ranks with other shards of the matrix, for each of its dims.
         """
         dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
         shared = self._of_weight if name == "weight" else None
@@ -269,11 +253,7 @@ def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``.
-
-    Args:
-        fast: whether sums may be accumulated with fewer digits.
-    """
+    """Return ``a [n, k]`` times ``b [k, m]`` in ``dtype``; ``fast`` lets sums be accumulated with fewer digits."""
     if not a.data.is_cuda:  # the same numbers; sums are not rounded to what tensor cores keep of them
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return a.wide(wide).mm(b.wide(wide)).to(dtype)
@@ -283,10 +263,9 @@ def _product(a: _Scaled, b: _Scaled, dtype: torch.dtype, fast: bool = False) -> 
 def on_tensor_cores(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's own kernel.
-
-    It takes ``a`` by rows and ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales
-    of rows are multiplied afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
+    """Return ``(a / scale_a) @ (b / scale_b)`` of float8 matrices, by torch's own kernel. It takes ``a`` by rows and
+    ``b`` by columns, and multiples of 16 of the contracted dim and of ``b``'s other. Scales of rows are multiplied
+    afterwards unless sums may be ``fast``, since the kernel for them is slow otherwise.
     """
     inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
     rowwise, columns = scale_a.ndim == 2, b.shape[1]

@@ -51,11 +51,7 @@ class Here:
 
 
 class Compressed:
-    """Keep a saved tensor of any shape in 8 bits: see :class:`Stored`.
-
-    Args:
-        keep: stores codes and scales, in place or offloaded.
-    """
+    """Keep a saved tensor in 8 bits: see :class:`Stored`; ``keep`` stores codes and scales, in place or offloaded."""
 
     def __init__(self, tensor: Tensor, keep: Callable[[Tensor], Stored]) -> None:
         self.readers, self._shape, self._dtype = 0, tensor.shape, tensor.dtype

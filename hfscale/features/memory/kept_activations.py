@@ -122,9 +122,7 @@ class LayerPass:
         return tuple(tensor.shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
 
     def _is_of_rows(self, shape: torch.Size) -> bool:
-        """Return whether a tensor of ``shape``, ``[...]`` or ``[..., 1]``, has one number per row of a saved ``[...,
-        d]``.
-        """
+        """Return whether ``shape``, ``[...]`` or ``[..., 1]``, has one number per row of a saved ``[..., d]``."""
         return tuple(shape) in self._rows or (shape[-1:] == (1,) and tuple(shape[:-1]) in self._rows)
 
 
@@ -142,11 +140,8 @@ def _shape_of(module: nn.Module) -> tuple[int, ...]:
 
 
 class KeptActivations(Part):
-    """A part that offloads or compresses activations if the plan asks for it. Installed after recomputation.
-
-    Attributes:
-        copied: bytes copied to the CPU so far.
-        stored: bytes kept in 8 bits so far; ``given`` before compression.
+    """Offload or compress activations if the plan asks for it; installed after recomputation. It counts bytes:
+    ``copied`` to the CPU so far, ``stored`` in 8 bits, and ``given``, what these were before compression.
     """
 
     def __init__(self) -> None:
@@ -176,11 +171,7 @@ class KeptActivations(Part):
         return found
 
     def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
-        """Wrap one layer's forward with saved-tensor hooks.
-
-        Args:
-            rounds_routes: whether layers with experts keep 8 bits, so that none may be recomputed.
-        """
+        """Wrap a layer's forward with saved-tensor hooks; if 8 bits round its routes, refuse to recompute it."""
         forward = layer.forward
 
         def forward_keeping(*args: Any, **kwargs: Any) -> Any:

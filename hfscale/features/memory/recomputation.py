@@ -144,10 +144,8 @@ def _checkpointed(
 def _with_tensor_by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return an equal call that passes at least one tensor by position, if it passes tensors at all.
-
-    Torch keeps the RNG state only of positional tensors' devices, and most models call attention by keyword: without
-    this, dropout on a GPU would drop other entries in the recomputation.
+    """Return an equal call that passes at least one tensor by position, if any: torch keeps the RNG state only of such
+    tensors' devices, and most models call attention by keyword, so dropout on a GPU would be recomputed differently.
     """
     if _has_tensor(args):
         return function, args, kwargs

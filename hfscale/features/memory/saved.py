@@ -47,11 +47,8 @@ class SavedBytes:
 
 @contextmanager
 def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None) -> Iterator[SavedBytes]:
-    """Count the bytes saved by forward and backward passes of ``model`` inside the `with` block.
-
-    Args:
-        layers: names of the layers; those that this rank does not hold are ignored.
-        head: name of the projection onto the vocabulary.
+    """Count the bytes saved by forward and backward passes of ``model`` inside the ``with`` block. Names of ``layers``
+    that this rank does not hold are ignored; ``head`` names the projection onto the vocabulary.
     """
     found = SavedBytes()
     with SavedCounter(model, layers, head, found.add):

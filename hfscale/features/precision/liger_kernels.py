@@ -26,11 +26,8 @@ _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
 
 def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.device) -> None:
-    """Check ``use_liger_kernel`` before anything is loaded.
-
-    Args:
-        asked: the value of :attr:`hfscale.config.options.Options.use_liger_kernel`.
-        family: the config's ``model_type``.
+    """Check :attr:`hfscale.config.options.Options.use_liger_kernel` before anything is loaded; ``family`` is the
+    config's ``model_type``.
 
     Raises:
         ConfigError: the kernels are not installed, are not for this family or device, or would replace the loss.

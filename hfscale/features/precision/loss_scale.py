@@ -27,13 +27,8 @@ from ...train.runtime.shards import LocalWeights, add_back, gradients_aside
 
 
 class LossScaling(Part):
-    """A part that scales the loss under ``mixed_precision="fp16"``.
-
-    Attributes:
-        scale: the factor on the loss.
-        growth: steps without an overflow since it changed.
-        skipped: number of steps skipped so far.
-        overflowed: whether the last one was skipped.
+    """Scale the loss under ``mixed_precision="fp16"`` by ``scale``, unchanged for the last ``growth`` steps, which did
+    not overflow. So far ``skipped`` steps were skipped; ``overflowed`` says whether the last one was.
     """
 
     state_key = "LossScaling"

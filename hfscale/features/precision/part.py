@@ -18,10 +18,8 @@ from ...train.runtime.shards import LocalWeights
 
 
 class Autocast(Part):
-    """A part that autocasts the forward pass under mixed precision.
-
-    Over several data ranks FSDP2 casts a layer's weights and inputs, so it is used only for families that compute in 32
-    bits inside their layers.
+    """Autocast the forward pass under mixed precision. Over several data ranks FSDP2 casts a layer's weights and
+    inputs, so this is used only for families that compute in 32 bits inside their layers.
     """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

@@ -27,13 +27,9 @@ from .stored import PackedOnDisk, check_row, fill_row
 
 
 class Quantizing:
-    """The quantized weights of a model on this rank, while they are loaded.
-
-    Args:
-        model: the stock model on the meta device, with this rank's modules, before anything is cut.
-        plan: names the weights to quantize.
-        mesh: this rank's coordinates.
-        host: transformers' quantizer; its operations are replaced until :meth:`collect`.
+    """Hold the quantized weights of a model on this rank, those that ``plan`` names, while they are loaded. ``model``
+    is the stock model on the meta device, with this rank's modules, before anything is cut; operations of ``host``,
+    transformers' quantizer, are replaced until :meth:`collect`.
     """
 
     def __init__(self, model: Any, plan: Plan, mesh: Mesh, host: Any) -> None:
@@ -52,11 +48,7 @@ class Quantizing:
             put_parameter(model, name, nn.Parameter(turned, requires_grad=False))
 
     def read_packed(self, name: str, packed: PackedOnDisk, converted: bool) -> None:
-        """Read a weight from 4-bit data in the checkpoint.
-
-        Raises:
-            CheckpointError: it cannot be cut.
-        """
+        """Read a weight from 4-bit data in the checkpoint; raise :class:`CheckpointError` if it cannot be cut."""
         planned = self.weights[name]
         shape = packed.shape[::-1] if name in self.plan.transposed else packed.shape
         why = None
@@ -74,10 +66,8 @@ class Quantizing:
         self.stored[name] = packed
 
     def shape(self, whole: Collection[str]) -> None:
-        """Give the modules their local sizes, once parameters are cut.
-
-        Args:
-            whole: weights that transformers converts, which are read in full and cut afterwards.
+        """Give the modules their local sizes, once parameters are cut; transformers converts the weights ``whole``,
+        which are read in full and cut afterwards.
         """
         self.whole = whole
         for name, planned in self.weights.items():
@@ -120,11 +110,8 @@ class Quantizing:
         return result
 
     def collect(self, shares: LocalWeights) -> None:
-        """Move the quantized weights from the model into ``shares``; packed parameters are on the meta device
-        afterwards.
-
-        Raises:
-            CheckpointError: the checkpoint lacks one.
+        """Move the quantized weights from the model into ``shares``, leaving packed parameters on the meta device;
+        raise :class:`CheckpointError` if the checkpoint lacks one.
         """
         del self.host.param_needs_quantization, self.host.get_quantize_ops
         for name in self.weights:

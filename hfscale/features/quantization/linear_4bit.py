@@ -18,11 +18,8 @@ bnb: Any = bitsandbytes  # its annotations are incomplete
 
 
 class ShardedLinear4bit(bnb.nn.Linear4bit):
-    """A bitsandbytes ``Linear4bit`` over sharded bytes (QLoRA, Dettmers et al. 2023).
-
-    ``weight`` is ``uint8 [data ranks, bytes]``; see :mod:`...distributed.ops.four_bit`.
-    ``in_features``, ``out_features``, ``bias`` and ``compute_dtype`` are those of the stock class, and so is the
-    arithmetic.
+    """Compute a bitsandbytes ``Linear4bit``, with its attributes and arithmetic, over sharded bytes (QLoRA, Dettmers et
+    al. 2023): ``weight`` is ``uint8 [data ranks, bytes]``, see :mod:`...distributed.ops.four_bit`.
     """
 
     compute_type_is_set: bool

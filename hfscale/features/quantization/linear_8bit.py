@@ -18,10 +18,8 @@ bnb: Any = bitsandbytes  # its annotations are incomplete
 
 
 class ShardedLinear8bitLt(bnb.nn.Linear8bitLt):
-    """A bitsandbytes ``Linear8bitLt`` over sharded rows (LLM.int8(), Dettmers et al. 2022).
-
-    ``weight`` is ``int8 [out, in]``, ``scales`` are the bytes of one float32 per row, ``uint8 [out, 4]``: data ranks
-    shard the rows of both. Everything else is as in the stock class.
+    """Compute a bitsandbytes ``Linear8bitLt`` over sharded rows (LLM.int8(), Dettmers et al. 2022): data ranks shard
+    the rows of ``weight``, ``int8 [out, in]``, and ``scales``, ``uint8 [out, 4]``, the bytes of one float32 per row.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,10 +9,7 @@ from ...train.runtime.parameter_names import owner_of
 
 
 class StoredLinear(nn.Linear):
-    """An ``nn.Linear`` over packed bytes: ``weight`` is ``uint8 [data ranks, bytes]``, unpacked in every pass.
-
-    It computes what ``nn.Linear`` computes with the unpacked weight.
-    """
+    """Compute an ``nn.Linear`` of packed bytes: ``weight``, ``uint8 [data ranks, bytes]``, is unpacked in each pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x [..., in]`` to ``[..., out]``."""

@@ -70,11 +70,8 @@ def check_trainable(planned: Plan, adapters: bool) -> None:
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
-    """Split the description of weights that bitsandbytes stored in 4 bits from a model's config.
-
-    Returns:
-        a copy without the description, with which transformers would read full weights its own way, and the
-        description; any other ``config`` itself, and ``None``.
+    """Return a copy of a config without its description of weights that bitsandbytes stored in 4 bits, with which
+    transformers would read full weights its own way, and the description; any other ``config`` itself, and ``None``.
     """
     found = getattr(config, "quantization_config", None)
     values = found if isinstance(found, dict) or found is None else found.to_dict()
@@ -124,10 +121,8 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     """Return the plan with the weights of the full stock ``model`` that ``config`` quantizes.
 
     These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4
-    bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them.
-
-    Args:
-        stored: whether the checkpoint holds them quantized; then experts are as transformers stores them, in 16 bits.
+    bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them. If the
+    checkpoint holds them quantized (``stored``), experts are as transformers stores them, in 16 bits.
 
     Raises:
         ConfigError: a weight of an embedding or the head, or a tied one, would be quantized.
@@ -175,10 +170,8 @@ def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
 
 
 def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
-    """Undo :func:`install_quantized`, once FSDP2 is undone: packed parameters are left on the meta device.
-
-    Args:
-        shares: holds the shards by name, and gets the additional tensors of quantized weights.
+    """Undo :func:`install_quantized`, once FSDP2 is undone, leaving packed parameters on the meta device; the
+    additional tensors of quantized weights go into ``shares``, which holds the shards by name.
     """
     for module in model.modules():
         for name, packing in list(packings_of(module).items()):
@@ -201,17 +194,11 @@ def is_quantized(module: nn.Module, name: str = "weight") -> bool:
 
 
 def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
-    """Return a quantized weight of a local module in the dtype it was quantized from.
+    """Return a local module's quantized weight in the dtype it came from; raise :class:`ConfigError` if it is not one.
 
     If data ranks shard it, all of them call this, and each gets the tensor gathered over the data axes: this rank's
-    shard over the tensor, expert and pipeline axes.
-
-    Returns:
-        ``[out, in]`` for a projection (also a ``Conv1D``, which is stored transposed); ``[experts, ...]`` for experts,
-        as their module holds it.
-
-    Raises:
-        ConfigError: it is not quantized.
+    shard over the tensor, expert and pipeline axes. It is ``[out, in]`` for a projection (also a ``Conv1D``, which is
+    stored transposed), and ``[experts, ...]`` for experts, as their module holds it.
     """
     parameter: Any = own_parameters(module).get(name)
     packing = packings_of(module).get(name)

@@ -28,15 +28,8 @@ _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 class PackedOnDisk:
-    """One weight that is stored in 4 bits, read on demand.
-
-    Attributes:
-        shape: ``[out, in]``.
-        kind: ``nf4`` or ``fp4``.
-        dtype: the dtype it was quantized from.
-
-    Raises:
-        CheckpointError: its blocks are not of 64 values.
+    """Read one weight ``[out, in]`` that is stored in 4 bits, ``nf4`` or ``fp4``, on demand; ``dtype`` is the one it
+    was quantized from. Raise :class:`CheckpointError` if its blocks are not of 64 values.
     """
 
     def __init__(self, key: str, stored: Mapping[str, TensorOnDisk]) -> None:

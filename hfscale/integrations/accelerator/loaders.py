@@ -13,10 +13,8 @@ from ...distributed.mesh import Mesh
 
 
 class OneOrder(Sampler[int]):
-    """A sampler with the first rank's order on every rank.
-
-    Every rank draws, so that its random numbers continue as in one process. An interrupted epoch continues in its order
-    after :meth:`load_state_dict`.
+    """Sample in the first rank's order on every rank. Every rank draws, so that its random numbers continue as in one
+    process; an interrupted epoch continues in its order after :meth:`load_state_dict`.
     """
 
     def __init__(self, sampler: Any, mesh: Mesh) -> None:
@@ -66,7 +64,6 @@ class OneOrder(Sampler[int]):
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
     """Give the workers of ranks that share a batch the same seed, in the generator ``seeds``, each time they start.
-
     Each rank draws it from the process's RNG, which therefore continues as in one process; the first rank's counts. A
     generator of the user's stays.
     """

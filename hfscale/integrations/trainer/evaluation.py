@@ -180,7 +180,6 @@ def _check_room(runtime: Runtime, room: int) -> None:
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
     """Let the trainer's model generate in any layout, and leave repeated rows out, inside the ``with`` block.
-
     Seq2SeqTrainer keeps such rows, and weights the loss of a smaller last batch like the others.
     """
     accelerator = trainer.accelerator
@@ -225,8 +224,7 @@ def generated_step(
 
 
 def _filled(mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, after: int = 0) -> Tensor:
-    """Pad rows with ``fill`` to the length of the longest on any data rank, repeated rows left out, as in one process.
-
+    """Pad rows with ``fill`` to the length of the longest on any data rank, repeated rows left out, as in one process;
     ``after`` columns behind the last unpadded one belong to the rows.
     """
     width = rows.shape[1]

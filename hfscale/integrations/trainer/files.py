@@ -149,7 +149,6 @@ def _has_state(checkpoint: Path) -> bool:
 
 def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
     """Return the checkpoint to resume from, for ``True`` the newest complete one in ``output``; the same on every rank.
-
     It is ``None`` if the run was killed during its first save.
 
     Raises:
@@ -290,9 +289,8 @@ def _finish_replacing(output: Path) -> None:
 
 
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Keep ``limit`` complete checkpoints up to ``newest``, including it and the best one, and remove the others.
-
-    Checkpoints of later steps belong to another run and stay. Incomplete ones are removed, and not counted.
+    """Keep ``limit`` complete checkpoints up to ``newest``, including it and the best one, and all of later steps,
+    which belong to another run; remove the others, and incomplete ones.
     """
     if limit is None or limit <= 0:
         return

@@ -110,12 +110,8 @@ class FusedHead:
 def step_of_scores(
     trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]
 ) -> Tensor:
-    """Run forward and backward over a step's microbatches; return the sum of this distinct batch's losses.
-
-    Args:
-        count: Trainer's ``num_items_in_batch``.
-        missing: how many microbatches the step is short of a full one.
-        heads: fused heads of all models that the loss calls.
+    """Run forward and backward over a step's microbatches, ``missing`` fewer than a full step has; return the sum of
+    this distinct batch's losses. ``count`` is Trainer's ``num_items_in_batch``; ``heads`` are of all the loss's models.
     """
     model, runtime = trainer.model, trainer.runtime
     share = 1.0 if loss_is_scaled(trainer, count) else 1.0 / trainer.current_gradient_accumulation_steps

@@ -31,10 +31,9 @@ _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room
 
 
 def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Write the files from which stock Trainer resumes; collective.
-
-    If it could not hold the state, or an optimizer keeps anything but tensors like its parameters, the file is one that
-    it refuses: without a file it would silently begin with an empty state.
+    """Write the files from which stock Trainer resumes; collective. If it could not hold the state, or an optimizer
+    keeps anything but tensors like its parameters, the file is one that it refuses: without a file it would silently
+    begin with an empty state.
     """
     numbers, kinds = _numbers(runtime, optimizer), _kinds(runtime, optimizer)
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}

@@ -25,10 +25,8 @@ from ...train.runtime.writing import is_writer
 
 
 class TrainerRandomStreams(TrainerCallback):
-    """A callback that saves and restores RNG states, at the beginning of an epoch and at a checkpoint.
-
-    Stock Trainer draws a resumed epoch's order from the current RNG state; so does a run here that resumes from a stock
-    checkpoint.
+    """Save and restore RNG states, at the beginning of an epoch and at a checkpoint. Stock Trainer draws a resumed
+    epoch's order from the current RNG state; so does a run here that resumes from a stock checkpoint.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -98,11 +98,9 @@ class Collator:
 def cut_by_schedule(
     executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
 ) -> Iterator[list[Batch]]:
-    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say.
-
-    A schedule cannot run every number of microbatches, nor cut every number of rows into them. Added rows repeat the
-    last one without labels, so that they change neither loss nor gradients; for a loss that ignores no label, see
-    :func:`pieces`.
+    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say: a schedule cannot
+    run every number of microbatches, nor cut every number of rows into them. Added rows repeat the last one without
+    labels, and change neither loss nor gradients; for a loss that ignores no label, see :func:`pieces`.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
     if ignores:
@@ -115,9 +113,8 @@ def cut_by_schedule(
 
 def pieces(executor: Executor, batches: Sequence[Batch], count: int, rows: int) -> list[list[Batch]]:
     """Return the microbatches of each of ``count`` batches of ``rows`` rows; the last batches may have fewer, or none.
-
-    For losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 + 0. Run
-    them inside of ``executor.uncut()``.
+    This is for losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 +
+    0. Run them inside of ``executor.uncut()``.
     """
     row = torch.zeros(rows, 2, dtype=torch.int64)
     parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
@@ -133,11 +130,8 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
 
 
 def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:
-    """Return ``batch`` with only its first examples counting in the loss.
-
-    Args:
-        known: how many it has, and how many of them count, from the first one on.
-        drop: leave the others' rows out; else they lose their labels, as packed examples in one row always do.
+    """Return ``batch`` with only its first examples counting in the loss; ``known`` says how many it has, and how many
+    count. The others' rows are left out (``drop``) or lose their labels, as packed examples in one row always do.
     """
     (given, own), rows = known, rows_of(batch)
     if own >= given or (rows != given and rows != 1):

@@ -18,10 +18,8 @@ def tiny_model(model: Any) -> Any | None:
 
 
 def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
-    """Return a tiny clone of a class and a config; ``None`` if none can be built, or if it is still large.
-
-    Args:
-        changes: as for :func:`hfscale.models.clone.tiny_clone`.
+    """Return a tiny clone of a class and a config, with ``changes`` as for :func:`hfscale.models.clone.tiny_clone`;
+    ``None`` if none can be built, or if it is still large.
     """
     with torch.random.fork_rng(devices=[]):
         try:

@@ -20,14 +20,9 @@ from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_exp
 
 
 def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tuple[dict[str, Any], bool]:
-    """Trace the model up to its first layers.
-
-    Args:
-        firsts: the first layer of each list -> the module that runs the list.
-
-    Returns:
-        ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes that are no samples,
-        tokens and width.
+    """Trace the model up to its first layers; ``firsts`` maps the first layer of each list to the module that runs the
+    list. Return ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes that are no
+    samples, tokens and width.
     """
     probe = probed(_EntryProbe, model, firsts, embedding)
     odd = {owner: shape for owner, shape in probe.shapes.items() if len(shape) != 3 or shape[0] != PROBED[0]}
@@ -287,9 +282,7 @@ def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def proved(model: Any, loan: Loan) -> bool:
-    """Return whether a model computes the same where each layer gets hidden states and the loan only. Changes the
-    model.
-    """
+    """Return whether a model computes the same if layers get hidden states and the loan only; changes the model."""
     model.eval()
     lent = model.get_submodule(loan.name)
     for parameter in lent.parameters():  # a table of zeros would prove nothing

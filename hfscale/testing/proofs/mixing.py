@@ -37,10 +37,8 @@ _PADDED = 3  # tokens at the left of the first row, and at the right of the seco
 
 
 def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bool]:
-    """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute.
-
-    Args:
-        text: name of the model inside of it where sequences are cut; empty: it is the model itself.
+    """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute. Sequences are cut in the model
+    named ``text`` inside of it; empty: in itself.
 
     Returns:
         ``mixing``: why its sequences cannot be cut, in words; whether it ``pads``; and the names of the classes of
@@ -80,9 +78,7 @@ def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text
 
 
 class _Mixers:
-    """Find modules whose output for a part of a sequence differs from that for all of it, and make them return the
-    latter.
-    """
+    """Find modules whose output for a part of a sequence is not that for all of it, and make them return the latter."""
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
         self._candidates, self._handles = candidates, list[Any]()

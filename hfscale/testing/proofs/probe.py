@@ -33,12 +33,7 @@ class Reached(Exception):
 
 
 class Probe(TorchDispatchMode):
-    """Run a model with hooks on its modules.
-
-    Attributes:
-        model: the model that ran.
-        failure: why it could not be run, if so.
-    """
+    """Run ``model`` with hooks on its modules; ``failure`` says why it could not be run, if so."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

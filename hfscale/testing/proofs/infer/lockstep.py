@@ -42,7 +42,6 @@ Gradients = dict[str, Tensor | None]
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
     """Run the clone as ``tp_size`` ranks that share the blocks of ``blueprint``, and compare with the clone itself.
-
     Everything that follows from the blueprint is decided by the code that plans real runs. The vocabulary stays whole.
     """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}

@@ -41,9 +41,8 @@ def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> t
 
 
 def infer(model: Any) -> Inference:
-    """Derive the blueprint of a model from its modules and a traced forward of a tiny clone, and prove it.
-
-    The same model gives the same answer in every process; no random stream is moved.
+    """Derive the blueprint of a model from its modules and a traced forward of a tiny clone, and prove it; the result
+    is the same in every process, and no random stream is moved.
     """
     try:
         subject = make_subject(model)

@@ -46,9 +46,8 @@ class Subject:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Use a separate random stream and one torch thread inside the with block.
-
-    On tensors this small its threads only wait for each other: ten times as long on a busy machine.
+    """Use a separate random stream and one torch thread inside the ``with`` block: on tensors this small its threads
+    only wait for each other, ten times as long on a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
