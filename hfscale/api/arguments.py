@@ -102,9 +102,7 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
 
 
 def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached, so that transformers does not wait for
-    it.
-    """
+    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached: transformers would wait for it."""
     waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
     return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
 

@@ -68,10 +68,9 @@ since all problems are reported at once. Where the layout does not ask for the f
 
 
 def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
-    """Return all parts, in the order of installation; each reads from the plan whether it is needed.
-
-    Parts that change modules come first, from the inside out; then those that hook the model; then those that wrap it
-    and hold its weights; then those that run it; guards come last.
+    """Return all parts, in the order of installation, each of which reads from the plan whether it is needed: those
+    that change modules, from the inside out; that hook the model; that wrap it and hold its weights; that run it; and
+    guards.
     """
     return (
         LossScaling(),

@@ -24,14 +24,9 @@ from .assemble import PLAN_PARTS
 def build_plan(
     model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
 ) -> Plan:
-    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough).
-
-    Args:
-        ranks: the pipeline rank of each stage, where the schedule is a file, which says so.
-        options: of them the plan reads what is recomputed, offloaded or compressed, and products in 8 bits.
-
-    Raises:
-        PlanError: the layout does not fit the model; the message lists every problem with the valid values.
+    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are those of
+    the stages, in a schedule from a file. Raise :class:`PlanError` with every problem of the layout, and the valid
+    values.
     """
     draft = Draft(model, layout, ranks, options)
     _refuse_unavailable(draft)

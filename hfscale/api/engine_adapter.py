@@ -32,10 +32,7 @@ _PREFIX = "base_model.model."
 
 def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:
     """Write the LoRA adapter in ``adapter``, of the checkpoint in ``base``, for an engine; return the tensors written.
-
-    Raises:
-        CheckpointError: a file is damaged.
-        ConfigError: the experts' adapter is of a form that engines do not load.
+    Raise :class:`CheckpointError` for damaged files, :class:`ConfigError` for forms that engines do not load.
     """
     adapted = AdaptedBase(base, adapter, trust_remote_code)
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
@@ -63,11 +60,7 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
 
 
 def _pieces(as_stored: AsStored, parameter: str, like: Tensor) -> dict[str, tuple[int, Tensor]]:
-    """Return the experts and their matrix rows for each stored module that was split from stacked experts.
-
-    Args:
-        like: the parameter, of shape ``[experts, out, in]``, on the meta device.
-    """
+    """Return experts and their rows for each stored module that was split from stacked ``like [experts, out, in]``."""
     rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
     found: dict[str, tuple[int, Tensor]] = {}
     for key, piece in as_stored.made_of(parameter, rows).items():

@@ -92,11 +92,9 @@ def merge_adapter(
     trust_remote_code: bool = False,
     as_stored: bool = False,
 ) -> int:
-    """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors.
-
-    Args:
-        as_stored: quantize merged weights again in the form in which ``base`` stores them, and copy all others as they
-            are, byte for byte. Otherwise all are written as plain values.
+    """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors. With ``as_stored``, merged
+    weights are quantized again in the form of ``base``, and others copied byte for byte; else all are written as plain
+    values.
 
     Raises:
         CheckpointError: one of them cannot be read, or they do not fit each other.

@@ -30,10 +30,8 @@ class OptionSections:
     float8: dict[str, Any] = field(default_factory=dict)
 
     def sections(self, mixed_precision: str) -> dict[str, Any]:
-        """Return the model arguments that the sections set; none for an empty section.
-
-        Raises:
-            ConfigError: a key or a value is unknown, or has no meaning in that precision.
+        """Return the model arguments that the sections set; none for an empty section. Raise :class:`ConfigError` if a
+        key or a value is unknown, or has no meaning in that precision.
         """
         if self.float8 and mixed_precision != "fp8":
             raise ConfigError("float8 needs training.mixed_precision=fp8: set that, or leave it out")

@@ -129,13 +129,8 @@ class Mesh:
         return found.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
-        """Return every rank's ``value``, by rank; collective.
-
-        Args:
-            failure: a message if this rank failed and has no value: it is raised on every rank.
-
-        Raises:
-            RankFailedError: on every rank, if one has a failure.
+        """Return every rank's ``value``, by rank; collective. If a rank failed and has a message ``failure`` instead of
+        a value, all ranks raise :class:`RankFailedError`.
         """
         every: list[Any] = [(value, failure)]
         if self.control is not None:

@@ -36,12 +36,9 @@ def build_mesh(
     ties: Sequence[tuple[int, ...]] = (),
     neighbours: Sequence[Pair] = (),
 ) -> Mesh:
-    """Build the mesh of a layout, and start torch's process group if there is none.
-
-    Args:
-        replicas: sizes of further groups of consecutive tensor ranks; the same on every rank, in the same order.
-        ties: sets of pipeline ranks that hold one tied tensor, likewise.
-        neighbours: pairs of pipeline ranks that hold consecutive stages, likewise.
+    """Build the mesh of a layout, and start torch's process group if there is none. There may be further groups, the
+    same on every rank and in the same order: of consecutive tensor ranks, of the sizes ``replicas``; of pipeline ranks
+    that hold one tied tensor (``ties``), or consecutive stages (``neighbours``).
     """
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     if world != layout.total_size:

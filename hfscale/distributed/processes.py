@@ -44,10 +44,9 @@ def own_device() -> torch.device:
 
 
 def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
-    """Return the index of this process's GPU among the ``visible`` ones.
-
-    That is its local rank, modulo ``visible``, since launchers (Slurm, Ray) may show each process one GPU only; without
-    a local rank, the device that the user has chosen.
+    """Return the index of this process's GPU among the ``visible`` ones: its local rank, modulo ``visible``, since
+    launchers (Slurm, Ray) may show each process one GPU only; without a local rank, the device that the user has
+    chosen.
     """
     return current() if local_rank is None else int(local_rank) % visible
 
@@ -108,9 +107,7 @@ def _stop(started: object) -> None:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the backend that carries tensors on ``device`` within ``group`` (``"gloo"``, ``"nccl"``); ``""`` if none.
-
-    ``dist.get_backend`` returns what a group was made with. Where that serves several kinds of devices it is
-    ``"cpu:gloo,cuda:nccl"``, which equals ``"nccl"`` on none of them.
+    ``dist.get_backend`` may return ``"cpu:gloo,cuda:nccl"``, which equals neither.
     """
     try:
         return str(backend_for(group, device).name())
@@ -125,9 +122,8 @@ def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
-    """Make a group of each of these disjoint sets of ranks, for tensors on ``device``; return the one of this rank.
-
-    Collective over the run, with the same sets on every rank.
+    """Make a group of each of these disjoint sets of ranks, the same on every rank, for tensors on ``device``; return
+    this rank's. Collective over the run.
     """
     _end_quietly()
     world = dist.group.WORLD
@@ -162,20 +158,14 @@ def _one_by_one(parts: Sequence[Sequence[int]], backend: str, patience: timedelt
 
 
 class Groups:
-    """Cache of groups and meshes made from torch's process group.
-
-    A group holds threads and sockets, and a process may build many models in one layout.
-    """
+    """Cache of groups and meshes made from torch's process group, for all models: a group holds threads and sockets."""
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
         self.latest: Any = None  # mesh
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value that ``make`` returned for ``key``, calling it the first time.
-
-        Since making a group is collective, every rank makes the same calls in the same order.
-        """
+        """Return what ``make`` returned for ``key``, calling it the first time; all ranks call in the same order."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]

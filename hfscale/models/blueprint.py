@@ -16,9 +16,8 @@ INFERRED = "inferred"  # what the words for it begin with
 
 @dataclass(frozen=True)
 class Block:
-    """Describe an attention or MLP module: its input is full, its output is summed over the tensor ranks.
-
-    Paths are relative to the block; the empty path is the block itself.
+    """Describe an attention or MLP module: its input is full, its output summed over the tensor ranks. Paths are
+    relative to the block; the empty path is the block itself.
     """
 
     column: tuple[str, ...]  # projections that read the block's input; their outputs are cut

@@ -63,10 +63,7 @@ PER_LAYER = (
 
 def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any) -> PreTrainedConfig:
     """Return a config of the same class with a few layers, small widths, a small odd vocabulary and no dropout.
-
-    Args:
-        layers: how many layers, in every list of them.
-        changes: fields to set besides; of a config inside, a dict of such fields.
+    ``changes`` are set besides; of a config inside, a dict of its fields.
     """
     whole = config.to_dict()
     small = _shrink(copy.deepcopy(whole), layers, type(config))
@@ -121,10 +118,7 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derived(kind: type[PreTrainedConfig], whole: dict[str, Any], small: dict[str, Any]) -> list[str]:
-    """Return the attributes that the class computes from its fields and that become small if left out.
-
-    Given, they would win over the class, and not fit the fields (the rotary part of a head, as wide as all of it).
-    """
+    """Return the attributes that the class computes from its fields and that are small if left out, not if given."""
     fields = {*signature(kind.__init__).parameters, *kind.attribute_map}
     candidates = [name for name in small if name in _SMALL and name not in fields and type(whole[name]) is int]
     if not candidates:
@@ -183,9 +177,7 @@ def _heads_are_inner(fields: dict[str, Any]) -> bool:
 
 
 def _shared_layers(shared: int, count: int, layers: int, kinds: Any) -> int:
-    """Return how many of a clone's layers read keys and values of earlier layers, as the last ``shared`` of ``count``
-    do in the original; at least one layer of each kind comes before them.
-    """
+    """Return how many of a clone's layers read earlier keys and values, after at least one layer of each kind."""
     if shared >= count:  # all: a model that reads those of another one
         return layers
     different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
@@ -201,9 +193,7 @@ def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedCon
 
 
 def _small_sections(name: str, value: Any, width: int) -> Any:
-    """Return how many of a head's frequencies each kind of position has (time, height, width), given ``width`` of the
-    original heads.
-    """
+    """Return how many of a small head's frequencies each kind of position has (time, height, width)."""
     if not name.endswith("_section") or not isinstance(value, (list, tuple)):
         return value
     total = sum(value) * HEAD_DIM // width

@@ -32,10 +32,8 @@ _MANY_LABELS = 3
 
 
 def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
-    """Return the digest of a stock class and config; empty if no table entry could apply to them.
-
-    Args:
-        model: whose modules are looked at: with hooks, foreign classes or a changed ``forward`` it has no digest.
+    """Return the digest of a stock class and config; empty if no table entry could apply to them, or if ``model`` has
+    hooks, foreign classes or a changed ``forward``.
     """
     classes = {kind, *(map(type, model.modules()) if model is not None else ())}
     if not all(map(_is_stock, classes)) or (model is not None and any(map(passes_otherwise, model.modules()))):

@@ -2,7 +2,5 @@
 
 
 def wild_name(name: str) -> str:
-    """Replace indices by ``*``, ``model.layers.3.mlp`` -> ``model.layers.*.mlp``, so that one line stands for all
-    layers.
-    """
+    """Replace indices by ``*`` (``model.layers.3.mlp`` -> ``model.layers.*.mlp``), for one line about all layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -38,10 +38,8 @@ class _Roles:
 
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
-    """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint.
-
-    Raises:
-        PlanError: a rule is outside the layer list, or has a style hfscale does not translate.
+    """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint. Raise :class:`PlanError` if a rule is
+    outside the layer list, or has a style hfscale does not translate.
     """
     rules, unknown = _rules_of_layers(host_plan)
     experts = tuple(rule.path for rule in rules if rule.style == "moe_tp_experts")

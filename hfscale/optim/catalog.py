@@ -46,11 +46,7 @@ class OptimizerChoice:
         return (2, 3) if self.finish is _three_betas else (2,)
 
     def options(self, name: str, adam: Options, given: Options) -> Options:
-        """Return the stock class's options.
-
-        Raises:
-            ConfigError: the optimizer has no such option, or a value cannot be parsed.
-        """
+        """Return the stock class's options; refuse those that it does not have, and values that cannot be parsed."""
         unknown = [option for option in given if option not in self.takes]
         if unknown:
             raise ConfigError(
@@ -154,11 +150,7 @@ REFUSED = {
 
 
 def find_choice(name: str) -> OptimizerChoice:
-    """Return the :class:`OptimizerChoice` of an optimizer's name.
-
-    Raises:
-        ConfigError: it is not supported, or unknown; the supported ones are listed.
-    """
+    """Return the :class:`OptimizerChoice` of a name; refuse unknown or unsupported ones, and list the supported."""
     plain = str(getattr(name, "value", name))
     if plain not in CHOICES:
         reason = next((why for pattern, why in REFUSED.items() if re.search(pattern, plain)), "")
@@ -168,11 +160,7 @@ def find_choice(name: str) -> OptimizerChoice:
 
 
 def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
-    """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping.
-
-    Raises:
-        ConfigError: it is neither a mapping nor a list of ``name=value``.
-    """
+    """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping; refuse anything else."""
     if not isinstance(optim_args, str | Mapping | None):
         raise ConfigError(f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'")
     if not isinstance(optim_args, str):

@@ -24,11 +24,7 @@ Make = Callable[[Stock, Sequence[Member], Groups], Stepper]
 
 
 def stock_class(name: str, stock: str) -> Any:
-    """Return bitsandbytes' class ``stock``.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed.
-    """
+    """Return bitsandbytes' class ``stock``; raise :class:`ConfigError` if bitsandbytes is not installed."""
     try:
         return getattr(optimizers(), stock)
     except ImportError as error:
@@ -55,10 +51,8 @@ def steppers_by_size(
     local: Make,
     whole: Make,
 ) -> list[Stepper]:
-    """Return three steppers of ``members``: 8 bits on shards, 8 bits on full tensors, and 32 bits on shards.
-
-    Args:
-        local, whole: make the steppers of shards, and of full parameters.
+    """Return three steppers of ``members``: 8 bits on shards and on full tensors, and 32 bits on shards. ``local`` and
+    ``whole`` make steppers of shards and of full parameters.
     """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
@@ -93,11 +87,7 @@ def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
 
 
 def try_step(device: torch.device) -> str:
-    """Take one step of 8-bit AdamW on ``device`` and return a description of its state.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed, or the step did nothing.
-    """
+    """Return a description of 8-bit AdamW's state after a step; refuse if bitsandbytes is missing or did nothing."""
     weight = torch.nn.Parameter(torch.ones(2 * MIN_8BIT_SIZE, device=device))
     optimizer = stock_class("adamw_8bit", "AdamW8bit")([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)

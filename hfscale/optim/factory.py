@@ -34,11 +34,8 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def decays(name: str, owners: list[nn.Module]) -> bool:
-    """Return whether weight decay applies to a parameter: not to biases and norms.
-
-    Args:
-        name: in the stock model, whatever wraps its module now.
-        owners: the modules that hold it; FSDP2's classes are subclasses of the stock ones.
+    """Return whether weight decay applies to a parameter, by its stock name and the modules that hold it (FSDP2's
+    classes are subclasses of the stock ones): not to biases and norms.
     """
     if any(isinstance(owner, nn.LayerNorm) for owner in owners):
         return False
@@ -46,9 +43,8 @@ def decays(name: str, owners: list[nn.Module]) -> bool:
 
 
 def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters: with ``weight_decay``, and without. Either may be empty on a rank.
-
-    A parameter is in the same group in every layout: the plan's name decides, not the one it has on this rank.
+    """Return two groups of trainable parameters, with ``weight_decay`` and without, either maybe empty on a rank. The
+    plan's name decides, not the one on this rank: a parameter is in the same group in every layout.
     """
     owners = owners_of(runtime.model)
     groups: list[dict[str, Any]] = [

@@ -38,10 +38,8 @@ def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.devic
 
 
 def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -> None:
-    """Round ``wide``, float32, into ``share``, bfloat16 of the same shape; NaN and infinity are cast.
-
-    Args:
-        places: indices of the entries, by dim: see :func:`places_of`.
+    """Round ``wide``, float32, into ``share``, bfloat16 of the same shape, whose entries have the indices ``places`` by
+    dim (:func:`places_of`); NaN and infinity are cast.
     """
     if share.numel() == 0:
         return

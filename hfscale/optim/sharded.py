@@ -68,10 +68,8 @@ class Stepper:
         raise NotImplementedError
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a tensor of a parameter's state is sharded, relative to its state in one process.
-
-        Args:
-            shape: of this rank's tensor, or of the full one; both have the same dims in front of the weight's.
+        """Return how a tensor of a parameter's state is sharded, relative to its state in one process. ``shape`` is of
+        this rank's tensor, or of the full one; both have the same dims in front of the weight's.
         """
         return like(planned)
 
@@ -111,14 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Make one update; call it on every rank.
-
-        Args:
-            closure: recomputes the loss and its gradients.
-
-        Returns:
-            the result of ``closure``.
-        """
+        """Make one update; call it on every rank. Return ``closure()``, which recomputes the loss and its gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,11 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; only while the optimizer is being made, since steppers are chosen then.
-
-        Raises:
-            ConfigError: always, once the optimizer is made.
-        """
+        """Add a parameter group while the optimizer is made, since steppers are chosen then; refuse it afterwards."""
         if self._complete:
             raise ConfigError(
                 f"a parameter group cannot be added to {self.name!r} later: set requires_grad first, and call "
@@ -190,10 +177,9 @@ Piece = tuple[Tensor, tuple[str, ...]]
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
-    """All-reduce every piece over its axes: one collective per axis, on all pieces concatenated.
-
-    Every rank of a pipeline stage passes pieces of the same axes in the same order, and ranks of one group, of the same
-    shapes. The result is bitwise the same on all ranks that were summed over.
+    """All-reduce every piece over its axes, one collective per axis on all pieces concatenated. Every rank of a stage
+    passes pieces of the same axes in the same order, and ranks of one group, of the same shapes. Ranks get bitwise
+    equal results.
     """
     found = [piece for piece, _ in pieces]
     for axis in sorted({axis for _, axes in pieces for axis in axes}):
@@ -210,10 +196,8 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
 
 
 def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
-    """Return for each member whether it has a gradient on the ranks of its cuts; the same answer on all of these.
-
-    A rank with entries of a parameter knows. Autograd may leave a rank with an empty shard without a gradient: if there
-    are such ranks, they ask the others.
+    """Return for each member whether it has a gradient on the ranks of its cuts; the same answer on all of these. Where
+    ranks have empty shards, for which autograd may leave them without one, they ask the others.
     """
     present = [member.parameter.grad is not None for member in members]
     doubtful = [index for index, member in enumerate(members) if some_share_is_empty(member.planned)]

@@ -133,12 +133,9 @@ def _here(member: Member) -> tuple[Tensor, Tensor | None]:
 
 
 class OneByOneStepper(Stepper):
-    """Step one parameter at a time, as a copy or as a full tensor.
-
-    Args:
-        aside: how copies are made; ``None``: the tensors themselves are stepped.
-        full: gather weight and gradient over the ranks of the parameter's cuts; all of them make the same update of the
-            same full tensor, and each writes its shard back. The state is full on every rank.
+    """Step one parameter at a time: on copies made by ``aside``, if given; if ``full``, on weight and gradient gathered
+    over the ranks of its cuts, which all make the same update and write their shards back. The state is full everywhere
+    then.
     """
 
     def __init__(

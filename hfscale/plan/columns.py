@@ -4,11 +4,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), ruled: bool = False) -> list[str]:
-    """Return a line for each row with its cells in columns, those in ``left`` aligned left and all others right.
-
-    Args:
-        ruled: whether a line is drawn below the first row.
-    """
+    """Return a line per row: columns in ``left`` aligned left, others right; ``ruled`` adds one below the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

@@ -15,10 +15,9 @@ from .stages import StagePlan
 
 @dataclass(frozen=True)
 class Feature:
-    """Hold the decisions of one feature of a layout, beyond cuts and reductions of parameters.
-
-    A subclass holds the decisions as its fields: numbers and names alone. The part that runs the feature gets them by
-    class from :meth:`PlanContents.feature`; tables and programs read all of them.
+    """Hold the decisions, numbers and names alone, of one feature of a layout, beyond cuts and reductions of
+    parameters. The part that runs it gets them by class from :meth:`PlanContents.feature`; tables and programs read all
+    of them.
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
@@ -104,10 +103,7 @@ class PlanContents:
         return self.stages is None or any(stage.is_local(name) for stage in self.stages.of_rank(rank))
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """Map the owned parameters of pipeline rank ``rank`` to their names on that rank.
-
-        The two differ where the rank has only a tied copy: a head without the embedding, say.
-        """
+        """Map owned parameters of pipeline rank ``rank`` to names there, which differ where it has only a tied copy."""
         if rank not in self._local_names:
             found: dict[str, str] = {}
             for parameter in self.parameters:

@@ -49,9 +49,7 @@ class Cut:
         return result
 
     def local_spans(self, length: int, rank: int, replicas: Callable[[int], bool]) -> list[tuple[int, int]]:
-        """Return ``(start, stop)`` in the *shard* of ``rank`` of the parts whose number of replicas fulfils
-        ``replicas``.
-        """
+        """Return ``(start, stop)`` in the *shard* of ``rank`` of parts whose number of replicas meets ``replicas``."""
         spans = self.spans(length, rank)
         result, offset = [], 0
         for (start, stop), count in zip(spans, self.replicas or (1,) * len(spans), strict=True):

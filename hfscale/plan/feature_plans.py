@@ -159,9 +159,8 @@ def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the names of the parameters that data ranks all-gather in 8 bits.
-
-    Weights that something else reads in full precision are not among them: DoRA takes the norms of a weight's rows.
+    """Return the names of the parameters that data ranks all-gather in 8 bits, without those that something else reads
+    in full precision: DoRA takes the norms of a weight's rows.
     """
     found = plan.feature(ProductsPlan)
     if found is None or not found.gathers or plan.layout.dp_shard == 1:

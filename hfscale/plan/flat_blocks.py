@@ -19,10 +19,8 @@ from .parameter import ParameterPlan
 
 @cache
 def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
-    """Return whether every rank's shard consists of complete blocks of ``block`` entries of the flattened tensor.
-
-    The tensor's last block may be shorter. Where runs of entries of a shard touch across rows, it may return ``False``
-    for blocks that do align.
+    """Return whether each rank's shard consists of complete blocks of ``block`` entries of the flattened tensor, whose
+    last block may be shorter. May be ``False`` for blocks that align where runs of a shard touch across rows.
     """
     return all(
         runs_align(planned.shape, share_spans(planned.shape, planned.cuts, ranks), block)
@@ -43,9 +41,7 @@ def coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
 
 
 def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool:
-    """Return whether the runs of consecutive entries of a shard, ``spans`` per dim, are blocks of the flattened full
-    tensor.
-    """
+    """Return whether a shard's runs of consecutive entries, ``spans`` per dim, are blocks of the flattened whole."""
     if not all(spans):
         return True  # an empty share has no block
     cut = [dim for dim, size in enumerate(shape) if spans[dim] != [(0, size)]]

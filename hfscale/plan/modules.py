@@ -7,10 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Plan of an attention or MLP module with collectives over the tensor axis at its edges.
-
-    Fields are those of its role in the blueprint, with full module names.
-    """
+    """Plan of an attention or MLP module with collectives at its edges: the fields of its role, with full names."""
 
     name: str
     column: tuple[str, ...]

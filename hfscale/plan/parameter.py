@@ -39,19 +39,15 @@ class ParameterPlan:
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that hold the same shard of it, or of its most widely replicated part.
-
-        They are consecutive ranks of the axis of the cut. Each has a partial gradient, to be summed over them.
+        """The number of ranks that hold the same shard of it, or of its most widely replicated part: consecutive ranks
+        of the cut's axis, over which their partial gradients are summed.
         """
         return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return which entries of the shard at ``ranks`` to count in a sum over all ranks, so that each entry counts
-        once.
-
-        Returns:
-            a dim of the shard and the ``(start, stop)`` along it of which this rank holds the first replica; ``None``
-            if it holds the first, or only, replica of the full shard.
+        """Return a dim, and the ``(start, stop)`` along it, of the entries of the shard at ``ranks`` to count in a sum
+        over all ranks, so that each counts once: those of which it holds the first replica. ``None`` if that is the
+        full shard.
         """
         replicated = next((index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None)
         if replicated is None:

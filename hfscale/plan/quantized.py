@@ -58,14 +58,12 @@ class QuantizedPlan:
 def matrix_blocks_align(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False, block: int = BLOCK
 ) -> bool:
-    """Return whether the blocks of every rank's shard are blocks of the full matrix.
+    """Return whether the blocks of every rank's shard are blocks of the full matrix: of ``block`` values in 4 bits, a
+    full row in 8 bits.
 
     Args:
         shape: ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix quantized by itself.
-        cuts: how it is cut between ranks, in order.
-        bits: 4, or 8, with a full row as block.
         transposed: whether it is quantized as ``[columns, rows]``.
-        block: values in a 4-bit block.
     """
     *_, rows, columns = range(len(shape))
     if transposed:
@@ -82,8 +80,7 @@ def matrix_blocks_align(
 
 
 def packed_scale_bytes(blocks: int, double: bool) -> int:
-    """Return the bytes of the scales of a packed 4-bit matrix, a multiple of 4.
-
-    A float per block; in ``double`` quantization a float per block of scales, their mean, and a byte per block.
+    """Return the bytes of the scales of a packed 4-bit matrix, a multiple of 4: a float per block; in ``double``
+    quantization a float per block of scales, their mean, and a byte per block.
     """
     return 4 * (ceil(blocks / OUTER_BLOCK) + 1 + ceil(blocks / 4)) if double else 4 * blocks

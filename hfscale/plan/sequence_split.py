@@ -73,10 +73,9 @@ def heads_fit(heads: int, key_heads: int, size: int) -> bool:
 
 
 def choose(method: str, heads: int, key_heads: int, size: int) -> str:
-    """Return the method of context parallelism for one call: ``method``, or the cheaper one for ``auto``.
-
-    Per rank and layer, forward and backward, with ``Q`` and ``K`` entries of all queries and of all keys: gathering
-    sends ``6 K (n-1)/n``, heads ``4 (Q + K) (n-1)/n^2``, so heads send less from ``n > 2/3 (Q/K + 1)`` on.
+    """Return the method of context parallelism for one call: ``method``, or the cheaper one for ``auto``. Per rank and
+    layer, forward and backward, with ``Q`` and ``K`` entries of all queries and of all keys, gathering sends
+    ``6 K (n-1)/n`` and heads ``4 (Q + K) (n-1)/n^2``: less from ``n > 2/3 (Q/K + 1)`` on.
     """
     if method != "auto":
         return method

@@ -45,7 +45,7 @@ _COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs",
 
 
 def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Distribute consecutive layers over ``stages`` so that the largest stage is as small as possible.
+    """Return the number of layers of each stage, at least 1, such that the largest stage is as small as possible.
 
     A pipeline advances at the pace of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
     so the largest counts. Among optima, those with the most even numbers of layers are preferred, and among these the
@@ -53,12 +53,8 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
 
     Args:
         work: the cost of each layer, in any unit.
-        stages: stages over all ranks.
         first: further cost of the first stage (the embedding).
         last: further cost of the last stage (the final norm and the head).
-
-    Returns:
-        the number of layers of each stage, each at least 1.
     """
     layers = len(work)
     if not 1 <= stages <= layers:
@@ -133,10 +129,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Tie:
-    """Describe a tensor of which several stages hold a copy: an embedding and a tied head, or one that all layers read.
-
-    Its gradient is the sum over ``stages``. It counts once in a norm, in the model's memory and in a checkpoint: at
-    ``owner``.
+    """Describe a tensor that several stages hold (an embedding and a tied head, or one that all layers read): its
+    gradient is summed over ``stages``, and it counts once in norms, memory and checkpoints: at ``owner``.
     """
 
     names: tuple[str, ...]  # all its names, the model's first one first
@@ -202,10 +196,8 @@ class StagePlan:
         return {name: number for number, name in enumerate(name for stage in self.stages for name in stage.layers)}
 
     def arrives(self, stage: int) -> tuple[bool, bool]:
-        """Return whether a stage begins before, and whether it begins after, the decoder's first layer.
-
-        A stage that begins after it receives the target's hidden states and the encoder's output; all others receive
-        the source's hidden states.
+        """Return whether a stage begins before, and whether after, the decoder's first layer. One that begins after it
+        receives the target's hidden states and the encoder's output; others the source's hidden states.
         """
         if self.stacks is None:
             return True, False

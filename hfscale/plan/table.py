@@ -60,10 +60,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
 
 
 def to_json(plan: PlanContents) -> str:
-    """Return the plan as JSON; shapes and bytes of a parameter are those of the first rank of its stage.
-
-    No other rank of the stage has more.
-    """
+    """Return the plan as JSON, with shapes and bytes of each stage's first rank, of which no other has more."""
     return json.dumps(
         {
             "family": plan.family,

@@ -25,11 +25,7 @@ _NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt on
 
 
 def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the microbatches of a step's ``batch`` argument as a list of dictionaries.
-
-    Raises:
-        ConfigError: it is neither a mapping nor a list of mappings.
-    """
+    """Return the microbatches of a step's ``batch``, a mapping or a list of mappings, as a list of dictionaries."""
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
     found = list(listed) if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor) else [listed]
     for each in found:
@@ -170,13 +166,9 @@ def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool
 def prepare(
     runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, loss: StepLoss | None = None
 ) -> tuple[list[Microbatch], Tensor]:
-    """Return the microbatches on this rank's device, and the number of valid labels in the whole step (at least 1).
-
-    Args:
-        loss: the loss that the step is normalized for; by default the model's.
-
-    Raises:
-        ConfigError: on every rank, if one refuses its batch or the model cannot be trained this way.
+    """Return the microbatches on this rank's device, and the number of valid labels for ``loss`` (by default the
+    model's) in the whole step, at least 1. Raise :class:`ConfigError` on every rank, if one refuses its batch or the
+    model cannot be trained this way.
     """
     if not train:  # before a training step that was looked at by itself
         check_model(runtime)
@@ -247,11 +239,7 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
 
 def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
-    """Return the size of the vocabulary if input ids have to be checked against it, else ``None``.
-
-    A sharded embedding does not fail on ids outside of it; with a full one, a rank whose lookup fails would leave the
-    others waiting, and the check is free for ids on the CPU.
-    """
+    """Return the vocabulary's size if input ids must be checked against it before ranks look them up, else ``None``."""
     shape, ids = runtime.plan.lookup_shape, [batch.get("input_ids") for batch in batches]
     on_host = all(each is None or each.device.type == "cpu" for each in ids) and runtime.mesh.control is not None
     return shape[0] if shape is not None and (on_host or runtime.plan.embedding is not None) else None
@@ -282,11 +270,7 @@ def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLo
 
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``batch``, or rows of padding with ignored labels if it has no rows.
-
-    A rank without rows (the last batch of an epoch, say) must still take part in every collective of the step; its
-    terms of the loss and of every gradient are exactly zero.
-    """
+    """Return ``batch``, or, if it has no rows, padding with ignored labels: the rank must join every collective."""
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
     if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
         return batch

@@ -16,11 +16,7 @@ _LOSS = "loss"
 
 
 def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
-    """Return the last stage's tensors by key on all ranks of its pipeline, without a graph; collective.
-
-    Args:
-        made: the tensors, on the rank that has the last stage; ignored elsewhere.
-    """
+    """Return what the last stage has ``made``, by key, on all ranks of its pipeline, without a graph; collective."""
     group, stages = runtime.mesh.pp_group, runtime.plan.stages
     own = [{name: tensor.detach() for name, tensor in each.items()} for each in made]
     if group is None or stages is None:
@@ -70,10 +66,7 @@ class KeptOutputs:
         self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
-        """Return an output for each of ``given`` batches, on every rank of a pipeline: of its microbatches together.
-
-        Collective over stages.
-        """
+        """Return, on all stages, an output for each of ``given`` batches, of its microbatches together; collective."""
         kept = [self._kept[index] for index in sorted(self._kept)]
         size = max(len(kept) // given, 1)
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]

@@ -236,13 +236,8 @@ def predict_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of :func:`hfscale.eval_step` and the logits of this rank's batch, ``[b, s, V]``.
-
-    Every rank gets full logits: gathered over the vocabulary and the sequence, and sent from the last stage to all
-    stages. They are as large as in one process.
-
-    Raises:
-        ConfigError: as :func:`hfscale.eval_step`.
+    """Return the loss of :func:`hfscale.eval_step`, and the full logits of this rank's batch, ``[b, s, V]``, as large
+    as in one process: gathered over vocabulary and sequence, and sent from the last stage to all stages.
     """
     loss, outputs = eval_step(
         model, batch, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, return_outputs=True

@@ -60,14 +60,9 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
 def loss_of_scores(
     runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, given: int, passes: int
 ) -> Objective:
-    """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch.
-
-    Args:
-        given: number of microbatches the user has passed.
-        passes: number of microbatches that go through the model.
-
-    Raises:
-        ConfigError: these differ, or the schedule has no flush.
+    """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch. Refuse
+    schedules without a flush, and numbers of microbatches that differ: ``given`` by the user, and ``passes`` of the
+    model.
     """
     schedule = runtime.mesh.layout.pipeline_schedule
     if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:

@@ -30,16 +30,9 @@ Value = TypeVar("Value")
 
 
 class UserFunction:
-    """Call a user's function so that its failure on one rank does not leave other ranks waiting.
-
-    A rank on which it failed continues with a value that counts nothing, until all ranks meet at the end of the step.
-
-    Args:
-        name: name of the argument that it was passed as.
-        arguments: names of the arguments that it is called with.
-
-    Raises:
-        ConfigError: it cannot be called with them.
+    """Call a user's function so that its failure on one rank does not leave other ranks waiting: that rank continues
+    with a value that counts nothing, until all ranks meet at the end of the step. Refuse one that does not take
+    ``arguments``.
     """
 
     def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
@@ -62,11 +55,7 @@ class UserFunction:
         sum_or_raise((), self._runtime.mesh.control, self._error, elsewhere)
 
     def scalar(self, value: Any, what: str) -> Tensor:
-        """Return a loss as a scalar tensor.
-
-        Raises:
-            ConfigError: it is not a floating-point tensor of one number.
-        """
+        """Return a loss as a scalar tensor; refuse all but floating-point tensors of one number."""
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             given = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:60]
             raise ConfigError(f"{self.name} must return {what} as a tensor of one number, got {given}: use .sum()")
@@ -104,11 +93,7 @@ class _Rows:
 
 
 class UserLoss:
-    """Run the steps of one ``loss_fn``.
-
-    Args:
-        kept: records the model's outputs if they were asked for.
-    """
+    """Run the steps of one ``loss_fn``; ``kept`` records the model's outputs if they were asked for."""
 
     def __init__(self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None) -> None:
         self._loss_fn = UserFunction(runtime, "loss_fn", loss_fn, ("outputs", "batch"))
@@ -119,11 +104,7 @@ class UserLoss:
         self._taken = {*forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
     def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool) -> Tensor:
-        """Run one step and return its loss, the same on every rank.
-
-        Raises:
-            ConfigError: a feature of the layout cannot run such a loss.
-        """
+        """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
         runtime = self._runtime
         layout = runtime.mesh.layout
         if runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:

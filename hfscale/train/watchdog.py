@@ -182,11 +182,7 @@ def _group_names(mesh: Mesh) -> dict[str, str]:
 
 
 def report(every: Sequence[RankState | None], silent: set[int], patience: float) -> str:
-    """Return the report of all ranks' states; ranks in the same state share a line.
-
-    Args:
-        silent: the ranks that have written no new state.
-    """
+    """Return the report of all ranks' states, one line for equal ones; ``silent`` ranks have written no new state."""
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
     return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])
 

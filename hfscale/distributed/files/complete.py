@@ -74,10 +74,8 @@ def unmark(directory: Path) -> None:
 
 
 def read_mark(directory: Path) -> Mark:
-    """Return the marker of a directory.
-
-    Raises:
-        CheckpointError: it is missing or damaged; the message continues a sentence that begins with the directory.
+    """Return a directory's marker; raise :class:`CheckpointError` if it is missing or damaged, with a message that
+    continues a sentence that begins with the directory.
     """
     try:
         told: Any = json.loads((directory / MARK).read_bytes())

@@ -47,11 +47,7 @@ class DirectoryLock:
 
 
 def target_of(directory: Any) -> Path:
-    """Return the absolute path of a directory to write, with symbolic links followed.
-
-    Raises:
-        ConfigError: the path is empty, the root, or not a path.
-    """
+    """Return the absolute path of a directory to write, symbolic links followed; refuse an empty path and the root."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise ConfigError(f"the directory to write must be a path, got {directory!r}: name one, 'out' say")
     target = Path(os.path.realpath(directory))
@@ -83,10 +79,8 @@ def staging_of(target: Path) -> Path:
 
 
 def make_staging(target: Path, staging: Path) -> DirectoryLock:
-    """Make the empty directory ``staging`` for a new ``target``, and remove leftovers of killed processes.
-
-    Raises:
-        CheckpointError: ``target`` is a file, or another job writes ``staging``.
+    """Make the empty directory ``staging`` for a new ``target``, and remove leftovers of killed processes. Raise
+    :class:`CheckpointError` if ``target`` is a file, or another job writes ``staging``.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, and a directory is to be written there: name another")

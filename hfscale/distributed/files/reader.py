@@ -44,11 +44,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 class SafetensorsFile:
-    """An open safetensors file with its header; tensors are read on demand.
-
-    Raises:
-        CheckpointError: the file is not a complete safetensors file.
-    """
+    """Read tensors of a safetensors file on demand; raise :class:`CheckpointError` if it is not a complete one."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -87,10 +83,8 @@ def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
 
 
 def named_files(index: Path) -> list[Path]:
-    """Return the files that the index of a checkpoint names.
-
-    Raises:
-        CheckpointError: the index is damaged, or names a file outside of its directory.
+    """Return the files that the index of a checkpoint names. Raise :class:`CheckpointError` if the index is damaged, or
+    names a file outside of its directory.
     """
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -162,10 +156,7 @@ class TensorOnDisk:
         return view
 
     def read(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim.
-
-        Of matrices stacked in one tensor, only the rows needed of each are read.
-        """
+        """Return a copy of the box ``spans``, a ``(start, stop)`` per dim; only the rows needed are read."""
         if not self.shape:
             out = torch.empty((), dtype=self.dtype)
             self._file.read(self._begin, out)

@@ -123,10 +123,8 @@ class NewFiles:
 
 
 def finish_move(directory: str | Path) -> None:
-    """Finish the move of a save that was killed in its last phase; several processes may do so at once.
-
-    Raises:
-        CheckpointError: this process may not write the directory.
+    """Finish the move of a save that was killed in its last phase; several processes may do so at once. Raise
+    :class:`CheckpointError` if this process may not write the directory.
     """
     target = Path(directory)
     source = target / _COMPLETE

@@ -67,10 +67,8 @@ _BLOCK_BYTES = 64 << 20
 
 
 class ResizedOnDisk(TensorOnDisk):
-    """The first ``rows`` of ``source``, or all of it followed by copies of the mean of its rows.
-
-    A token that was never seen then scores as the average of all (Hewitt, "Initializing new word embeddings for
-    pretrained language models", 2021).
+    """The first ``rows`` of ``source``, or all followed by copies of the mean of its rows: a token that was never seen
+    scores as the average of all (Hewitt, "Initializing new word embeddings for pretrained language models", 2021).
     """
 
     def __init__(self, source: TensorOnDisk, rows: int) -> None:

@@ -73,9 +73,7 @@ class KeptBlock:
         return begin + ceil((last - first) * size / _ALIGNED) * _ALIGNED
 
     def unpack_into(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        """Write the values, computed in ``dtype``, of bytes ``rows [shards, size]`` into ``out [shards, matrices, rows,
-        columns]``.
-        """
+        """Write the values, in ``dtype``, of ``rows [shards, size]`` to ``out [shards, matrices, rows, columns]``."""
         shards, matrices = out.shape[:2]
         parts = {}
         for part, begin, size in self.places():
@@ -133,11 +131,7 @@ class _Piece(NamedTuple):
 
 
 class StoredRow:
-    """The row of the rank at ``ranks`` of a weight of two dims or three, read when it is indexed.
-
-    Attributes:
-        packing: how to read the rows of all data ranks.
-    """
+    """Row of the rank at ``ranks`` of a weight of two or three dims, read when it is indexed, as ``packing`` says."""
 
     def __init__(self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]) -> None:
         missing = 3 - len(planned.shape)

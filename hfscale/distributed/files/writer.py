@@ -54,11 +54,7 @@ class CheckpointWriter:
             self._files.update(dict.fromkeys(names, opened))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, of the announced shape and dtype.
-
-        Raises:
-            CheckpointError: they differ, or the tensor was not announced or is written already.
-        """
+        """Write a tensor as announced; raise :class:`CheckpointError` if it was not, or is written already."""
         if name not in self._missing:
             raise CheckpointError(f"{name} was written already, or is not part of this checkpoint")
         expected = self._missing[name]
@@ -68,11 +64,7 @@ class CheckpointWriter:
         del self._missing[name]
 
     def finish(self) -> None:
-        """Write the index, if there are several files.
-
-        Raises:
-            CheckpointError: a tensor was never written.
-        """
+        """Write the index, if there are several files; raise :class:`CheckpointError` if a tensor was never written."""
         if self._missing:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         if self._index is not None:

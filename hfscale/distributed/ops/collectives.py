@@ -129,9 +129,8 @@ def reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Proc
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``, rank 0's rows first.
-
-    Every rank of ``group`` takes part, also one that neither sends nor receives; without a group it returns ``x``.
+    """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``, rank 0's first. Every rank
+    takes part, also one that neither sends nor receives; without a group ``x`` is returned.
     """
     if group is None:
         return x
@@ -159,10 +158,7 @@ def apply_mapping(x: Tensor, forward: Map, backward: Map) -> Tensor:
 
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``x``, any shape, equal on all ranks of ``group``, and all-reduce its gradient over them.
-
-    Also serves a replicated parameter in the region: each rank has a partial gradient.
-    """
+    """Return ``x``, activation or replicated parameter, equal on all ranks of ``group``; all-reduce its gradient."""
     return x if group is None else apply_mapping(x, lambda x: x.view_as(x), partial(_summed_copy, group=group))
 
 
@@ -191,9 +187,7 @@ def gather_from_sequence_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1, known: Tensor | None = None
 ) -> Tensor:
     """All-gather ``x``, ``lengths[rank]`` entries along ``dim`` on each rank of ``group``; reduce-scatter its gradient.
-
-    Args:
-        known: the gathered tensor, if there is one already; only the backward pass communicates then.
+    If the gathered tensor is ``known`` already, only the backward pass communicates.
     """
     back = _on(reduce_scatter, lengths, dim, group)
     if known is None:
@@ -229,10 +223,7 @@ def _exchanges(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Return whether ``dim`` is outermost in memory, as for a batch of one sample cut along its tokens.
-
-    The ranks' shards then lie in order already and need no copy.
-    """
+    """Return whether ``dim`` is outermost in memory (as with a batch of 1): shards then lie in order, uncopied."""
     return all(size == 1 for size in shape[:dim])
 
 

@@ -99,13 +99,8 @@ class FourBitPacking(Packing):
 
 
 def pack(share: Tensor, packing: FourBitPacking) -> Tensor:
-    """Quantize one data rank's shard.
-
-    Args:
-        share: ``[matrices, rows, columns]`` in 16 or 32 bits; no larger than ``packing.chunk``.
-
-    Returns:
-        its row of bytes, ``uint8 [1, ...]``.
+    """Quantize a data rank's shard, ``[matrices, rows, columns]`` in 16 or 32 bits, no larger than ``packing.chunk``,
+    to its row of bytes, ``uint8 [1, ...]``.
     """
     missing = packing.chunk[2] - share.shape[2]
     share = F.pad(share, (0, missing)) if missing else share

@@ -64,11 +64,8 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
-    """Apply to each row of ``x [rows, k]`` the linear layer of its group.
-
-    Args:
-        weight: ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``.
-        counts: rows in each group; they add up to the rows of ``x``.
+    """Apply to each row of ``x [rows, k]`` the linear layer of its group, ``counts`` rows in each: the ``weight`` is
+    ``[groups, n, k]``, or ``[groups, k, n]`` where ``transposed``.
     """
     if _has_kernel(x, weight):
         out: Tensor = F.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs=_ends(counts, x.device))
@@ -101,9 +98,8 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_takes(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product takes operands of these types and sizes, in the backward pass as well.
-
-    Every row of every matrix, of results and gradients too, must begin at a multiple of 16 bytes.
+    """Return whether torch's grouped product takes operands of these types and sizes, in both passes: every row of
+    every matrix, of results and gradients too, must begin at a multiple of 16 bytes.
     """
     sizes = (x.shape[1], *weight.shape[1:])
     return (
@@ -143,9 +139,7 @@ def frozen_linear(
     x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
 ) -> Tensor:
     """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
-
-    Args:
-        read: returns the weight ``[out, in]`` in a dtype; called in the backward pass.
+    ``read`` returns the weight ``[out, in]`` in a dtype, in the backward pass.
     """
     out: Tensor = _FrozenLinear.apply(x, bias, product, read)
     return out
@@ -169,11 +163,8 @@ class _FrozenGroupedLinear(torch.autograd.Function):
 def frozen_grouped_linear(
     x: Tensor, read: Read, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
-    """Compute :func:`~hfscale.distributed.ops.grouped_linear.grouped_linear` with a frozen weight.
-
-    Args:
-        read: returns the weight in a dtype, ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``; called in both
-            passes.
+    """Compute :func:`grouped_linear` with a frozen weight, ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``,
+    which ``read`` returns in a dtype, in both passes.
     """
     out: Tensor = _FrozenGroupedLinear.apply(x, read, counts, transposed)
     if bias is not None:

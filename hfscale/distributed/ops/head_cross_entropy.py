@@ -239,10 +239,7 @@ def _loss_and_gradients(
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Promise, inside the ``with`` block, that no second backward pass needs a loss's saved gradients.
-
-    :func:`_times` may then overwrite saved gradients even where the graph is kept.
-    """
+    """Promise, in the ``with`` block, that no loss has two backward passes: one may overwrite the saved gradients."""
     _once.append(True)
     try:
         yield

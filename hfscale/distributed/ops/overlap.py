@@ -34,9 +34,8 @@ _ATTRIBUTE = "_hfscale_products"
 
 
 class Products:
-    """Compute a projection's products with torch. One instance serves one pass and may keep operands for backward.
-
-    Weights are ``[out, in]`` here, whichever way round a module keeps them.
+    """Compute a projection's products with torch, for one pass; operands may be kept for its backward pass. Weights are
+    ``[out, in]`` here, whichever way round a module keeps them.
     """
 
     def kept(self, weight: Tensor) -> Tensor:
@@ -57,11 +56,8 @@ class Products:
 
 
 def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
-    """Set the ``products`` of a projection, which :func:`column_parallel_linear` then uses.
-
-    Args:
-        products: returns those of a pass that begins: a function, or an object that deep copies of the module may
-            share.
+    """Set what :func:`column_parallel_linear` calls for a projection's products in each pass: a function, or an object
+    that deep copies of the module may share.
     """
     setattr(module, _ATTRIBUTE, products)
 

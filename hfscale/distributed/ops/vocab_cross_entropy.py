@@ -50,9 +50,7 @@ class Targets:
     @classmethod
     def of(cls, targets: Tensor, vocabulary: VocabularySlice, width: int, known: bool = False) -> "Targets":
         """Locate ``targets [n]``, equal on all ranks, in a slice of ``width``; a target outside hits no logit.
-
-        Args:
-            known: whether the targets have been checked to be in the vocabulary.
+        ``known`` targets have been checked to be in the vocabulary.
         """
         if known and vocabulary.group is None:
             return cls(targets.unsqueeze(1), None)
@@ -74,11 +72,8 @@ class Targets:
 
 
 class RowTerms:
-    """Losses of some rows, and their gradients by the logits.
-
-    Args:
-        logits: ``[n, V/t]``, this rank's slice.
-        keep: whether :meth:`gradient` follows for the same logits, once.
+    """Losses of some rows, and their gradients by ``logits [n, V/t]``, this rank's slice; with ``keep``,
+    :meth:`gradient` follows for the same logits, once.
     """
 
     def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice, keep: bool = False) -> None:
@@ -122,11 +117,7 @@ class RowTerms:
         return self._sums[0].squeeze(1) >= top
 
     def gradient(self, logits: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Write ``scale * d losses / d logits`` into ``out``, which may be ``logits`` itself.
-
-        Args:
-            scale: of all rows ``[]``, or of each ``[n, 1]``.
-        """
+        """Write ``scale`` (``[]`` or ``[n, 1]``) ``* d losses / d logits`` to ``out``, which may be ``logits``."""
         kept, self._kept = self._kept, None
         hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
         if kept is not None:

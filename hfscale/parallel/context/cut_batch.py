@@ -79,15 +79,12 @@ class CutBatch:
 def cut_batch(
     batch: Mapping[str, Any], size: int, rank: int, shift: int, takes_positions: bool, inside: bool = False
 ) -> tuple[CutBatch, dict[str, Any]]:
-    """Return the part of a batch that context rank ``rank`` of ``size`` computes.
+    """Return what context rank ``rank`` of ``size`` should know of the whole batch, and the arguments of its own
+    tokens, with ``labels`` shifted.
 
     Args:
         shift: how far behind its token a label is that it predicts: 1 for causal language models.
-        takes_positions: whether the model takes ``position_ids``; it gets those of its tokens.
         inside: whether only labels are cut here, and the rest where the text begins.
-
-    Returns:
-        what it should know of the whole, and the same arguments of its own tokens; ``labels`` are shifted.
     """
     samples, total = shape_of(batch)
     if total < size:

@@ -64,10 +64,8 @@ class Reading:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
-    """Return the attention output ``[b, h, s, d]`` of this rank's queries, given its own keys and values.
-
-    Args:
-        sinks: ``[h]``: the logit of a key that every query reads and that has no value (Xiao et al. 2024).
+    """Return the attention output ``[b, h, s, d]`` of this rank's queries, given its own keys and values. ``sinks [h]``
+    are logits of a key that every query reads and that has no value (Xiao et al. 2024).
     """
     out: Tensor = _Attention.apply(q, k, v, sinks, reading)
     return out

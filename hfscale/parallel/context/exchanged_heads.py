@@ -24,10 +24,8 @@ def replicated(x: Tensor, size: int) -> Tensor:
 
 
 class HeadExchange:
-    """Differentiable all-to-all between sharding by tokens and sharding by heads.
-
-    Args:
-        members: for each rank of ``group``, the positions of its tokens in the group's tokens.
+    """Differentiable all-to-all between sharding by tokens and sharding by heads; ``members`` holds, for each rank of
+    ``group``, the positions of its tokens in the group's tokens.
     """
 
     def __init__(self, members: Sequence[Tensor], group: dist.ProcessGroup) -> None:

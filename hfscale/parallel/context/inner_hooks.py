@@ -31,11 +31,7 @@ Gather = Callable[[Tensor, CutBatch], Tensor]
 
 
 class WholeSequences:
-    """Run a mixer on full sequences.
-
-    Args:
-        recomputed: the sequences that a layer is recomputed for, which is not within a pass of the model.
-    """
+    """Run a mixer on full sequences; ``recomputed`` are those that a layer is recomputed for, outside a pass."""
 
     def __init__(self, gather: Gather, recomputed: Callable[[], CutBatch | None]) -> None:
         self._gather, self._recomputed = gather, recomputed
@@ -103,11 +99,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make the rotary embeddings in ``model`` compute all positions of a cut sequence, and return this rank's.
-
-    Returns:
-        the handles of the hooks that do it.
-    """
+    """Make rotary embeddings compute all positions of a cut sequence, but return this rank's; return the hooks."""
     handles = list[Any]()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -134,13 +126,8 @@ def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
-    """Cut the inputs of the module ``text``, given for full sequences, to this rank's tokens.
-
-    Args:
-        learned: told of the sequences with the positions that the model around it has made.
-
-    Returns:
-        the handle of the hook that does it.
+    """Cut the inputs of the module ``text``, given for full sequences, to this rank's tokens; return the hook's handle.
+    ``learned`` is told of the sequences, with the positions that the model around it has made.
     """
     names = list(inspect.signature(text.forward).parameters)
 

@@ -33,11 +33,7 @@ def read(
 
 
 class ContextAttention:
-    """Compute the attention of a model whose sequences are sharded over the context ranks.
-
-    Args:
-        together: for ``heads_ring``: the number of ranks per group that exchanges heads.
-    """
+    """Compute attention over sharded sequences; for ``heads_ring``, groups of ``together`` ranks exchange heads."""
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
         group = mesh.cp_group

@@ -137,11 +137,7 @@ def compresses(plan: Plan) -> bool:
 
 
 def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]) -> list[PowerSGD]:
-    """Replace FSDP2's average over replicas by a compressed one.
-
-    Returns:
-        what has a state.
-    """
+    """Replace FSDP2's average over replicas by a compressed one; return the hooks that have a state to save."""
     kept = list[PowerSGD]()
     experts = tuple(f"{each.name}." for each in plan.experts)
     for number, group in enumerate(parameter_groups(model)):

@@ -64,11 +64,8 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 
 def give_up_whole_weights(model: Any) -> None:
-    """Reshard the model's parameters after a pass without gradients.
-
-    FSDP2 keeps the weights around the layers, and those of unsharded layers, for a backward pass. Where none follows,
-    the gathered weights stay registered as the parameters: an optimizer made then would update them in vain, and
-    ``zero_grad`` would miss every gradient.
+    """Reshard the parameters after a pass without gradients: FSDP2 leaves gathered weights registered for a backward
+    pass, and an optimizer made then would update them in vain, and ``zero_grad`` miss every gradient.
     """
     generating: list[bool] = []
     generate = getattr(model, "generate", None)
@@ -98,9 +95,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch.
 
     Args:
-        mixed_precision: ``"bf16"`` computes in bfloat16 over the parameters' own type, which stays the type of the
-            master weights, of gradients after reduction and of the optimizer state; ``"no"`` leaves types alone, as
-            they are for families that autocast computes.
+        mixed_precision: ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
+            the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes.
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
@@ -152,12 +148,7 @@ def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
 def _shard_experts(
     model: nn.Module, plan: Plan, mesh: Mesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> set[nn.Parameter]:
-    """Wrap experts with FSDP2 over the ranks that hold the same experts.
-
-    Returns:
-        the parameters that FSDP2 must ignore: no other rank holds them, and they are neither cast nor offloaded. They
-        become DTensors over one rank, since an optimizer does not take plain tensors beside FSDP2's.
-    """
+    """Wrap experts with FSDP2 over ranks that hold the same; return those of one rank, made DTensors for optimizers."""
     layout, alone = mesh.layout, set[nn.Parameter]()
     policy = replace(policy, cast_forward_inputs=False)  # weights of routes stay exact; tokens come in the right type
     shards = layout.size("edp_shard")
@@ -238,11 +229,8 @@ def reduce_microbatch(model: nn.Module) -> None:
 
 @contextmanager
 def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
-    """Run any number of forward and backward passes inside the with block, and reduce gradients over the data axes once
-    at its end. Weights are gathered once and kept until then.
-
-    Args:
-        regather: reshard a layer's weights after every pass instead; those around the layers are kept.
+    """Gather weights once for all passes inside the with block, and reduce gradients over the data axes once at its
+    end. With ``regather``, layers are resharded after every pass instead; weights around the layers are kept.
     """
     if not isinstance(model, FSDPModule):
         yield

@@ -87,14 +87,7 @@ class Routes:
 
 
 def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) -> tuple[Routes, list[int]]:
-    """Plan the exchange of tokens with their chosen experts.
-
-    Args:
-        experts: ``[n, k]``, the experts of each token; ``count`` for none.
-
-    Returns:
-        the routes, and how many of this rank's go to each expert.
-    """
+    """Return the routes of tokens to their ``experts [n, k]`` (``count`` for none), and how many go to each expert."""
     ranks = 1 if group is None else dist.get_world_size(group)
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
@@ -124,10 +117,7 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
 
 
 def _by_expert(received: Tensor, total: int) -> Tensor:
-    """Return the permutation of received rows from the order (sender, expert) to (expert, sender).
-
-    ``received [ranks, experts]`` counts the rows. Needs no sort, and does not wait for the device.
-    """
+    """Return the permutation of ``received [ranks, experts]`` rows from sender to expert order: no sort, no waiting."""
     starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
     lengths = received.t().flatten()
     shift = starts - (lengths.cumsum(0) - lengths)
@@ -159,10 +149,8 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Send tokens ``[n, h]`` to the ranks of their experts; return the received rows ``[arrived, h]``, by expert.
-
-    Args:
-        batches: the number of distinct batches among the expert ranks.
+    """Send tokens ``[n, h]``, of ``batches`` distinct batches, to the ranks of their experts; return the received rows
+    ``[arrived, h]``, by expert.
     """
 
     def back(grad: Tensor) -> Tensor:

@@ -74,10 +74,7 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
 
 
 def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int]:
-    """Return name and module of the router whose logits the model records, and the logits' index in its output.
-
-    A router is what transformers records logits of; a few families keep it in the layer, beside the MoE block.
-    """
+    """Return name and module of the router whose logits transformers records, and the logits' index in its output."""
     recorded = router_logits(runtime.model)
     for owner in dict.fromkeys((planned.name.rpartition(".")[0], planned.layer)):
         found = [

@@ -67,12 +67,9 @@ class ForwardContexts(ForwardPasses[Pass]):
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Return ``[b, s]``: which tokens of a batch are not padding, by its attention mask.
-
-    With a 4-D mask ``[b, 1, s, s]``, boolean or additive, those are the tokens that attend to themselves.
-
-    Raises:
-        ConfigError: it has neither token ids nor embeddings, or its mask is of another kind.
+    """Return ``[b, s]``: which tokens of a batch are not padding, by its attention mask. With a 4-D mask
+    ``[b, 1, s, s]``, boolean or additive, those are the tokens that attend to themselves. Raise :class:`ConfigError`
+    for masks of other kinds, and batches without token ids and embeddings.
     """
     ids = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if ids is None else ids
@@ -127,11 +124,7 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-    """Return the activation ``x``, with the gradient of ``share`` (a scalar term of the loss) added in backward.
-
-    The term then needs no path to the loss out of recomputed layers or pipeline stages.
-
-    Args:
-        times: factor of the gradient, for ranks that would each add the same one.
+    """Return the activation ``x``, with ``times`` the gradient of ``share`` (a scalar term of the loss) added in
+    backward. The term then needs no path to the loss out of recomputed layers or pipeline stages.
     """
     return _Attached.apply(x, share, current, times)

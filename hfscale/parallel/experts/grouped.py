@@ -31,10 +31,8 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Run ``experts``, a transformers module, on rows ``x [rows, h]``, ``counts`` of them for each expert.
-
-    Computes what the module's own forward computes for each row, without the weights of routes. Its parameters and
-    functions are looked up at each call, so that replaced ones are used.
+    """Compute what a transformers module of experts does on rows ``x [rows, h]``, ``counts`` of them per expert,
+    without routes' weights. Its parameters and functions are looked up at each call, so that replaced ones are used.
     """
     dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
@@ -63,9 +61,8 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
-    """Return the LoRA factors of each expert parameter: ``A [e, r, in]``, ``B [e, out, r]`` and their scale.
-
-    PEFT adds ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
+    """Return the LoRA factors of each expert parameter, ``A [e, r, in]``, ``B [e, out, r]`` and their scale. PEFT adds
+    ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
     """
     found: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
     for name, *both, count, scaling in terms_of_experts(experts):

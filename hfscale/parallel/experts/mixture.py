@@ -34,12 +34,8 @@ from .router_functions import count_each
 
 
 class Mixture:
-    """Run the experts of one layer, with tokens exchanged over ranks.
-
-    Attributes:
-        routing: changes and counts its routes.
-        batches: the number of distinct batches among them.
-        shares: the tensor ranks with the same batch, if each of them sends a part of it.
+    """Run the experts of one layer on tokens of ``batches`` distinct batches, exchanged over ranks and along routes
+    that ``routing`` changes and counts. ``shares`` are tensor ranks that each send a part of one batch.
     """
 
     def __init__(self, routing: LayerRouting) -> None:
@@ -101,14 +97,11 @@ def through_experts(experts: Any, hidden: Tensor, weights: Tensor, routes: Route
 
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
-    """Make expert modules exchange tokens with other ranks. No-op on one rank without routing options whose experts are
-    neither quantized nor adapted, nor cut to sizes that grouped matmuls refuse, nor cast for several microbatches at
-    once.
+    """Make expert modules exchange tokens with other ranks, and return what they share; ``None`` where they stay stock:
+    on one rank without routing options whose experts are neither quantized nor adapted, nor cut to sizes that grouped
+    matmuls refuse, nor cast for several microbatches at once.
 
     Comes before the edges of tensor parallelism, which may read parameters of experts in their own way.
-
-    Returns:
-        what all mixtures share; ``None`` where they stay the stock ones.
     """
     mesh = runtime.mesh
     modules = [runtime.model.get_submodule(e.name) for e in runtime.plan.mixtures if runtime.is_local(e.name)]

@@ -59,9 +59,8 @@ def _spread(draft: Draft) -> None:
 
 
 def expert_cuts(layout: ParallelConfig, shape: tuple[int, ...], cuts: list[Cut]) -> list[Cut]:
-    """Return all cuts of a parameter of experts, given those over the tensor axis: expert axis first, data axis last.
-
-    The data axis shards by experts too, or by rows of every expert where there are too few experts for even shards.
+    """Return the cuts over the tensor axis with those of the expert axis in front, and of the data axis behind. The
+    data axis shards by experts too, or by rows of every expert where there are too few experts for even shards.
     """
     cuts = [Cut("ep", 0, layout.ep), *cuts]
     shards, by_rows = layout.size("edp_shard"), False

@@ -19,10 +19,8 @@ from torch import Tensor
 
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
-    """Return the experts' probabilities ``[n, e]``, in 32 bits at least; each row sums to 1.
-
-    Args:
-        scores: ``"softmax"``, or ``"sigmoid"`` divided by its sum (DeepSeek-AI 2024, V3).
+    """Return the probabilities ``[n, e]``, in 32 bits at least, whose rows sum to 1. With ``"sigmoid"`` scores, each is
+    divided by their sum (DeepSeek-AI 2024, V3).
     """
     logits = widened(logits)
     if scores == "softmax":
@@ -38,11 +36,8 @@ def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best two experts, weighted by their normalized probabilities; the second is taken with twice its
-    weight as probability (Lepikhin et al. 2020, GShard, algorithm 1), and always without ``draws``.
-
-    Args:
-        draws: ``[n]``, uniform in ``[0, 1)``; ``None`` in evaluation.
+    """Choose the best two experts, weighted by their normalized probabilities; the second is taken if twice its weight
+    exceeds ``draws [n]``, uniform in ``[0, 1)``, or if there are none (Lepikhin et al. 2020, GShard, algorithm 1).
     """
     best, index = probabilities(logits).topk(2, dim=-1)
     weights = best / best.sum(-1, keepdim=True)
@@ -53,10 +48,8 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best ``k`` after noise, weighted by a softmax over them (Shazeer et al. 2017, equations 3 to 5).
-
-    Args:
-        noise: ``[n, e]``, added to the logits; ``None`` in evaluation.
+    """Choose the best ``k`` after adding ``noise [n, e]`` (``None`` in evaluation), weighted by a softmax over them
+    (Shazeer et al. 2017, equations 3 to 5).
     """
     logits = widened(logits)
     best, index = (logits if noise is None else logits + noise).topk(k, dim=-1)
@@ -81,11 +74,8 @@ def room(tokens: int, factor: float, k: int, count: int) -> int: ...
 @overload
 def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
 def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
-    """Return the capacity of each expert's queue: ``factor`` times the mean number of routes, rounded up, at most the
-    number of tokens.
-
-    Args:
-        tokens: the number of tokens of a sequence; or of several, ``[b]``.
+    """Return the capacity of each expert's queue for sequences of ``tokens`` (or ``[b]`` of several): ``factor`` times
+    the mean number of routes, rounded up, at most the number of tokens.
     """
     share = factor * k / count
     if isinstance(tokens, int):
@@ -113,15 +103,13 @@ def queue_places(index: Tensor, count: int) -> Tensor:
 
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
-    """Return the per-sequence sums that the losses are computed from, with gradients to the logits.
+    """Return the per-sequence sums ``[b, 2 e + 1]`` that the losses are computed from, with gradients to the logits:
+    routes to each expert, the sum of its probability, and the sum of the squared logsumexp.
 
     Args:
         logits: ``[b, s, e]``, the router's.
         index: ``[b, s, k]``, the chosen experts before any is dropped for capacity; ``e`` for none.
         real: ``[b, s]``, true for tokens that are not padding.
-
-    Returns:
-        ``[b, 2 e + 1]``: routes to each expert, the sum of its probability, and the sum of the squared logsumexp.
     """
     count = logits.shape[-1]
     of_real = real.to(widened(logits).dtype).unsqueeze(-1)
@@ -141,14 +129,11 @@ def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor) -> Tensor:
-    """Return the load-balancing loss summed over sequences, each weighted by its number of tokens.
+    """Return the load-balancing loss of ``sums`` (:func:`expert_sums`), summed over sequences times their tokens.
 
     ``experts * sum_i f_i P_i`` with ``f_i`` the share of the sequence's routes that go to expert ``i`` and ``P_i`` the
     mean of its probability (Fedus et al. 2021, equations 4 to 6; per sequence in DeepSeek-AI 2024, V3, equations 17 to
     20). It is 1 where both are even.
-
-    Args:
-        sums: ``[b, 2 e + 1]``, see :func:`expert_sums`.
     """
     count = sums.shape[1] // 2
     routes, mass = sums[:, :count], sums[:, count : 2 * count]

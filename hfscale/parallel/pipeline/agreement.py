@@ -69,10 +69,8 @@ class StageAgreement:
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report: integers on the host, and integers on the device.
-
-        Raises:
-            ConfigError: a parameter has a hook that would see a part of its gradient.
+        """Return this rank's report: integers on the host, and integers on the device. Raise :class:`ConfigError` if a
+        parameter has a hook that would see a part of its gradient.
         """
         live = self._runtime.live_parameters()
         wide = any(parameter.dtype == torch.float64 for parameter in live.values())
@@ -120,10 +118,7 @@ class StageAgreement:
         self._agree_on_ties()
 
     def _agree_on_ties(self) -> None:
-        """Freeze or train each tied tensor alike on all stages that hold a copy.
-
-        Where ranks differ, those that changed it since the last step decide; if none did, it is frozen.
-        """
+        """Freeze or train a tie alike on all stages: those that changed it decide where they differ, else freeze it."""
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()
         for index, name in enumerate(self._tied):
@@ -139,10 +134,8 @@ class StageAgreement:
                 self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
 
     def training_stages(self) -> list[bool]:
-        """Return, per stage, whether it or an earlier stage trains.
-
-        Raises:
-            ConfigError: on all stages, if copies of a tied tensor differ.
+        """Return, per stage, whether it or an earlier stage trains. Raise :class:`ConfigError`, on all stages, if
+        copies of a tied tensor differ.
         """
         if self.alone:
             return [True] * len(self._stages.stages)

@@ -131,11 +131,7 @@ class AsynchronousPipeline(Pipeline):
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Split the batches of one call into microbatches.
-
-        Raises:
-            ConfigError: PipeDream got several, or 2BW fewer than there are stages.
-        """
+        """Split the batches of one call into microbatches; refuse several in PipeDream, fewer than stages in 2BW."""
         if not torch.is_grad_enabled():  # an evaluation
             return super().share_out(given)
         if not self._every:

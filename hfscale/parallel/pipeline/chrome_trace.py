@@ -19,11 +19,7 @@ from .timeline import KINDS, LETTERS, RELEASE, Action, Span, Timeline
 
 
 def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) -> None:
-    """Write one or several runs, or steps of one, (``pid`` 0, 1, ...) to ``path``.
-
-    Args:
-        labels: what to call them; by default by their schedule.
-    """
+    """Write runs, or steps of one, (``pid`` 0, 1, ...) to ``path``, called by ``labels`` or by their schedules."""
     names = labels or [timeline.name or f"run {run}" for run, timeline in enumerate(timelines)]
     events = [event for run, timeline in enumerate(timelines) for event in _events(run, timeline, names[run])]
     about = [
@@ -64,10 +60,7 @@ def read_runs(path: Path) -> dict[int, Timeline]:
 
 
 def last_whole_step(runs: dict[int, Timeline]) -> Timeline:
-    """Return the last run in which every rank has trained (no evaluation, no interrupted step).
-
-    If there is none, return the last run.
-    """
+    """Return the last run in which every rank has trained (no evaluation, no interrupted step); else the last run."""
     whole = [timeline for timeline in runs.values() if all(map(_trained, timeline.ranks))]
     return whole[-1] if whole else list(runs.values())[-1]
 

@@ -14,10 +14,7 @@ def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
 
 
 def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return, per stage, the microbatches in flight when the stages of its rank together keep most.
-
-    A stage alone may keep more at another time.
-    """
+    """Return, per stage, microbatches in flight when its rank's stages together keep most (one alone may keep more)."""
     if plan.stages is None:
         return ()
     return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])

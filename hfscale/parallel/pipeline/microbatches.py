@@ -24,16 +24,11 @@ def share_out(
 
     Several batches, in a number that the schedule accepts, are the microbatches. Otherwise each batch is split along
     its first dim into ``wanted`` equal microbatches (by default the most that rows and schedule allow without going
-    beyond what a bubble of a quarter needs).
-
-    Args:
-        given: the batches, keyword arguments of a forward pass each; tensors with as many rows as ``input_ids`` are
-            split, others go to every microbatch.
-        towers: whether the model has towers (vision, audio), which read images or sounds.
+    beyond what a bubble of a quarter needs): tensors with as many rows as ``input_ids``; others go to every microbatch.
 
     Raises:
-        ConfigError: the rows cannot be split evenly (the message names the numbers that work); or there are images,
-            which cannot be assigned to rows.
+        ConfigError: the rows cannot be split evenly (the message names the numbers that work); or a model with
+            ``towers`` (vision, audio) gets images or sounds, which cannot be assigned to rows.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
@@ -81,11 +76,7 @@ def rows_of(batch: Batch) -> int:
 
 
 def tokens_of(batch: Batch) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample.
-
-    Raises:
-        ConfigError: neither token ids nor embeddings are given.
-    """
+    """Return the number of samples, and of tokens per sample; refuse batches without token ids and embeddings."""
     for name in ("input_ids", "inputs_embeds"):
         found = batch.get(name)
         if isinstance(found, Tensor) and found.ndim > 1:
@@ -150,11 +141,8 @@ def targets_of(batch: Batch) -> tuple[int, int]:
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
-    """Return the batch with the decoder's input, found by running stock code, which derives it from the labels, up to
-    the decoder.
-
-    Raises:
-        ConfigError: the decoder was not called with tokens.
+    """Return the batch with the decoder's input, which stock code, run up to the decoder, derives from the labels.
+    Refuse a model whose decoder was not called with tokens.
     """
     labels = batch.get("labels")
     if any(batch.get(name) is not None for name in _GIVEN) or not isinstance(labels, Tensor) or labels.ndim < 2:

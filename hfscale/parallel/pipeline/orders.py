@@ -197,7 +197,6 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     ``pipedream_2bw`` (Narayanan et al. 2021a), or the path of a CSV in torch's format (see :func:`read_csv`).
 
     Args:
-        schedule: one of :data:`hfscale.config.schedules.SCHEDULES`, or the path of a ``.csv`` file.
         virtual_stages: stages per rank. Stage ``s`` lives on rank ``s % pp_size``; for ``zbv`` and ``dualpipev``, which
             take exactly two, on ranks ``0 .. p-1, p-1 .. 0``.
         steps: steps in a row; more than one only without a flush between them (the asynchronous schedules).
@@ -251,11 +250,7 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
 
 
 def check_layout(layout: "ParallelConfig") -> None:
-    """Refuse a layout whose schedule cannot run its stages and microbatches; a file is checked where it is read.
-
-    Raises:
-        ConfigError: as :func:`check`.
-    """
+    """Refuse a layout whose schedule cannot run its stages and microbatches; a file is checked where it is read."""
     schedule, ranks = str(layout.pipeline_schedule), layout.pp
     if ranks > 1 and not schedule.endswith(".csv"):
         check(schedule, ranks, layout.num_microbatches or 2 * ranks, int(layout.virtual_stages or 1))
@@ -294,10 +289,8 @@ def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Actio
 
 
 def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:
-    """Return, per rank, the actions of ``steps`` steps of ``num_microbatches`` each, updates included.
-
-    One-forward-one-backward over the microbatches of all steps in a row; a stage updates its weights while microbatches
-    are still in flight elsewhere, PipeDream after every microbatch, 2BW after every step.
+    """Return, per rank, the actions, updates included, of one-forward-one-backward over all steps' microbatches in a
+    row. A stage updates while some are in flight elsewhere: PipeDream after every microbatch, 2BW after every step.
     """
     every = 1 if schedule == "pipedream" else num_microbatches
     ranks = []

@@ -47,9 +47,8 @@ class StageForward:
     memory: Tensor | None = None
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Return zeros for all tokens, ``[b, s, h]``, also where the hidden states are cut along the sequence.
-
-        In memory of their own, which lives as long as the forward pass: stock code scales an embedding in place.
+        """Return zeros ``[b, s, h]`` for all tokens, also where hidden states are cut along the sequence, in memory of
+        their own, which lives as long as the forward pass: stock code scales an embedding in place.
         """
         stream = next(found for found in (self.arriving, self.leaving, self.memory) if found is not None)
         shape = self.target if target else self.shape
@@ -84,11 +83,7 @@ class _Placeholder(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` without hooks: hooks on a module run on the stage that holds it.
-
-        Raises:
-            ConfigError: a module of the model was called by itself, outside a stage's forward pass.
-        """
+        """Call ``forward`` without hooks, which run on the module's own stage; refuse calls outside a stage's pass."""
         if not self._passage.under_way:
             raise ConfigError(
                 f"the {type(self._absent).__name__} is on another pipeline stage: modules of the model (model.model, "
@@ -191,11 +186,7 @@ def passage_of(model: nn.Module) -> StageForward:
 
 
 def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]) -> Callable[[Stage], Any]:
-    """Prepare a model that holds the stages ``own`` to run one of them at a time.
-
-    Returns:
-        a context manager: within, the model's forward pass is that of the given stage.
-    """
+    """Prepare a model that holds the stages ``own``; return a context manager in which it runs the given one alone."""
     passage = passage_of(model)
     made = _boundary(stages, passage)
     swaps: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {stage.index: [] for stage in own}

@@ -79,10 +79,8 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
-    """Split a run into its steps, keeping the times.
-
-    On every rank, an action that has run already in a step begins the next step. Schedules without a flush number
-    microbatches over all steps, which overlap: such a run is not split.
+    """Split a run into its steps, keeping the times: an action that repeats on every rank begins a step. Schedules
+    without a flush number microbatches over all steps, which overlap: such a run is not split.
     """
     ranks = [_parts(spans) for spans in whole.ranks]
     return [replace(whole, ranks=tuple(parts[step] for parts in ranks)) for step in range(min(map(len, ranks)))]
@@ -126,10 +124,7 @@ def _gather(record: Record, mesh: Mesh) -> list[Record]:
 
 @contextmanager
 def _updates_noted(recorder: Recorder, stage: int, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Record optimizer steps over any of ``parameters`` as updates of ``stage`` inside the with block.
-
-    Optimizer steps before the first recorded action belong to an earlier training step and are left out.
-    """
+    """Record optimizer steps over any of ``parameters`` as updates of ``stage``, from the first recorded action on."""
     own = {id(parameter) for parameter in parameters}
     begun: list[int] = []
     count = 0

@@ -165,11 +165,7 @@ class Pipeline(Executor):
         return runtime.sum_of_shares(share)
 
     def _all_passes(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Run the forward passes of all microbatches, and backward passes, in the order of the schedule.
-
-        Returns:
-            this rank's share of the loss: all of this batch rank's, on the last stage; else 0.
-        """
+        """Run all passes in the schedule's order; return the loss of this batch rank on the last stage, elsewhere 0."""
         runtime = self._runtime
         with runtime.around(lambda part: part.around_interleaved(runtime, backward)):
             return self._scheduled(batches, objective, backward)

@@ -97,9 +97,8 @@ class Timeline:
 
     @property
     def longest_span(self) -> float:
-        """The longest that a rank took from its first action to its last (the cost of Qi et al. 2023, section 5).
-
-        Shorter than :attr:`makespan` where ranks both begin and end one after the other, so that steps can overlap.
+        """The longest that a rank took from its first action to its last (the cost of Qi et al. 2023, section 5):
+        shorter than :attr:`makespan` where ranks begin and end one after the other, so that steps can overlap.
         """
         return max((spans[-1].end - spans[0].start for spans in self.ranks if spans), default=0.0)
 
@@ -127,8 +126,7 @@ class Timeline:
 
     @property
     def steady_idle(self) -> float | None:
-        """Fraction of time spent waiting after every stage ended a backward and before one begins its last forward.
-
+        """Fraction of time spent waiting after every stage ended a backward and before one begins its last forward;
         None where the run is too short to have such a stretch.
         """
         begin = max(min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0) for spans in self.ranks)
@@ -178,11 +176,7 @@ def peak_live(order: Order) -> tuple[int, ...]:
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return, per stage, the microbatches in flight when the stages of its rank together hold most.
-
-    Args:
-        sizes: what a microbatch takes in each stage.
-    """
+    """Return, per stage, the microbatches in flight when its rank's stages, weighted by their ``sizes``, hold most."""
     alive, found = [0] * len(sizes), [0] * len(sizes)
     for actions in order:
         most = 0

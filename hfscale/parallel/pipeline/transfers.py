@@ -19,13 +19,8 @@ Step = tuple[str, int, int]
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
-    """Return the program of every rank.
-
-    Args:
-        order: per rank, its actions; of an evaluation the forward passes alone.
-
-    Raises:
-        ConfigError: ``order`` updates weights within a step, or a pair of actions can never begin.
+    """Return the program of every rank for its actions in ``order``: of an evaluation, the forward passes alone. Raise
+    :class:`ConfigError` if ``order`` updates weights within a step, or a pair of actions can never begin.
     """
     if any(action.kind == "update" for actions in order for action in actions):
         raise ConfigError(
@@ -53,11 +48,7 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
 
 
 def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -> None:
-    """Run the program of this rank.
-
-    Args:
-        workers: this rank's stages, by their number; between two of them tensors are handed on as they are.
-    """
+    """Run this rank's program on ``workers``, its stages by number, which hand tensors to each other as they are."""
     for kind, stage, microbatch in program:
         worker = workers[stage]
         if kind == "forward":

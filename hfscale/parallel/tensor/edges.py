@@ -107,9 +107,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def install_block_edges(
     model: nn.Module, block: BlockPlan, mesh: Mesh, stream: SequenceRegion | None = None, overlap: Overlap | None = None
 ) -> None:
-    """Install hooks on the entry and the exit of ``block``; between them, draw random numbers specific to this rank.
-
-    Where the ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
+    """Install hooks on entry and exit of ``block``, between which random numbers are this rank's own. Where the
+    ``stream`` is cut along the sequence, entering gathers it and leaving scatters it.
     """
     group, rank = mesh.tp_group, mesh.tp_rank
     assert group is not None
@@ -134,11 +133,7 @@ def install_block_edges(
 
 
 class _BlockEnds:
-    """Run the collectives at the entry and exit of a block.
-
-    Args:
-        overlap: replaces the entry's collectives by ones that overlap with weight gradients.
-    """
+    """Run the collectives at a block's entry and exit; with ``overlap``, the entry's overlap with weight gradients."""
 
     def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:
         self.group, self.stream, self.overlap = group, stream, overlap
@@ -237,10 +232,7 @@ def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
-    """Gather the full ``width`` of a cut activation for ``module``, and cut its output to this rank's slice.
-
-    Where ``replicas`` consecutive ranks hold the same share, the first one's is read.
-    """
+    """Give ``module`` the full ``width`` of a cut activation (the first of ``replicas``), and cut its output again."""
     cut = Cut("tp", -1, edge.size, replicas=(replicas,))
     lengths = [cut.local_length(width, other) for other in range(edge.size)]
 

@@ -47,10 +47,7 @@ class VocabParallelEmbedding(nn.Embedding):
 def install_vocab_parallel_embedding(
     module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: list[SequenceRegion]
 ) -> None:
-    """Turn a stock ``nn.Embedding``, whose weight is already this rank's slice, into a vocabulary-parallel one.
-
-    ``module`` may be an adapter around it, whose output is summed over the ranks as well.
-    """
+    """Make an embedding with this rank's slice of the weight, or an adapter around one, sum its output over ranks."""
     cut = planned.cut_over("tp")
     assert cut is not None
     start = cut.spans(planned.shape[0], mesh.tp_rank)[0][0]

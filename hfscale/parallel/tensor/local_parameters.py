@@ -13,9 +13,8 @@ from ...train.runtime.parameter_names import owner_of
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard.
-
-    Keeps ties and ``requires_grad``. The model may be on any device; on the meta device only shapes change.
+    """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard; ties and
+    ``requires_grad`` stay. The model may be on any device; on the meta device only shapes change.
     """
     replaced: dict[int, nn.Parameter] = {}
     for planned in plan.parameters:

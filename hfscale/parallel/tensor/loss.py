@@ -105,10 +105,7 @@ class VocabParallelLoss(KeepsOutputs):
         """Accept any label smoothing."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
-        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step.
-
-        The forward pass returns no logits, so they are never all computed at once.
-        """
+        """Return the loss of one microbatch, divided by the ``count`` valid labels of the step, without logits."""
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
         self._known = None if batch.valid is None else (given, batch.valid)
         self._shifted, self.count, self.label_smoothing = batch.shifted, count, label_smoothing
@@ -141,11 +138,7 @@ class VocabParallelLoss(KeepsOutputs):
         label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute the loss, with the signature of transformers' losses; ``logits`` are ``[b, s, V/t]``, lazy or real.
-
-        Raises:
-            ConfigError: ``label_smoothing`` is not in ``[0, 1]``.
-        """
+        """Return the loss of ``logits [b, s, V/t]``, lazy or real; refuse ``label_smoothing`` outside ``[0, 1]``."""
         self._called = True
         smoothing = self.label_smoothing if label_smoothing is None else label_smoothing
         if not 0.0 <= smoothing <= 1.0:

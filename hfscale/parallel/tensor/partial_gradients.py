@@ -37,11 +37,7 @@ from ...train.runtime.shards import add_back, gradients_aside, local_tensor
 
 
 class PartialSums:
-    """Sum partial gradients over the tensor ranks, in backward or at its end.
-
-    Attributes:
-        deferred: whether :meth:`at_the_end` is active and will sum.
-    """
+    """Sum partial gradients over tensor ranks: in backward or, where :meth:`at_the_end` is ``deferred``, at its end."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.deferred = group, False
@@ -52,12 +48,9 @@ class PartialSums:
 
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Sum the gradients of the with block's backward passes over the tensor ranks at its end, and add them to
-        earlier ones.
-
-        Args:
-            parameters: those with partial gradients, in the same order on every rank.
-            local: returns the plain tensor that this rank holds of a gradient.
+        """Sum gradients of the with block's backward passes over the tensor ranks at its end, and add them to earlier
+        ones. ``parameters`` are in the same order on every rank; ``local`` returns the plain tensor this rank holds of
+        a gradient.
         """
         with gradients_aside(parameters) as held:
             self.deferred = True
@@ -88,11 +81,8 @@ def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
 def install_partial_sums(
     model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
 ) -> None:
-    """Make modules read their partial parameters (by the plan) through ``sums``. Leaves adapters out.
-
-    Args:
-        holds: returns whether a parameter is on this rank.
-        first: whether this is the tensor rank that adds biases of row projections, which must be added once.
+    """Make modules, not adapters, read the partial parameters that this rank ``holds`` through ``sums``. Biases of row
+    projections are added once, by the ``first`` tensor rank.
     """
     once = {name for block in plan.blocks for name in (*block.once, *(f"{row}.bias" for row in block.row))}
     adapters = {adapter.name for adapter in plan.adapters}
@@ -161,10 +151,7 @@ _Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
 def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
-    """Sum, in backward, the gradients of parameters with heads that other tensor ranks hold too.
-
-    ``mesh`` has the groups of :attr:`hfscale.plan.Plan.replicas`; ``holds`` says whether a parameter is on this rank.
-    """
+    """Sum in backward, over the groups of :attr:`hfscale.plan.Plan.replicas`, gradients of heads held several times."""
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
     reader: dict[nn.Module, nn.Module] = {}
     for planned in plan.parameters:

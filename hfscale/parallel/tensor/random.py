@@ -42,13 +42,9 @@ _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 def cut_region(
     block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Use the cut random stream between the entry of ``block`` and the entries of its row projections ``exits``.
-
-    Args:
-        wanted: asked on entry; no where the cut stream is in use already.
-
-    Returns:
-        what puts the replicated stream back after an exception between the two.
+    """Use the cut random stream from the entry of ``block``, if ``wanted`` says there that it is not in use already, to
+    the entries of its row projections ``exits``. Return what puts the replicated stream back after an exception between
+    them.
     """
     saved: list[torch.Tensor] = []
     passing = [False]  # what is saved is a recomputation's, which puts back what it found by itself
@@ -74,10 +70,9 @@ def cut_region(
 
 
 class LayerRandom:
-    """Switch random streams in a layer whose hidden states are cut along the sequence (last column of the table above).
-
-    Recomputation may start behind a layer's hooks, with only the generator's state restored: so the stream for partial
-    sums is derived from the seed that all ranks' cut streams share.
+    """Switch random streams in a layer cut along the sequence (last column of the table above). Recomputation may start
+    behind its hooks, with only the generator's state restored: so the stream for partial sums is derived from the seed
+    that all ranks' cut streams share.
     """
 
     def __init__(self, rank: int) -> None:
@@ -141,10 +136,8 @@ def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
 
 
 def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
-    """Return ``drop(x)``, and draw the mask again in the backward pass instead of keeping it.
-
-    Dropout multiplies each entry by a number drawn for it, in memory order: its gradient is the same dropout, with the
-    same draws, of the gradient. ``drop`` draws the same numbers whenever it is called.
+    """Return ``drop(x)``, and draw its mask again in the backward pass instead of keeping it: dropout multiplies each
+    entry, and its gradient, by a number drawn in memory order. ``drop`` draws the same numbers whenever it is called.
     """
 
     def draw(x: torch.Tensor) -> torch.Tensor:
@@ -177,10 +170,8 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 
 
 def agree_on_replicated_stream(mesh: Mesh) -> None:
-    """Broadcast the generator state of a tensor group's first rank, then reseed for each batch and pipeline stage.
-
-    Stages need different streams, or all would draw the same masks. Batch 0 on stage 0 keeps its state, so that one
-    process and a tensor-parallel run draw the same masks.
+    """Broadcast the generator state of a tensor group's first rank, then reseed for each batch and pipeline stage, or
+    all would draw the same masks. Batch 0 on stage 0 keeps its state, so that it draws the masks of one process.
     """
     group = mesh.tp_group
     # Some models draw from the CPU generator on a GPU too (LayerDrop).

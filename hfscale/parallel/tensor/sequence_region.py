@@ -164,11 +164,7 @@ class SequenceRegion:
         return recomputing() and not self._open
 
     def lengths(self, x: Tensor, whole: bool = False) -> list[int]:
-        """Return each rank's length of the token dim of ``x``: dim 1, or dim 0 of ``[b s, h]``.
-
-        Args:
-            whole: whether ``x`` has all tokens, not only this rank's.
-        """
+        """Return each rank's length of dim 1 of ``x``, or dim 0 of ``[b s, h]``; a ``whole`` one has all tokens."""
         current = self._pass_of(x, whole)
         lengths = share_evenly(current.total, self.size)
         if x.ndim == 2:
@@ -204,8 +200,7 @@ class SequenceRegion:
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
         """Return functions that start to all-gather tensors like ``x`` (this rank's tokens), and to reduce-scatter
-        partial results of all tokens to the same shape. Both may be called in a backward pass after other forward
-        passes.
+        partial results of all tokens to that shape; both may be called in a backward pass after other forward passes.
         """
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
@@ -287,11 +282,7 @@ class SequenceRegion:
         return whole
 
     def check_finished(self) -> None:
-        """Check that the hidden states were gathered before the owner of the layers returned.
-
-        Raises:
-            ConfigError: the module that gathers the hidden states was not called.
-        """
+        """Raise :class:`ConfigError` if the owner of the layers returned before the hidden states were gathered."""
         self._told = None
         if self._leaves:
             self._open = False

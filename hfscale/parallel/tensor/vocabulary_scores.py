@@ -28,10 +28,8 @@ class Scoring:
         self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-        """Keep the scores of ``logits [b, s, V/t]``, lazy or real.
-
-        Returns:
-            the sum of the cross entropies, a scalar: part of every rank's graph, also where nothing has a target.
+        """Keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies, which is a
+        part of every rank's graph, also where nothing has a target.
         """
         rows, project = self._projection(logits)
         valid = (targets != _IGNORED).nonzero().squeeze(1)

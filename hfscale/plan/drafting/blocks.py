@@ -153,10 +153,8 @@ def _probability(draft: Draft, path: str) -> float:
 
 
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks that the tensor axis shards in block ``name``.
-
-    That is the block itself; or, if tensor ranks hold full experts in it, its shared experts, each as a block: inputs,
-    outputs and router of the mixture are replicated then.
+    """Yield the blocks that the tensor axis shards in block ``name``: itself; or, if tensor ranks hold full experts in
+    it, and so replicate inputs, outputs and router of the mixture, each of its shared experts.
     """
     inside = [
         found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
@@ -194,9 +192,8 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def check_heads(draft: Draft, groups: int) -> None:
-    """Refuse a ``tp_size`` that would split a head, where each of ``groups`` groups of heads is sharded by itself.
-
-    For layouts in which key/value heads cannot be held by several ranks (they lie among the queries, say).
+    """Refuse a ``tp_size`` that would split a head, where each of ``groups`` groups of heads is sharded by itself and
+    several ranks cannot hold the same key/value heads (they lie among the queries, say).
     """
     heads, key_heads = _heads_of_config(draft)
     if not heads or not key_heads:

@@ -32,10 +32,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
     def work(self, batch_tokens: int = _BATCH_TOKENS) -> int:
-        """Return the FLOPs of one training step, with the optimizer's time counted as the FLOPs that fit into it.
-
-        A whole number, so that equal layers cost exactly the same.
-        """
+        """Return the FLOPs of a training step, as an integer; the optimizer's time counts as FLOPs that fit into it."""
         return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
 
 
@@ -49,11 +46,7 @@ class LayerCosts:
     shared: Cost = Cost()
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
-        """Return how many layers each of ``stages`` gets; see :func:`hfscale.plan.stages.balance`.
-
-        Args:
-            first: the least number of layers of the first stage.
-        """
+        """Balance layers over ``stages`` (:func:`hfscale.plan.stages.balance`); the first gets at least ``first``."""
         works, before, after = [layer.work() for layer in self.layers], self.before.work(), self.after.work()
         found = balance(works, stages, before, after)
         return found if found[0] >= first else (first, *balance(works[first:], stages - 1, 0, after))
@@ -80,11 +73,8 @@ def layer_costs(
     sequence: int = _SEQUENCE,
     beside: Mapping[str, Sequence[str]] | None = None,
 ) -> LayerCosts:
-    """Return the costs of a stock model's layers, and of the modules (or parameters) around them; all are names.
-
-    Args:
-        sequence: tokens in one sequence, which attention's FLOPs grow with.
-        beside: name of a layer -> names of what is on its stage besides.
+    """Return the costs of a stock model's layers, and of modules (or parameters) around them; all are names.
+    Attention's FLOPs grow with the length of a ``sequence``; ``beside`` maps a layer to what else is on its stage.
     """
     around = beside or {}
 

@@ -21,11 +21,7 @@ from .text_model import blueprint_of_text, find_text_model
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """Find the blueprint of a Hugging Face model (on any device, the meta device included).
-
-    Args:
-        may_infer: whether to infer a blueprint if none is written, which takes a second or two.
-    """
+    """Find the blueprint of a model on any device (meta too); if none is written, infer one, in a second or two."""
     config = model.config
     if config.model_type in FAMILIES:
         return FAMILIES[config.model_type]
@@ -65,9 +61,7 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """Complete transformers' TP plan with modules it omits (norms of queries and keys), if two ranks of a clone compute
-    the same as one then; else infer a blueprint.
-    """
+    """Complete transformers' TP plan with omitted modules (query and key norms), if a clone proves it; or infer one."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
     layers = find_layers(draft, translated)
@@ -87,9 +81,7 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
 
 
 def _with_roles(draft: Draft, block: str, role: Block) -> Block:
-    """Add the roleless modules of a block: a norm as wide as a projection that is cut is computed across; anything else
-    is used whole.
-    """
+    """Add a block's roleless modules: norms as wide as a cut projection are computed across, all else is used whole."""
     inside = (name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}."))
     modules = draft.modules
     widths = {getattr(modules.get(f"{block}.{column}"), "out_features", None) for column in role.column}

@@ -36,9 +36,7 @@ Find = Callable[[Any, bool], Blueprint]
 
 
 def find_text_model(model: Any) -> str | None:
-    """Return the name of the module inside ``model`` that has its text config; ``None`` if it is the model itself, or
-    an encoder-decoder.
-    """
+    """Return the name of the module with ``model``'s text config; ``None`` if that is itself, or an encoder-decoder."""
     config = text_config(model.config)
     if config is model.config or any(getattr(c, "is_encoder_decoder", False) for c in (model.config, config)):
         return None
@@ -47,9 +45,8 @@ def find_text_model(model: Any) -> str | None:
 
 
 def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
-    """Return ``find``'s blueprint of the text model called ``name``, with paths relative to ``model``.
-
-    If there is none and none may be inferred, return one with layers but no blocks, enough for stages and data ranks.
+    """Return ``find``'s blueprint of the text model called ``name``, with paths relative to ``model``; if there is none
+    and none may be inferred, one with layers but no blocks, enough for stages and data ranks.
     """
     inner = model.get_submodule(name)
     try:
@@ -71,10 +68,7 @@ def _layer_list(inner: Any, path: str) -> str | None:
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
-    """Add cross-attention inputs (made by a tower) to a block's entries, so that their gradient is summed over ranks.
-
-    The text model alone is never run with them, so a proof would not notice a missing one.
-    """
+    """Add cross-attention inputs (made by a tower) to a block's entries; proofs, which run text alone, miss them."""
     if block.enter != ("",):
         return block
     modules = dict(inner.named_modules())
@@ -130,9 +124,7 @@ def _unreached(draft: Draft) -> list[str]:
 
 
 def _plan_beside_tokens(draft: Draft) -> None:
-    """Find the modules that a pass over tokens does not use, in an encoder-decoder or a model that is its own text
-    model: a batch may have no images.
-    """
+    """Find modules that passes over tokens do not use, in an encoder-decoder or a model that is its own text model."""
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):
         return

@@ -39,16 +39,13 @@ _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 def check_packed_rows(
     model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
 ) -> None:
-    """Refuse packed rows for a model that does not keep their documents apart.
+    """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than one by
+    one.
 
     Args:
-        model: a stock model, parallelized or not.
         batches: some of which hold packed rows.
         start: the position of a document's first token, where there are no batches yet.
         tokens: of the longest row, where there are no batches yet.
-
-    Raises:
-        ConfigError: a tiny copy of it computes other logits for documents in one row than for each by itself.
     """
     batches = list(batches)
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}

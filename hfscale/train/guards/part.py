@@ -31,9 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def count_whole(runtime: Runtime) -> None:
-    """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication.
-
-    Parameters of other stages' layers are assumed to train as when the model was built: adapters alone, or everything.
+    """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication:
+    parameters of other stages are assumed to train as when the model was built (adapters alone, or everything).
     """
     model, plan = runtime.model, runtime.plan
     adapters = {adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters}
@@ -101,12 +100,8 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Guard against stock loops, clipping, optimizers and changes that take this rank's shards for the full model.
-
-    ``model.save_pretrained`` saves the full model.
-
-    Args:
-        save: :func:`hfscale.save_pretrained`.
+    """Guard against stock loops, clipping, optimizers and changes that take this rank's shards for the full model, and
+    make ``model.save_pretrained`` save the full model through ``save`` (:func:`hfscale.save_pretrained`).
     """
 
     def __init__(self, save: Callable[..., None]) -> None:
@@ -144,10 +139,7 @@ def check_model(runtime: Runtime) -> None:
 
 
 def as_built(runtime: Runtime) -> AbstractContextManager[None]:
-    """Put the modules that were built back inside the ``with`` block, and warn of those that replaced them.
-
-    A save is no place to refuse a model: what was trained is saved.
-    """
+    """Put the built modules back inside the ``with`` block, and warn of those that replaced them; refuse nothing."""
     stock = runtime.part(StockCode)
     return nullcontext() if stock is None or stock.structure is None else stock.structure.as_built()
 
@@ -175,13 +167,8 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
 
 
 def before_step(runtime: Runtime) -> None:
-    """Check a model before a training step; on every rank, in every step.
-
-    Replicas are compared before a few of the steps, so that a run that goes wrong does not find out only when it saves.
-
-    Raises:
-        ConfigError: the model was changed since it was built, replicas have drifted apart, the model is in float16, or
-            gradients are disabled.
+    """Refuse a model before a training step, on every rank, if it was changed since it was built, is in float16,
+    gradients are disabled, or its replicas, which are compared before a few of the steps, have drifted apart.
     """
     check_model(runtime)
     if not torch.is_grad_enabled():
@@ -244,11 +231,7 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
 
 
 def _warn_of_a_base_alone(runtime: Runtime) -> None:
-    """Warn if a base model in 4 or 8 bits has no adapters, so that only embeddings and norms train.
-
-    A stock loop trains them too; ``transformers.Trainer`` refuses it. A model with something frozen is taken as
-    intended.
-    """
+    """Warn of a base in 4 or 8 bits without adapters or frozen weights: only embeddings and norms would train."""
     quantized = runtime.plan.quantized
     if quantized is None or runtime.plan.adapters:
         return

@@ -38,10 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float | None = None) -> None:
-    """Compare the parameters that several ranks hold; collective.
+    """Compare the parameters that several ranks hold, before the call ``saving`` if that would save them; collective.
 
     Args:
-        saving: the call that would save them, for the message.
         tolerance: warn instead of raising if no difference exceeds this fraction of a tensor's largest entry; by
             default 0 on the CPU.
 

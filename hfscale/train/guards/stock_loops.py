@@ -49,19 +49,14 @@ _spread_models: "WeakSet[nn.Module]" = WeakSet()
 
 
 def refuse_stock_accelerator() -> None:
-    """Patch Accelerate's ``Accelerator`` to refuse models that hfscale has sharded over several ranks.
-
-    Its subclasses that support hfscale's models set ``serves_hfscale = True``.
-    """
+    """Patch Accelerate's ``Accelerator`` to refuse sharded models, unless a subclass sets ``serves_hfscale = True``."""
     for name in ("prepare", "prepare_model"):
         _check_first(accelerate.Accelerator, name, _check_models)
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
     """Patch ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` to refuse this model's parameters if its ranks see
-    different norms.
-
-    If a script imported the function by name before, :mod:`.replicas` detects the result.
+    different norms. If a script imported the function by name before, :mod:`.replicas` detects the result.
     """
     layout = runtime.mesh.layout
     if max(layout.tp, layout.pp, layout.ep) == 1:
@@ -218,10 +213,7 @@ def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
 
 
 def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]) -> str:
-    """Return the error of a step over small DTensors that are sharded like ``sharded``, one for each ndim in ``held``.
-
-    Empty if there is none, or if a step over plain tensors fails too. All ranks call it, since the step is collective.
-    """
+    """Return the error that only small DTensors, sharded like ``sharded``, raise in a step, or ``""``; collective."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it puts all of them into one vector"
     start = [torch.ones((4,) * dims) for dims in sorted({parameter.ndim for parameter in held})]
@@ -241,10 +233,7 @@ def _fails_on_shards(optimizer: torch.optim.Optimizer, sharded: DTensor, held: S
 
 
 def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
-    """Return whether steps of a rank that holds half of one matrix (or nothing of it) differ from those of one process.
-
-    ``False`` if that cannot be tried: a class that needs more than its defaults, or that draws random numbers.
-    """
+    """Return whether half of a matrix (or none) steps otherwise than all of it; ``False`` if that cannot be tried."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
     start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]

@@ -51,10 +51,8 @@ class Structure:
         return [(module, dict(own_modules(module))) for module in modules], parameters
 
     def check(self) -> None:
-        """Compare the model with the record, and watch new hooks.
-
-        Raises:
-            ConfigError: a module, parameter or loss was replaced, or a parameter's dtype changed.
+        """Compare the model with the record, and watch new hooks. Raise :class:`ConfigError` if a module, parameter or
+        loss was replaced, or a parameter's dtype changed.
         """
         if (changed := self._changed()) is not None:
             raise ConfigError(

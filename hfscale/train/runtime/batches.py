@@ -131,16 +131,11 @@ def agree(
     told: Sequence[int] = (),
     read: Sequence[Tensor] = (),
 ) -> tuple[list[Counts], list[list[int]]]:
-    """Compare the batches of ranks that must have the same one, and read the counts of this rank's microbatches.
+    """Return the counts of this rank's microbatches and, per rank of ``group``, which shares them, what it sent
+    besides: the integers ``told`` and the int64 tensors ``read``, still on a device.
 
     Args:
         seen: the result of :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told.
-        group: the ranks that share the batch; ``None`` for a single rank.
-        told: more integers that this rank sends to the others.
-        read: more int64 tensors to send, still on a device.
-
-    Returns:
-        the counts of each microbatch; per rank, what it sent in ``told`` and ``read``.
 
     Raises:
         ConfigError: on all of the ranks, if they were given different batches.
@@ -174,14 +169,13 @@ def total_of(
     """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for.
 
     Args:
-        refused: the error with which this rank refuses its batch, if any.
         group: all ranks; ``None`` if there is only one batch.
         counts: whether this rank counts its labels: true on one of the ranks that share a batch.
         passes: number of passes in which this rank runs collectives with all others, which must have the same number.
 
     Raises:
-        ConfigError: on every rank if one refuses its batch: its own error there, a pointer to it elsewhere; or if
-            the numbers of passes differ, and some ranks would wait forever.
+        ConfigError: on every rank if one refuses its batch: its own error there, a pointer to it elsewhere; or if the
+            numbers of passes differ, and some ranks would wait forever.
     """
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
@@ -235,13 +229,9 @@ def _different(ranks: list[_Shared], names: list[int]) -> str:
 
 
 def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the ``cu_seq_lens`` arguments that flash attention needs to keep packed examples apart.
-
-    Without them, transformers derives the borders from ``position_ids`` by a device sync in every layer if there is one
-    row, and attends across examples if there are several.
-
-    Raises:
-        ConfigError: the model takes no such arguments.
+    """Add the ``cu_seq_lens`` arguments by which flash attention keeps packed examples apart; refuse models that take
+    none. Without them, transformers derives borders from ``position_ids`` by a device sync in every layer if there is
+    one row, and attends across examples if there are several.
     """
     if batch.get("attention_mask") is not None or any(batch.get(name) is not None for name in BORDERS):
         return dict(batch)

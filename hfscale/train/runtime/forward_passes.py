@@ -35,11 +35,7 @@ class ForwardPasses(Generic[_T]):
         return self._begun[-1][1]
 
     def current(self) -> _T:
-        """Return the value of the forward pass that the running computation belongs to.
-
-        Raises:
-            ConfigError: it is a recomputation, and too many passes have begun since.
-        """
+        """Return the value of the running computation's forward pass; refuse one recomputed after too many others."""
         if not recomputing():
             return self.latest
         number = current_node_number()

@@ -34,9 +34,6 @@ def initialize_local_weights(
 
     Args:
         template: the full stock model on the meta device; its modules are filled and emptied again one by one.
-        plan: how its parameters are cut.
-        mesh: the ranks, and this rank's coordinates.
-        seed: the run's seed.
         wanted: whether a parameter of this rank's stages is needed, by its owned name.
     """
     rank = mesh.pp_rank

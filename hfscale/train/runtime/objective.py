@@ -42,9 +42,7 @@ class StepLoss(Protocol):
         """Let forward passes inside the `with` block compute token scores; the loss they return does not count."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
-        """Append the model's output of every microbatch inside the `with` block to the list, with full logits, ``[b, s,
-        V]``.
-        """
+        """Append the model's output of each microbatch in the `with` block to the list, with logits ``[b, s, V]``."""
 
 
 class KeepsOutputs:
@@ -67,10 +65,7 @@ class KeepsOutputs:
 
 
 class OwnLoss(KeepsOutputs):
-    """Use the model's ``model(**batch).loss``, a mean over rows or over valid labels, weighted by their number.
-
-    Implements :class:`StepLoss`.
-    """
+    """Use the model's ``model(**batch).loss``, a mean over rows or valid labels, weighted by their number."""
 
     shift = 0
     expected_gradient = 1.0

@@ -30,11 +30,7 @@ def computing(module: nn.Module) -> list[nn.Module]:
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
-    """Return the module (or the outermost wrapper) of a name, which may be a stock name or include wrappers.
-
-    Raises:
-        AttributeError: there is no such module.
-    """
+    """Return the module (or its outermost wrapper) of a name, stock or with wrappers; AttributeError if none."""
     module = model
     for part in name.split(".") if name else ():
         while part not in own_modules(module) and (inner := wrapped(module)) is not None:
@@ -59,10 +55,7 @@ def parameter_at(model: nn.Module, name: str) -> Any:
 
 
 def put_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
-    """Replace the parameter of a name by ``parameter``; names as for :func:`module_at`.
-
-    It may be a plain tensor for a while, and keeps its predecessor's place in the order.
-    """
+    """Replace the parameter of a name (see :func:`module_at`) in its place in the order, maybe by a plain tensor."""
     module, attribute = owner_of(model, name)
     own_parameters(module)[attribute] = parameter
 

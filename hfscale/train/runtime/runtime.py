@@ -50,20 +50,14 @@ class Part:
         return True
 
     def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
-        """Install this feature into the model, which already has its local sizes.
-
-        Args:
-            weights: the weights of a model on the meta device, to be put into it; ``None`` if they are in place.
-        """
+        """Install this feature in the model, whose sizes are local; ``weights``, if any, are yet to be put into it."""
 
     def take_out(self, runtime: "Runtime", weights: LocalWeights) -> None:
         """Add the weights that the model's parameters lack to ``weights``, after everything installed was undone."""
 
     def check_step(self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False) -> None:
-        """Raise :class:`ConfigError` if this part cannot run the microbatches of a step.
-
-        Args:
-            user_loss: whether the loss is a ``loss_fn``: a sum over whole outputs, divided after the backward pass.
+        """Raise :class:`ConfigError` if this part cannot run the microbatches of a step. With ``user_loss``, the loss
+        is a ``loss_fn``: a sum over whole outputs, divided after the backward pass.
         """
 
     def around_step(
@@ -77,11 +71,8 @@ class Part:
         return 1.0
 
     def around_stage_pass(self, runtime: "Runtime", arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
-        """Hold during one forward pass through a pipeline stage.
-
-        Args:
-            arrives: the tokens per sample that come from another stage; ``None`` on the first.
-            leaves: whether the hidden states go on to another stage.
+        """Hold during one forward pass through a pipeline stage: ``arrives`` tokens per sample come from another stage
+        (``None`` on the first), and the hidden states go on to another if it ``leaves``.
         """
         return nullcontext()
 
@@ -157,14 +148,11 @@ class Executor:
         """Read the numbers that each rank sent, by rank."""
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``.
+        """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``. Return the loss of
+        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches.
 
         Args:
             model: what the caller calls: the runtime's model, or a wrapper of it (PEFT, ``torch.compile``).
-            objective: computes the loss of each microbatch; the step's is their sum, over all distinct batches.
-
-        Returns:
-            the loss of the whole step, on every rank.
         """
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
@@ -203,8 +191,6 @@ class Runtime:
 
     Attributes:
         model: the stock model itself, whatever wraps it now.
-        plan: how its parameters are sharded.
-        mesh: the ranks.
         options: the user's choices besides the layout.
         parts: the features of its layout, in the order in which they were installed.
         executor: what runs its steps: the loop of one process, until stages install theirs.
@@ -307,11 +293,7 @@ class Runtime:
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """Return the runtime of a model that hfscale parallelized, through any wrapper.
-
-    Raises:
-        ConfigError: hfscale has not parallelized it.
-    """
+    """Return the runtime of a model that hfscale parallelized, through any wrapper; refuse other models."""
     found = find_runtime(model)
     if found is None:
         raise ConfigError(

@@ -37,10 +37,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Clear the gradients of ``parameters`` inside the `with` block; yields the old ones, for :func:`add_back`.
-
-    If the block fails, the old gradients are restored.
-    """
+    """Clear gradients in the `with` block; yield the old ones, for :func:`add_back`; restore them if it fails."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -59,14 +56,9 @@ def add_back(parameter: Tensor, before: Tensor | None) -> None:
 
 
 def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
-    """Return the full tensor of which this rank holds ``share``, by undoing its ``cuts`` in reverse order.
-
-    Every rank that differs only in the coordinates of these cuts must call it. No autograd.
-
-    Args:
-        share: this rank's shard, a plain tensor; may be empty.
-        shape: of the full tensor.
-        cuts: in the order in which they were made.
+    """Return the full tensor, of ``shape``, of which this rank holds the plain tensor ``share``, by undoing its
+    ``cuts``, given in the order of cutting. Every rank that differs only in the coordinates of these cuts must call it.
+    No autograd.
     """
     whole = share.detach()
     for done in reversed(range(len(cuts))):

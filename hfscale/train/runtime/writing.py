@@ -25,11 +25,7 @@ def is_writer(mesh: Mesh) -> bool:
 
 
 def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
-    """Wait for every rank to make the same ``call``.
-
-    Raises:
-        CheckpointError: one did not within ``timeout``.
-    """
+    """Wait for every rank to make the same ``call``; raise :class:`CheckpointError` if one is late by ``timeout``."""
     if mesh.control is None:
         return
     try:
@@ -62,17 +58,13 @@ def is_saving() -> bool:
 
 @contextmanager
 def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
-    """Let an exception on one rank end the `with` block on every rank.
+    """Let an exception on one rank end the `with` block on every rank of ``mesh`` (``None``: this process alone).
 
     The rank that failed reports it in its next :meth:`Mesh.all_gather_object`; the others learn of it in theirs, at the
     latest at the end of the block. So ranks must not wait for each other in any other way inside the block.
 
-    Args:
-        mesh: the ranks that run the block; ``None``: this process alone.
-        what: the beginning of the message.
-
     Raises:
-        CheckpointError: on every rank, with the ranks that failed and the reasons. If all ranks fail with the same
+        CheckpointError: on every rank: ``what``, the ranks that failed and the reasons. If all ranks fail with the same
             hfscale error, each raises its own.
     """
     failure: Exception | None = None
@@ -92,14 +84,8 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
 def sum_or_raise(
     numbers: Sequence[int], group: dist.ProcessGroup | None, refused: Exception | None, elsewhere: str
 ) -> list[int]:
-    """Sum numbers over ``group`` in one all-reduce over gloo; collective.
-
-    Args:
-        refused: the error with which this rank refuses to go on, if any.
-        elsewhere: what ranks without an error are told, where ``{}`` is the number of those with one.
-
-    Raises:
-        ConfigError: ``refused`` on its rank, and a pointer to it on all others.
+    """Sum numbers over ``group`` in one all-reduce over gloo; collective. A rank with an error ``refused`` raises it,
+    and all others a :class:`ConfigError` of the words ``elsewhere``, where ``{}`` is the number of those with one.
     """
     refusing, *found = int(refused is not None), *numbers
     if group is not None:
@@ -137,10 +123,7 @@ def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor with NaN or infinity in it, or ``""``.
-
-    One read of each tensor, without extra memory: its minimum or maximum is not finite if any entry is not.
-    """
+    """Return the name of the first tensor with NaN or infinity, or ``""``: one read of each, no extra memory."""
     finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
@@ -170,9 +153,8 @@ class Staging:
         self.failure: Exception | None = None  # the first exception on this rank
 
     def attempt(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
-        """Return ``work(*arguments)``; ``None`` if it fails or something has failed before.
-
-        Lets a rank that others wait for continue with the collectives that follow, and report its failure at the end.
+        """Return ``work(*arguments)``; ``None`` if it fails or something has failed before. A rank that others wait for
+        so continues with the collectives that follow, and reports its failure at the end.
         """
         if self.failure is None:
             try:
@@ -186,13 +168,9 @@ class Staging:
 def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()) -> Iterator[Staging]:
     """Write files to a temporary directory inside the `with` block, and move them to ``directory`` if no rank failed.
 
-    Collective over ``mesh``, whose first rank makes the directory and moves it
+    Collective over ``mesh`` (``None``: this process alone), whose first rank makes the directory and moves it
     (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block if no other rank waits for it there;
-    otherwise it uses :meth:`Staging.attempt`.
-
-    Args:
-        mesh: the ranks that write; ``None``: this process alone.
-        stale: patterns of existing files to delete when the new ones are moved in. Others stay.
+    otherwise it uses :meth:`Staging.attempt`. Existing files that match ``stale`` are deleted, others stay.
 
     Raises:
         ConfigError: ``directory`` cannot be written.
