@@ -207,11 +207,13 @@ class _Listener(threading.Thread):
     def _accept(self, selector: selectors.BaseSelector) -> None:
         connection = _kept_alive(self._server.accept()[0])
         connection.settimeout(2)
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             hello = json.loads(_first_line(connection))
             if secrets.compare_digest(hello["token"], self.place[2]):
                 self._ranks[connection] = int(hello["rank"])
                 selector.register(connection, selectors.EVENT_READ)
+                return
+        connection.close()
 
     def _read(self, source: Any, selector: selectors.BaseSelector) -> Failure | None:
         selector.unregister(source)
