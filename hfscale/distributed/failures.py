@@ -205,15 +205,15 @@ class _Listener(threading.Thread):
                 connection.sendall(line)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        connection = _kept_alive(self._server.accept()[0])
-        connection.settimeout(2)
         with suppress(OSError, ValueError, KeyError, TypeError):
+            connection = _kept_alive(self._server.accept()[0])
+            connection.settimeout(2)
             hello = json.loads(_first_line(connection))
             if secrets.compare_digest(hello["token"], self.place[2]):
                 self._ranks[connection] = int(hello["rank"])
                 selector.register(connection, selectors.EVENT_READ)
                 return
-        connection.close()
+            connection.close()
 
     def _read(self, source: Any, selector: selectors.BaseSelector) -> Failure | None:
         selector.unregister(source)

@@ -17,6 +17,7 @@ from hfscale.testing.differences import difference
 from hfscale.testing.parity import _built, keep_float64, run_rank, stored
 
 from ...mixtures import EAGER
+from ...sweeps import cases
 from .plain_prediction import WEIGHT, PredictionCase, config_with, reference
 
 Pools = Callable[[int], RankPool]
@@ -50,42 +51,42 @@ def equal(case: PredictionCase, sizes: dict[str, Any], pools: Pools, directory: 
     assert max(difference(saved[key], end[key]) for key in saved) < 1e-10
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "sequence", "cp2", "ep2", "pp2, tp2")))
 def test_layout(layout: str, pools: Pools, tmp_path: Path) -> None:
     config = config_with(depths=2, layers=4 if layout == "zbv" else 2)
     equal(PredictionCase(config), LAYOUTS[layout], pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["sequence", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", cases(["sequence", "pp2", "cp2"], daily=["pp2"]))
 def test_tied_head(layout: str, pools: Pools, tmp_path: Path) -> None:
     """One tensor under three names, whose gradients add."""
     equal(PredictionCase(config_with("glm4_moe", tie_word_embeddings=True)), LAYOUTS[layout], pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["one", "sequence", "cp2"])
+@pytest.mark.parametrize("layout", cases(["one", "sequence", "cp2"], daily=["cp2"]))
 def test_sliding_layers_and_other_names(layout: str, pools: Pools, tmp_path: Path) -> None:
     equal(PredictionCase(config_with("mellum")), LAYOUTS[layout], pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["one", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", cases(["one", "pp2", "cp2"], daily=["cp2"]))
 def test_packed_rows(layout: str, pools: Pools, tmp_path: Path) -> None:
     equal(PredictionCase(config_with(depths=2), packed=True), LAYOUTS[layout], pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["sequence", "pp2", "shard2"])
+@pytest.mark.parametrize("layout", cases(["sequence", "pp2", "shard2"], daily=["shard2"]))
 def test_adapters(layout: str, pools: Pools, tmp_path: Path) -> None:
     """Over a base that does not train; the layers' projections have adapters too."""
     lora = peft.LoraConfig(r=4, target_modules=["o_proj", "kv_b_proj", "eh_proj", "down_proj"], init_lora_weights=False)
     equal(PredictionCase(config_with(), peft=lora), LAYOUTS[layout], pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["sequence", "pp2"])
+@pytest.mark.parametrize("layout", cases(["sequence", "pp2"], daily=["pp2"]))
 def test_recomputation(layout: str, pools: Pools, tmp_path: Path) -> None:
     case = PredictionCase(config_with(depths=2), memory=MemoryConfig(recompute="full"))
     equal(case, LAYOUTS[layout], pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["one", "pp2", "shard2"])
+@pytest.mark.parametrize("layout", cases(["one", "pp2", "shard2"], daily=["shard2"]))
 def test_alone(layout: str, pools: Pools, tmp_path: Path) -> None:
     """Nothing but the layers trains, and short rows have no token so far ahead."""
     case = PredictionCase(config_with(depths=2), frozen=("model.", "lm_head"), lengths=(2, 9))

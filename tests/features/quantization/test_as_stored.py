@@ -154,7 +154,7 @@ def stored_bytes(path: Path) -> int:
     return sum(stored[key].nbytes for key in kept if not key.endswith(beside))
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "tp2", "ep2", "pp2", "shard3", "cp2", "ep2-shard4")))
+@pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "tp2", "pp2", "shard3", "ep2-shard4")))
 def test_adapters_learn_what_they_learn_over_plain_values(pools: Pools, written: dict[Pair, Path], layout: str) -> None:
     """Loss, gradients, norm, and weights after two steps; and each rank holds its share of the stored bytes."""
     size, paths = ParallelConfig(**LAYOUTS[layout]).total_size, written
