@@ -199,21 +199,28 @@ class _Listener(threading.Thread):
         self.tell(_line(asdict(min(failures, key=lambda each: order.index(each.kind)))))
 
     def tell(self, line: bytes) -> None:
-        """Send a line to all ranks."""
-        for connection in self._ranks:
+        """Send a line to all ranks; to rank 0 last, which may end this process."""
+        for connection in sorted(self._ranks, key=self._ranks.__getitem__, reverse=True):
             with suppress(OSError):
                 connection.sendall(line)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError):
             connection = _kept_alive(self._server.accept()[0])
             connection.settimeout(2)
+            rank = self._greeted(connection)
+            if rank is None:
+                connection.close()
+                return
+            self._ranks[connection] = rank
+            selector.register(connection, selectors.EVENT_READ)
+
+    def _greeted(self, connection: socket.socket) -> int | None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             hello = json.loads(_first_line(connection))
             if secrets.compare_digest(hello["token"], self.place[2]):
-                self._ranks[connection] = int(hello["rank"])
-                selector.register(connection, selectors.EVENT_READ)
-                return
-            connection.close()
+                return int(hello["rank"])
+        return None
 
     def _read(self, source: Any, selector: selectors.BaseSelector) -> Failure | None:
         selector.unregister(source)
