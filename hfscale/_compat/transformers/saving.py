@@ -121,10 +121,13 @@ def _conversions(model: Any) -> list[Any]:
     loaded: list[Any] | None = getattr(model, "_weight_conversions", None)
     if loaded is not None:
         return loaded
-    stock = model if type(model) is stock_class(model) else empty_copy(model)
-    found = get_model_conversion_mapping(stock, add_legacy=False)
+    own = type(model) is stock_class(model)
+    found = get_model_conversion_mapping(model if own else empty_copy(model), add_legacy=False)
     # A prefix is known from loading only, as in transformers' own `revert_weight_conversion`.
-    return [entry for entry in found if type(entry).__name__ != "PrefixChange"]
+    found = [entry for entry in found if type(entry).__name__ != "PrefixChange"]
+    if not own:
+        model._weight_conversions = found or None  # as loading records them
+    return found
 
 
 def write_configs(model: Any, directory: Path) -> None:
