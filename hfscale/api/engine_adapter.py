@@ -48,11 +48,11 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
             a, b = (stored.pop(adapted.keys[pair[kind].name]) for kind in (LORA_A, LORA_B))
             stored |= _per_expert(a, b, pair[LORA_A].experts, pieces)
             rank = len(a) // pair[LORA_A].experts
-            _note(settings, rank, {name.rpartition(".")[2] for name in pieces})
+            _note(settings, rank, pieces)
             for other in _not_adapted(parameter, contents, factors):
                 beside = _pieces(as_stored, other, contents[other])
                 stored |= _zeros(rank, contents[other], beside)
-                _note(settings, rank, {name.rpartition(".")[2] for name in beside})
+                _note(settings, rank, beside)
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
         (staging.path / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -100,8 +100,9 @@ def _zeros(rank: int, weight: Tensor, pieces: dict[str, tuple[int, Tensor]]) -> 
     return _per_expert(torch.zeros(experts * rank, columns), torch.zeros(rows, rank * experts), experts, pieces)
 
 
-def _note(settings: dict[str, Any], rank: int, projections: set[str]) -> None:
-    """Record in an adapter's config that it has factors of this rank for the experts' ``projections``."""
+def _note(settings: dict[str, Any], rank: int, modules: Collection[str]) -> None:
+    """Record in an adapter's config that it has factors of this rank for the experts' projections ``modules``."""
+    projections = {name.rpartition(".")[2] for name in modules}
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
             "alpha_pattern must not name experts, since engines use one scale for all: train with one lora_alpha"

@@ -45,6 +45,7 @@ class _Merged:
         for key, target in self.targets.items():
             for name in (target.name, *target.others):
                 self.keys_of.setdefault(self.owned.get(name, name), []).append(key)
+        self._ready: dict[str, Tensor] = {}
         needed = (key for name, key in adapted.keys.items() if name in self.merge.factors)
         missing = [key for key in needed if key not in adapted.trained]
         if missing:
@@ -70,8 +71,11 @@ class _Merged:
         }
 
     def _merged(self, name: str) -> Tensor:
+        """Return a merged weight; the others of its module, merged with it, are kept for their turn."""
         name = self.owned[name]
-        return self.merge.merged(name, {part: self._read(part) for part in self.merge.parts(name)})[name]
+        if name not in self._ready:
+            self._ready = self.merge.merged(name, {part: self._read(part) for part in self.merge.parts(name)})
+        return self._ready.pop(name)
 
     def _read(self, name: str) -> Tensor:
         """Return a factor, or a weight from the adapter if it was trained, else from the base."""
@@ -105,7 +109,7 @@ def merge_adapter(
     form = merged.adapted.form if as_stored else None
     if as_stored and form is None:
         raise ConfigError(f"{base} does not store quantized weights, as --as-stored expects: leave it out")
-    again = None if form is None else QuantizedAgain(base, form)
+    again = QuantizedAgain() if form is None else QuantizedAgain(base, form)
     with atomic_directory(out, stale=REPLACED) as staging:
         changed = _write(merged, again, staging.path, max_shard_size)
         for path in base.iterdir():
@@ -116,18 +120,18 @@ def merge_adapter(
     return changed
 
 
-def _write(merged: _Merged, again: QuantizedAgain | None, out: Path, max_shard_size: str | int) -> int:
+def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: str | int) -> int:
     contents = announced(merged.stored)
-    writer = CheckpointWriter(out, contents if again is None else again.layout(contents), max_shard_size)
+    writer = CheckpointWriter(out, again.layout(contents), max_shard_size)
     changed = dict.fromkeys(key for key in contents if merged.changed(key))
     for key, tensor in merged.stored.items():
         if key not in changed:
-            copied = {key: tensor} if again is None else in_the_file(key, tensor)
+            copied = {key: tensor} if again.form is None else in_the_file(key, tensor)
             copy_tensors(copied, writer)
     waiting = dict(changed)
     while waiting:
         for key, plain in merged.stored_with(next(iter(waiting))).items():
-            for name, made in ({key: plain} if again is None else again.made_of(key, plain)).items():
+            for name, made in again.made_of(key, plain).items():
                 writer.add(name, made)
             del waiting[key]
     writer.finish()

@@ -20,7 +20,7 @@ from .carried import announced, carried_tensors, copy_files, copy_tensors, note_
 from .save import write_parameter
 from .state_directory import find_whole
 from .state_format import INDEX, StateIndex, StateReader
-from .stored_forms.encoding import quantized_again
+from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -93,10 +93,9 @@ def _write_model(
         attach_prediction(model)
         stored_names(model).read(model, stored_keys(model))
     converted = AsStored(model, contents)
-    again = quantized_again(model) if as_stored else None
-    layout = converted.layout if again is None else again.layout(converted.layout)
+    again = quantized_again(model) if as_stored else QuantizedAgain()
     carried = carried_tensors(model, as_stored)
-    writer = CheckpointWriter(target, {**layout, **announced(carried)}, size)
+    writer = CheckpointWriter(target, {**again.layout(converted.layout), **announced(carried)}, size)
     for name, key in stored.items():
         write_parameter(writer, converted, again, name, reader.whole(key))
     copy_tensors(carried, writer)
@@ -105,5 +104,5 @@ def _write_model(
         if path.suffix in _CONFIGS and path.name not in (INDEX, MARK):
             shutil.copyfile(path, target / path.name)
     copy_files(model, target, target)
-    if again is not None:
+    if again.form is not None:
         describe_form(target, again.form)

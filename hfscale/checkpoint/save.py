@@ -74,7 +74,7 @@ def save_pretrained(
     with failing, guards.as_built(runtime):
         if check_replicas:
             guards.check_replicas(runtime, call)
-        again = None if quantization is None else _again(runtime, quantization)
+        again = QuantizedAgain() if quantization is None else _again(runtime, quantization)
         if (adapters := runtime.part(Adapters)) is not None:
             save_adapter(runtime, adapters.whole, adapters.name, target)
         else:
@@ -93,15 +93,15 @@ def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
     return quantized_again(runtime.model)
 
 
-def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain | None) -> None:
+def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain) -> None:
     entries = tensors_to_save(runtime)
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = AsStored(runtime.model, contents)
-    layout = stored.layout if again is None else again.layout(stored.layout)
+    layout = again.layout(stored.layout)
     with atomic_directory(target, runtime.mesh, stale=STALE) as staging:
         writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
         if is_writer(runtime.mesh):
-            carried = staging.attempt(carried_tensors, runtime.model, again is not None) or carried
+            carried = staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
             layout = {**layout, **announced(carried)}
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
@@ -114,16 +114,16 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
             staging.attempt(copy_tensors, carried, writer)
             staging.attempt(write_configs, runtime.model, staging.path)
             staging.attempt(copy_files, runtime.model, staging.path, target)
-            if again is not None:
+            if again.form is not None:
                 staging.attempt(describe_form, staging.path, again.form)
             staging.attempt(writer.finish)
     warn_of_not_finite(runtime.mesh, wrong, str(target))
 
 
 def write_parameter(
-    writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain | None, name: str, tensor: Tensor
+    writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain, name: str, tensor: Tensor
 ) -> None:
     """Write what is stored of one parameter, quantized again if the checkpoint was; nothing if more belongs to it."""
     for key, plain in stored.made_of(name, tensor).items():
-        for stored_name, part in ({key: plain} if again is None else again.made_of(key, plain)).items():
+        for stored_name, part in again.made_of(key, plain).items():
             writer.add(stored_name, part)

@@ -20,7 +20,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
 from ..train.runtime.parameter_names import stock_name
 from .carried import carried_tensors
-from .stored_forms.encoding import quantized_again
+from .stored_forms.encoding import QuantizedAgain, quantized_again
 
 _NONE = torch.empty(0)  # on ranks that get nothing
 
@@ -96,10 +96,10 @@ class _Stored:
 
     def __init__(self, runtime: Runtime, entries: list[SavedTensor], quantization: Any, here: bool) -> None:
         self._model, self._here = runtime.model, here
-        self._again = quantized_again(runtime.model) if quantization == "as_stored" else None
+        self._again = quantized_again(runtime.model) if quantization == "as_stored" else QuantizedAgain()
         self._encoder = None
         self._contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
-        if quantization is not None and self._again is None:
+        if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)
             for name, tensor in self._contents.items():
                 self._refuse_parts_of_blocks(name, AsStored(self._model, {name: tensor}).layout)
@@ -112,15 +112,13 @@ class _Stored:
                 continue
             for key, made in as_stored.made_of(entry.name, tensor).items():
                 yield from self._encoded(entry.name, key, made).items()
-        for key, carried in carried_tensors(self._model, self._again is not None).items() if self._here else ():
+        for key, carried in carried_tensors(self._model, self._again.form is not None).items() if self._here else ():
             yield key, carried[...]
 
     def _encoded(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        if self._again is not None:
-            return self._again.made_of(key, tensor)
-        if self._encoder is None or not self._encoder.wants(name):
-            return {key: tensor}
-        return self._encoder.made_of(key, tensor)
+        if self._encoder is not None and self._encoder.wants(name):
+            return self._encoder.made_of(key, tensor)
+        return self._again.made_of(key, tensor)
 
     def _refuse_parts_of_blocks(self, name: str, layout: dict[str, Tensor]) -> None:
         """Refuse weights with partial blocks, on every rank alike, before anything is sent."""

@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .._compat.torch_gloo import is_connection_lost
+from .user_lines import innermost_lines
 
 CODE = 75  # EX_TEMPFAIL: start the process again
 SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
 _ENDING = 5.0  # seconds that a process may take to end once its connections are closed
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,4 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 def _place(trace: TracebackType | None) -> str:
     """Return the innermost line of the user's code in a traceback."""
-    frames = traceback.extract_tb(trace)
-    own = [e for e in frames if "site-packages" not in e.filename and not e.filename.startswith((_PACKAGE, "<"))]
-    found = (own or frames)[-1:]
-    return f"{Path(found[0].filename).name}:{found[0].lineno} in {found[0].name}" if found else "an unknown place"
+    return next(filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place")

@@ -42,7 +42,7 @@ class SequencePlan:
 
     @property
     def alone(self) -> bool:
-        """Whether it is one layer that gets and returns all tokens, on whichever stage it is."""
+        """Return whether it is one layer that gets and returns all tokens, on whichever stage it is."""
         return self.layers == (self.owner,)
 
 

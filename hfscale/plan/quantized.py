@@ -41,7 +41,7 @@ class QuantizedPlan:
 
     @property
     def as_stored(self) -> bool:
-        """Whether weights stay in the bytes that the checkpoint stores."""
+        """Return whether weights stay in the bytes that the checkpoint stores."""
         return self.size > 0
 
     @property

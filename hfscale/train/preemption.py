@@ -15,11 +15,11 @@ from types import FrameType
 
 from torch import nn
 
+from ..distributed.failures import CODE
 from ..errors import ConfigError, check_number
 from .runtime import runtime_of
 from .runtime.writing import is_saving
 
-_CODE = 75  # try again (EX_TEMPFAIL)
 _LOOK = 0.5  # seconds between two checks whether a save is running
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -28,7 +28,7 @@ class Preempted(SystemExit):
     """Raise this to end a process that got a stop signal, once its state is saved: exit code 75, "try again"."""
 
     def __init__(self) -> None:
-        super().__init__(_CODE)
+        super().__init__(CODE)
 
 
 def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
@@ -108,7 +108,7 @@ class _Listener:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(_CODE)
+        os._exit(CODE)
 
 
 _listener: list[_Listener] = []

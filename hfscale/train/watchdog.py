@@ -9,33 +9,24 @@ import atexit
 import json
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from .._compat.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
 from ..config.parallel import AXES
+from ..distributed.failures import CODE
 from ..distributed.mesh import EXPERT_AXES, Mesh
 from ..distributed.ops.waits import waits
+from ..distributed.user_lines import innermost_lines
 from ..errors import check_number, check_switch
 from .runtime import runtime_of
 
-_CODE = 75  # EX_TEMPFAIL: start the process again
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
-_PACKAGE = str(Path(__file__).parents[1])
-_PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-# Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
-_SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
-_FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
-_LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
 
 
 def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) -> None:
@@ -114,11 +105,13 @@ class _Watchdog(threading.Thread):
                 self._reported = seen.seconds
                 if self.end:
                     self._ended.wait(self.pause)  # until the others have read this rank's state
-                    os._exit(_CODE)
+                    os._exit(CODE)
 
     def _look(self) -> RankState:
         self._beat += 1
-        return RankState(self._beat, *self._waits(), *_places())
+        return RankState(
+            self._beat, *self._waits(), *innermost_lines((frame, frame.f_lineno) for frame in frames_of_main_thread())
+        )
 
     def _tell(self, seen: RankState) -> None:
         self.store.set(str(self.rank), json.dumps(asdict(seen)))
@@ -206,20 +199,3 @@ def _lines(texts: dict[int, str]) -> list[str]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _places() -> tuple[str, str]:
-    """Return the innermost lines of the user's code and of hfscale's in the main thread."""
-    place, inside = "", ""
-    for frame in frames_of_main_thread():
-        file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE):
-            inside = inside or _line(frame, Path("hfscale", Path(file).relative_to(_PACKAGE)))
-        elif not file.startswith((*_LIBRARIES, "<")):
-            place = _line(frame, Path(file).name)
-            break
-    return place, inside
-
-
-def _line(frame: Any, file: Any) -> str:
-    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

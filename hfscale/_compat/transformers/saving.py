@@ -67,12 +67,15 @@ class AsStored:
     def _reverting(self) -> Iterator[None]:
         """Let transformers find the conversions, and the shapes of full tensors, on the model in the ``with`` block."""
         model, known = self._model, self._whole
-        model.get_parameter = lambda name: known[name] if name in known else type(model).get_parameter(model, name)
-        try:
-            with attribute_replaced(model, "_weight_conversions", self._conversions):
-                yield
-        finally:
-            del model.get_parameter
+
+        def get_parameter(name: str) -> Any:
+            return known[name] if name in known else type(model).get_parameter(model, name)
+
+        with (
+            attribute_replaced(model, "get_parameter", get_parameter),
+            attribute_replaced(model, "_weight_conversions", self._conversions),
+        ):
+            yield
 
 
 def _together(model: Any, contents: dict[str, Tensor], conversions: list[Any]) -> dict[str, tuple[str, ...]]:

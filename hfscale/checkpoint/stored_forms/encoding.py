@@ -37,11 +37,11 @@ class Codes:
 
 
 class QuantizedAgain:
-    """Quantize tensors of a plain checkpoint as those in ``directory``, the model's source, which have ``form``."""
+    """Quantize tensors of a plain checkpoint as those in ``directory``, which have ``form``; without one, keep them."""
 
-    def __init__(self, directory: Path, form: StoredForm) -> None:
-        self.form, self._stored = form, open_tensors(sorted(directory.glob("*.safetensors")))
-        plain = as_plain(self._stored, form)
+    def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
+        self.form, self._stored = form, open_tensors(sorted(directory.glob("*.safetensors")) if directory else ())
+        plain = {} if form is None else as_plain(self._stored, form)
         self._weights = {key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)}
 
     def layout(self, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
