@@ -17,7 +17,7 @@ _LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)
 
 
 def innermost_lines(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Return the innermost lines of the user's code and of hfscale's, of ``frames`` with their lines, innermost first."""
+    """Return the innermost lines of the user's code and of hfscale's, of ``frames`` with lines, innermost first."""
     place, inside = "", ""
     for frame, line in frames:
         file = frame.f_code.co_filename
