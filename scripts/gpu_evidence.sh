@@ -4,7 +4,8 @@
 #   bash scripts/gpu_evidence.sh OUT [PART ...]     PART: versions tests speed; all of them by default
 #
 # OUT/steps.jsonl gets one line a step: its name, exit status and seconds. Beside it are each step's output (NAME.log) and
-# the tests' reports (NAME.xml), whose skips are listed in the log. A step has a process of its own, so a crash of one
+# the tests' reports (NAME.xml), whose skips are listed in the log. Files of tests run beside each other, and the ranks that
+# share the GPU in STAGED_WORKERS (1) processes; what is timed runs alone. A step has a process of its own, so a crash of one
 # leaves the others alone; none is started later than DEADLINE seconds (540) after the first. Needs python with torch,
 # transformers, accelerate, peft and pytest; what is missing besides (bitsandbytes, Liger, flash_attn) is skipped by name.
 # Without a GPU, tests are skipped and benchmarks run tiny models: a rehearsal.
@@ -31,6 +32,7 @@ step() { # step NAME LIMIT COMMAND...: run the command for at most LIMIT seconds
     status=$?
     ((status)) && failed=1
     printf '{"step": "%s", "status": %d, "seconds": %d}\n' "$name" "$status" $((SECONDS - begin)) | tee -a "$OUT/steps.jsonl"
+    return $status
 }
 
 for part in $PARTS; do
@@ -48,11 +50,13 @@ print('CUDA', torch.version.cuda, *(torch.cuda.get_device_properties(i) for i in
 "
         ;;
     tests)
-        for file in tests/gpu/test_*.py; do
+        for file in tests/gpu/test_*.py; do # all at once: nothing is timed
             name=$(basename "$file" .py)
-            step "$name" 180 "$PYTHON" -m pytest -m gpu -W default -p no:cacheprovider -ra --timeout=60 \
-                --junitxml="$OUT/$name.xml" "$file"
+            step "$name" "${TEST_LIMIT:-240}" "$PYTHON" -m pytest -m gpu -W default -p no:cacheprovider -ra --timeout=60 \
+                $([ "$name" = test_staged ] && echo "--numprocesses ${STAGED_WORKERS:-1} --dist load") \
+                --junitxml="$OUT/$name.xml" "$file" &
         done
+        for job in $(jobs -p); do wait "$job" || failed=1; done
         ;;
     speed)
         step one_gpu 150 "$PYTHON" scripts/bench/one_gpu.py --out "$OUT/one_gpu.json"
