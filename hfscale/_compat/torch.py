@@ -19,9 +19,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._triton import has_triton as triton_works
 from torch.utils.data import DataLoader
 
-__all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map"]
+__all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map", "triton_works"]
 
 HOOKS = (
     "_forward_hooks",
@@ -213,13 +214,18 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, all of one device and type, in place in one launch, in 32 bits at least."""
+    """Multiply ``tensors``, all of one device and type, in place, in 32 bits at least."""
     first = tensors[0]
     if first.element_size() > 2:
         torch._foreach_mul_(tensors, factor.to(first))
-    else:  # `_foreach_mul_` would round the factor to the type of the tensors; gradients are unscaled by a wide one
-        found = torch.zeros(1, device=first.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.to(first.device, torch.float32))
+        return
+    # `_foreach_mul_` would round the factor to the type of the tensors; gradients are unscaled by a wide one
+    wide = factor.to(first.device, torch.float32)
+    if first.dtype == torch.float16 or first.device.type == "cpu":
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros(1, device=first.device), wide)
+        return
+    for tensor in tensors:  # CUDA's kernel of that takes no bfloat16: a launch each
+        tensor.mul_(wide.reshape((1,) * tensor.ndim))
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:

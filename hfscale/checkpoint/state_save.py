@@ -8,13 +8,13 @@ import io
 import pickle
 import tempfile
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import __version__
 from .._compat.transformers.saving import write_configs
 from ..distributed.files.complete import FileSum, write_synced
 from ..distributed.files.directories import staging_of
@@ -256,7 +256,7 @@ def agreed_index(taken: TakenState) -> StateIndex:
     every: list[dict[str, Any]] = mesh.all_gather_object(told)
     index = StateIndex.of(mesh.layout, taken.runtime.plan)
     index.step, index.optimizer, index.carried = own_part.step, own_part.optimizer, own_part.carried
-    index.versions = {"hfscale": metadata.version("hfscale"), "torch": str(torch.__version__)}
+    index.versions = {"hfscale": __version__, "torch": str(torch.__version__)}
     digests = taken.digests.items()
     index.others = {name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests}
     for each in every:

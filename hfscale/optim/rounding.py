@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..distributed.ops.fused import fused, is_fused
 from ..plan import ParameterPlan
 from ..plan.cut import share_spans
 
@@ -43,24 +44,28 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
     """
     if share.numel() == 0:
         return
+    # A tensor, since a number would be compiled in.
+    shift = torch.full((), key, dtype=torch.int64, device=wide.device)
     if not places:  # a scalar
-        share.copy_(_rounded(wide.reshape(1), torch.zeros(1, dtype=torch.int64, device=wide.device), key)[0])
+        share.copy_(_rounded(wide.reshape(1), shift, torch.zeros(1, dtype=torch.int64, device=wide.device))[0])
         return
-    rows = max(1, _CHUNK // max(1, share[0].numel()))
+    by_dim = [
+        each.view(*(1 for _ in range(dim)), -1, *(1 for _ in places[dim + 1 :])) for dim, each in enumerate(places)
+    ]
+    rows = share.shape[0] if is_fused(share.device) else max(1, _CHUNK // max(1, share[0].numel()))
     for begin in range(0, share.shape[0], rows):
-        part = places[0][begin : begin + rows].view(-1, *(1 for _ in places[1:]))
-        for dim, others in enumerate(places[1:], 1):
-            part = part + others.view(*(1 for _ in range(dim)), -1, *(1 for _ in places[dim + 1 :]))
-        share[begin : begin + rows].copy_(_rounded(wide[begin : begin + rows], part, key))
+        part = slice(begin, begin + rows)
+        share[part].copy_(_rounded(wide[part], shift, by_dim[0][part], *by_dim[1:]))
 
 
-def _rounded(wide: Tensor, places: Tensor, key: int) -> Tensor:
-    noise = (_hashed(places, key) & _LOW).to(torch.int32)
+@fused
+def _rounded(wide: Tensor, key: Tensor, *places: Tensor) -> Tensor:
+    noise = (_hashed(sum(places[1:], places[0]), key) & _LOW).to(torch.int32)
     cut = ((wide.contiguous().view(torch.int32) + noise) & ~_LOW).view(torch.float32)
     return torch.where(wide.isfinite(), cut, wide).to(torch.bfloat16)
 
 
-def _hashed(places: Tensor, key: int) -> Tensor:
+def _hashed(places: Tensor, key: Tensor) -> Tensor:
     """Return SplitMix64 of the indices; products wrap around."""
     x = (places + 1) * _MIX[0] + key
     x = (x ^ _shifted(x, 30)) * _MIX[1]

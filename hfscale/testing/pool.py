@@ -101,10 +101,15 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        # Forking this process would copy its threads' locks; Windows cannot fork at all.
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        import torch
+
+        # Forking this process would copy its threads' locks; a GPU's driver, which the server's imports start, does not
+        # outlive a fork; Windows cannot fork at all.
+        forks = "forkserver" in multiprocessing.get_all_start_methods() and not torch.cuda.is_available()
+        method = "forkserver" if forks else "spawn"
         context: Any = multiprocessing.get_context(method)
-        context.set_forkserver_preload(self._preload)
+        if forks:
+            context.set_forkserver_preload(self._preload)
         self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()

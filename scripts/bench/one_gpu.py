@@ -45,11 +45,9 @@ def measure(kind: str, device: torch.device, rounds: int) -> dict[str, Any]:
     """Median seconds of a step (forward, backward, fused AdamW) and the peak of allocated bytes."""
     config, batch, sequence = config_for(device)
     torch.manual_seed(0)
-    model: Any
-    if kind == "stock":
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).train()
-    else:
-        model = hfscale.from_config(config, dtype=torch.bfloat16).train()
+    with device:  # values are drawn there
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = (model if kind == "stock" else hfscale.parallelize(model)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, config.vocab_size, (batch, sequence), device=device)
     seconds = []

@@ -104,6 +104,7 @@ def peak(loss: Any, rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[flo
     gc.collect()
     torch.cuda.empty_cache()
     generator = torch.Generator("cuda").manual_seed(0)
+    torch.manual_seed(0)
     head = torch.nn.Linear(1024, vocabulary, bias=False, device="cuda", dtype=dtype)
     hidden = torch.randn(rows, 1024, device="cuda", dtype=dtype, generator=generator).requires_grad_()
     targets = torch.randint(0, vocabulary, (rows,), device="cuda", generator=generator)

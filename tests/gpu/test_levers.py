@@ -154,7 +154,8 @@ def test_a_compiled_layer() -> None:
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_pictures_beside_text(family: str) -> None:
-    assert_layout_equal(PictureCase(with_pictures(family)), ParallelConfig(), None)
+    # Beside the stock model on the CPU: rotary tables are in float32, whose sines differ between devices.
+    assert_layout_equal(PictureCase(with_pictures(family)), ParallelConfig(), None, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("own", ["Trainer", "Accelerator"])

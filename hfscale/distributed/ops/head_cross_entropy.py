@@ -153,6 +153,11 @@ class _Sum:
         if self._total.dtype == rows.dtype:
             self._total.addmm_(gradient.T, rows, beta=0 if first else 1)  # 0: the empty buffer is not read
             return
+        if rows.is_cuda and self._total.dtype == torch.float32:  # the kernel adds in float32; CPUs have none
+            torch.addmm(
+                self._total, gradient.T, rows, out_dtype=torch.float32, beta=0 if first else 1, out=self._total
+            )  # fmt: skip
+            return
         step = max(1, _SLICE_ELEMENTS // rows.shape[1])
         for i in range(0, gradient.shape[1], step):
             part = gradient[:, i : i + step].T @ rows
@@ -221,13 +226,12 @@ def _loss_and_gradients(
         places = places or Targets.of(
             targets.index_select(0, chosen), vocabulary, logits.shape[1], known is not None
         ).split(step)
-        terms = RowTerms(logits, places[number], vocabulary, keep=gradients)
+        terms = RowTerms(logits, places[number], vocabulary)
         losses.append(terms.losses())
         if hits is not None:
             hits.index_copy_(0, rows, terms.hits(logits))
         if gradients:
-            gradient = logits if head.reusable else torch.empty_like(logits)
-            terms.gradient(logits, scale * expected, out=gradient)
+            gradient = terms.gradient(logits, scale * expected, reuse=head.reusable)
             by_rows = head.backward(gradient)
             if by_hidden is not None and by_rows is not None:
                 by_hidden.index_copy_(0, rows, by_rows)
@@ -266,6 +270,7 @@ def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
     even = max(-(-rows // _CHUNKS), min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)))
     if device.type != "cpu":  # few different sizes: an allocator's pieces fit again, and products have even shapes
         even = -(-even // _FEWEST_ROWS) * _FEWEST_ROWS
+        budget -= budget % (_FEWEST_ROWS * width) if budget > _FEWEST_ROWS * width else 0
     return max(1, min(max(_FEWEST_ROWS, budget // width), even))
 
 

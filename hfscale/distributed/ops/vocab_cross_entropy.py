@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .fused import fused, is_fused
+
 _BLOCK_ELEMENTS = 1 << 20  # per block of rows: small enough to stay in cache on a CPU, large enough to fill a GPU
 _BLOCK_ELEMENTS_GPU = 1 << 26
 
@@ -72,30 +74,14 @@ class Targets:
 
 
 class RowTerms:
-    """Losses of some rows, and their gradients by ``logits [n, V/t]``, this rank's slice; with ``keep``,
-    :meth:`gradient` follows for the same logits, once.
-    """
+    """Losses of some rows, and their gradients by ``logits [n, V/t]``, this rank's slice."""
 
-    def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice, keep: bool = False) -> None:
+    def __init__(self, logits: Tensor, targets: Targets, vocabulary: VocabularySlice) -> None:
         self.vocabulary, self.targets = vocabulary, targets
         compute = compute_dtype(logits.dtype)
         hit = targets.kept(logits.gather(1, targets.places).to(compute))
-        # On a GPU the loss costs as much as it reads the logits: the fused kernel reads them least, and the gradient is
-        # made from its result. On a CPU a block stays in the cache between reads.
-        self._kept: Tensor | None = None
-        if keep and logits.numel() and _is_fused(logits.device) and len(logits) <= _rows_per_block(logits):
-            self._kept = torch.log_softmax(logits, -1, dtype=compute)
-            # At the largest logit: a masked one is as far from the sum as numbers go, and rounds it away.
-            top, place = logits.max(-1, keepdim=True)
-            lse = top.to(compute) - self._kept.gather(1, place)
-            lse = torch.where(torch.isneginf(top), float("-inf"), lse)  # no number where all of a slice is masked
-        else:
-            parts = [
-                torch.logsumexp(block.to(compute), -1, keepdim=True) for block in _cut(logits, _rows_per_block(logits))
-            ]
-            lse = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._own = lse
-        terms = [lse, hit]
+        parts = [_log_sum_exp(block, compute) for block in _cut(logits, _rows_per_block(logits))]
+        terms = [parts[0] if len(parts) == 1 else torch.cat(parts), hit]
         if vocabulary.smoothing:
             terms.append(logits.sum(-1, keepdim=True, dtype=compute))
         if vocabulary.group is not None:
@@ -116,16 +102,13 @@ class RowTerms:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.vocabulary.group)
         return self._sums[0].squeeze(1) >= top
 
-    def gradient(self, logits: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Write ``scale`` (``[]`` or ``[n, 1]``) ``* d losses / d logits`` to ``out``, which may be ``logits``."""
-        kept, self._kept = self._kept, None
+    def gradient(self, logits: Tensor, scale: Tensor, reuse: bool = False) -> Tensor:
+        """Return ``scale`` (``[]`` or ``[n, 1]``) ``* d losses / d logits``; with ``reuse``, possibly in ``logits``."""
         hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
-        if kept is not None:
-            if self.vocabulary.group is not None:
-                kept.add_(self._own - self.lse).masked_fill_(torch.isneginf(self._own), float("-inf"))
-            self._finish(kept.exp_(), scale, self.targets.places, hit)
-            out.copy_(kept)
-            return
+        if is_fused(logits.device) and logits.numel():
+            spread = self.vocabulary.smoothing / self.vocabulary.size
+            return _gradient(logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread)
+        out = logits if reuse else torch.empty_like(logits)
         rows = _rows_per_block(logits)
         scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else _cut(scale, rows)
         columns = zip(*(_cut(each, rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
@@ -136,6 +119,7 @@ class RowTerms:
             self._finish(probabilities, each, places, hits)
             if out.dtype != wide.dtype:
                 target.copy_(probabilities)
+        return out
 
     def _finish(self, probabilities: Tensor, scale: Tensor, places: Tensor, hit: Tensor) -> None:
         """Turn probabilities into gradients, in place."""
@@ -164,9 +148,17 @@ def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(pieces)
 
 
-def _is_fused(device: torch.device) -> bool:
-    """Return whether one fused kernel computes the losses; its result is then kept for the gradient."""
-    return device.type != "cpu"
+@fused
+def _log_sum_exp(logits: Tensor, compute: torch.dtype) -> Tensor:
+    return torch.logsumexp(logits.to(compute), -1, keepdim=True)
+
+
+@fused
+def _gradient(logits: Tensor, lse: Tensor, places: Tensor, hit: Tensor, scale: Tensor, spread: float) -> Tensor:
+    """Compute :meth:`RowTerms.gradient` in one pass over the logits."""
+    found = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(columns == places, found + hit, found).to(logits.dtype)
 
 
 def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:
@@ -174,6 +166,8 @@ def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:
 
 
 def _rows_per_block(logits: Tensor) -> int:
+    if is_fused(logits.device):  # nothing is kept in float32
+        return max(1, len(logits))
     budget = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
     return max(1, budget // max(1, logits.shape[1]))
 
@@ -196,9 +190,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, valid = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1), out=grad)
-        return grad, None, None, None
+        return ctx.terms.gradient(logits, torch.where(valid, grads[0], 0).unsqueeze(1)), None, None, None
 
 
 def vocab_cross_entropy(

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat.torch import as_plain_tensors, tensor_without_memory
+from ...distributed.ops.fused import fused
 from ...distributed.ops.overlap import Products
 from ...errors import ConfigError
 
@@ -194,8 +195,8 @@ class Float8Products(Products):
 
     def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
         """Return the gradient of the weight; see :class:`Products`."""
-        outputs = self._scaled("grad", grad, 0, self._groups.tokens, self._groups.outputs)
-        inputs = self._scaled("x", x, 0, self._groups.tokens, self._groups.inputs)
+        outputs = self._scaled("grad", grad, 0, self._groups.tokens, self._groups.outputs, by_columns=True)
+        inputs = self._scaled("x", x, 0, self._groups.tokens, self._groups.inputs, by_columns=True)
         found = _product(outputs.t(), inputs, grad.dtype)
         return found.t() if transposed else found
 
@@ -203,11 +204,20 @@ class Float8Products(Products):
         if weight.dtype == FORWARD:  # gathered in 8 bits
             return _Scaled(weight, self._scales["weight"])
         # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
-        return self._scaled("weight", weight.to(self._dtype), along, self._groups.outputs, self._groups.inputs)
+        groups = self._groups.outputs, self._groups.inputs
+        return self._scaled("weight", weight.to(self._dtype), along, *groups, by_columns=along == 0)
 
-    def _scaled(self, name: str, matrix: Tensor, along: int, *groups_by_dim: Sequence[dist.ProcessGroup]) -> _Scaled:
+    def _scaled(
+        self,
+        name: str,
+        matrix: Tensor,
+        along: int,
+        *groups_by_dim: Sequence[dist.ProcessGroup],
+        by_columns: bool = False,
+    ) -> _Scaled:
         """Return ``matrix`` in 8 bits, with one scale per pass or, rowwise, a scale for each row ``along`` the
-        contracted dim; ``groups_by_dim`` are the ranks with other shards of the matrix, for each of its dims.
+        contracted dim; ``groups_by_dim`` are the ranks with other shards of the matrix, for each of its dims;
+        ``by_columns`` is the order in memory that the product takes.
         """
         dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
         shared = self._of_weight if name == "weight" else None
@@ -223,12 +233,20 @@ class Float8Products(Products):
             scale = self._scales[name]
         if shared is not None:
             shared[of] = scale
-        return _Scaled(_rounded(matrix, scale, dtype), scale)
+        return _Scaled(
+            _rounded(matrix.t(), scale.t(), dtype).t() if by_columns else _rounded(matrix, scale, dtype), scale
+        )
 
 
+@fused
 def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
-    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype)
+    return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).contiguous()
+
+
+@fused
+def _largest_entry(matrix: Tensor, along: int | None) -> Tensor:
+    return matrix.abs().amax() if along is None else matrix.abs().amax(along, keepdim=True)
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
@@ -237,12 +255,12 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Return a matrix's largest absolute value, or ``along`` a dim of it, over this rank and those of ``groups``."""
-    if along is None:
-        found = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
-    elif matrix.shape[along]:
-        found = matrix.abs().amax(along, keepdim=True)
+    if matrix.numel():
+        found = _largest_entry(matrix, along)
     else:
-        found = matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
+        found = matrix.new_zeros(
+            [1 if dim == along else size for dim, size in enumerate(matrix.shape)] if along is not None else ()
+        )
     for group in groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found

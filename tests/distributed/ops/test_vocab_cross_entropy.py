@@ -143,16 +143,14 @@ def test_two_ranks_equal_torch(pools: Callable[[int], RankPool], smoothing: floa
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch of accelerators, on the CPU."""
-    monkeypatch.setattr(losses, "_is_fused", lambda _: True)
+    monkeypatch.setattr(losses, "is_fused", lambda _: True)
 
 
 def terms(logits: torch.Tensor, targets: torch.Tensor, vocabulary: VocabularySlice) -> tuple[torch.Tensor, ...]:
     """Losses and gradients, as the operator that runs the head has them made."""
-    found = losses.RowTerms(logits, losses.Targets.of(targets, vocabulary, logits.shape[1]), vocabulary, keep=True)
-    gradient = torch.empty_like(logits)
+    found = losses.RowTerms(logits, losses.Targets.of(targets, vocabulary, logits.shape[1]), vocabulary)
     loss = found.losses()
-    found.gradient(logits, torch.tensor(-3.0, dtype=logits.dtype), gradient)
-    return loss.squeeze(1), gradient
+    return loss.squeeze(1), found.gradient(logits, torch.tensor(-3.0, dtype=logits.dtype))
 
 
 @pytest.mark.usefixtures("fused")
@@ -175,14 +173,14 @@ def test_the_fused_kernel_equals_torch(masked: float | None, smoothing: float) -
 
 
 def fused_over_two(masked: float, last: int) -> tuple[torch.Tensor, ...]:
-    rank, before = dist.get_rank(), losses._is_fused
+    rank, before = dist.get_rank(), losses.is_fused
     logits, targets = _masked_case(masked, last)
     vocabulary = VocabularySlice(sum(LENGTHS[:rank]), sum(LENGTHS), max(LENGTHS), dist.group.WORLD)
-    losses._is_fused = lambda _: True
+    losses.is_fused = lambda _: True
     try:
         return terms(piece(logits, LENGTHS, 1, rank).clone(), targets, vocabulary)
     finally:
-        losses._is_fused = before
+        losses.is_fused = before
 
 
 def _masked_case(masked: float, last: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,52 @@
+"""Fuse chains of pointwise operations and reductions into one kernel on a GPU.
+
+Run one by one, each operation reads and writes all its entries; torch's compiler (Ansel et al. 2024) makes of a chain
+one Triton kernel, which reads and writes them once. ``TORCH_COMPILE_DISABLE=1`` turns it off.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch import triton_works
+
+
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``function(tensor, ...)``, compiled where the tensor is on a GPU for which Triton makes kernels.
+
+    It must be pure. Where it cannot be compiled (no C compiler, for one), a warning says so once and it runs as it is.
+    """
+    compiled: Any = None
+    ran = broken = False
+
+    @wraps(function)
+    def call(first: Tensor, *rest: Any) -> Tensor:
+        nonlocal compiled, ran, broken
+        if broken or not is_fused(first.device) or torch.compiler.is_compiling():
+            return function(first, *rest)
+        compiled = compiled or torch.compile(function, dynamic=True)
+        try:
+            found: Tensor = compiled(first, *rest)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if ran:
+                raise
+            broken = True
+            warnings.warn(
+                f"{function.__name__} runs unfused, and slower: it could not be compiled ({error})", stacklevel=2
+            )
+            return function(first, *rest)
+        ran = True
+        return found
+
+    return call
+
+
+def is_fused(device: torch.device) -> bool:
+    """Return whether functions are fused for tensors on ``device``."""
+    return device.type == "cuda" and triton_works()
