@@ -52,7 +52,7 @@ print('CUDA', torch.version.cuda, *(torch.cuda.get_device_properties(i) for i in
     tests)
         for file in tests/gpu/test_*.py; do # all at once: nothing is timed
             name=$(basename "$file" .py)
-            step "$name" "${TEST_LIMIT:-240}" "$PYTHON" -m pytest -m gpu -W default -p no:cacheprovider -ra --timeout=60 \
+            step "$name" "${TEST_LIMIT:-240}" "$PYTHON" -m pytest -m gpu -W default -p no:cacheprovider -ra --timeout=110 \
                 $([ "$name" = test_staged ] && echo "--numprocesses ${STAGED_WORKERS:-1} --dist load") \
                 --junitxml="$OUT/$name.xml" "$file" &
         done

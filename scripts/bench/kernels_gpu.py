@@ -116,38 +116,49 @@ def head_and_loss(rounds: int) -> dict[str, Any]:
     return timed(variants, rounds)
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "autocast": {"mixed_precision": "bf16"},
+    "fp8 tensorwise": {"mixed_precision": "fp8"},
+    "fp8 rowwise": {"mixed_precision": "fp8", "float8": hfscale.Float8Config("rowwise")},
+}
+
+
 def layers(rounds: int) -> dict[str, Any]:
     """Time a training step of four layers of Llama 8B's shape over 8192 tokens, in several precisions."""
+    rows = {}
+    for name, given in PRECISIONS.items():
+        rows[name] = step_of_layers(given, torch.float32 if name == "autocast" else torch.bfloat16)
+        if "tensorwise" in name:
+            rows[f"{name}, unfused"] = rows[name]
+    return timed(rows, rounds)
+
+
+def compiled(rounds: int) -> dict[str, Any]:
+    """Time the same in bfloat16 with each layer compiled, beside plain ones."""
+    return timed({"plain": step_of_layers({}), "compiled layers": step_of_layers({}, compiles=True)}, rounds)
+
+
+def step_of_layers(
+    given: dict[str, Any], dtype: torch.dtype = torch.bfloat16, compiles: bool = False
+) -> Callable[[], None]:
+    """Build the layers, and return what runs one step of them."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     if not GPU:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, num_hidden_layers=4 if GPU else 1, vocab_size=1024)
     ids = torch.randint(0, 1024, (4, 2048 if GPU else 16), device=DEVICE)
-    rows: dict[str, Callable[[], Any]] = {}
-    for name, given in {
-        "bf16": {"dtype": torch.bfloat16},
-        "bf16, compiled layers": {"dtype": torch.bfloat16},
-        "autocast": {"dtype": torch.float32, "mixed_precision": "bf16"},
-        "fp8 tensorwise": {"dtype": torch.bfloat16, "mixed_precision": "fp8"},
-        "fp8 rowwise": {
-            "dtype": torch.bfloat16, "mixed_precision": "fp8", "float8": hfscale.Float8Config("rowwise")
-        },
-    }.items():  # fmt: skip
-        with DEVICE:  # values are drawn there
-            model = AutoModelForCausalLM.from_config(config, dtype=given.pop("dtype"))
-        model = hfscale.parallelize(model, **given).train()
-        if "compiled" in name:
-            for layer in model.model.layers:
-                layer.compile()
+    with DEVICE:  # values are drawn there
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = hfscale.parallelize(model, **given).train()
+    for layer in model.model.layers if compiles else ():
+        layer.compile()
 
-        def step(model: Any = model) -> None:
-            hfscale.train_step(model, {"input_ids": ids, "labels": ids})
-            model.zero_grad()
+    def step() -> None:
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+        model.zero_grad()
 
-        rows[name] = step
-        if "fp8" in name:
-            rows[f"{name}, unfused"] = step
-    return timed(rows, rounds)
+    return step
 
 
 def rounding(rounds: int) -> dict[str, Any]:
@@ -166,22 +177,14 @@ def rounding(rounds: int) -> dict[str, Any]:
 
 
 def profile(path: Path) -> None:
-    """Write the kernels of a step of the 1B model of ``one_gpu.py`` by device time, and the host's part."""
-    from one_gpu import config_for
-
-    config, batch, sequence = config_for(DEVICE)
-    with DEVICE:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = hfscale.parallelize(model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, config.vocab_size, (batch, sequence), device=DEVICE)
-    for _ in range(4):
-        with torch.profiler.profile() as seen:
-            hfscale.train_step(model, {"input_ids": ids, "labels": ids})
-            optimizer.step()
-            optimizer.zero_grad()
-            if GPU:
-                torch.cuda.synchronize()
+    """Write the kernels of a step of the layers in 8 bits, by device time."""
+    step = step_of_layers(PRECISIONS["fp8 tensorwise"])
+    for _ in range(2):
+        step()
+    with torch.profiler.profile() as seen:
+        step()
+        if GPU:
+            torch.cuda.synchronize()
     kind = "self_cuda_time_total" if GPU else "self_cpu_time_total"
     path.write_text(seen.key_averages().table(sort_by=kind, row_limit=60, max_name_column_width=90))
 
@@ -192,7 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("kernels_gpu.json"))
     parser.add_argument("--profile", action="store_true", help="write the kernels of a step beside the report")
-    parser.add_argument("--kinds", nargs="*", default=["ceilings", "head_and_loss", "layers", "rounding"])
+    parser.add_argument("--kinds", nargs="*", default=["ceilings", "head_and_loss", "layers", "compiled", "rounding"])
     arguments = parser.parse_args()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfscale": hfscale.__version__}
     device = torch.cuda.get_device_name() if GPU else platform.machine()

@@ -65,5 +65,8 @@ def test_equal_to_ranks_on_cpus(
         assert device == "cuda"
         assert expected.keys() == found.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-10, equal_nan=True, msg=key)
+            # Rotary tables are in float32, also in a float64 model, and a GPU's differ from a CPU's in the last digit.
+            apart = (found[key] - value).nan_to_num().abs().max()
+            assert apart <= 1e-6 * value.nan_to_num().abs().max(), key
+            assert torch.equal(found[key].isnan(), value.isnan()), key
             assert torch.equal(found[key].nan_to_num(7.0), repeated[key].nan_to_num(7.0)), key

@@ -174,7 +174,7 @@ class _Sum:
 
 
 _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
-_CHUNK_ELEMENTS_GPU = 1 << 26
+_CHUNK_ELEMENTS_GPU = 1 << 28  # the product that adds to the weight's gradient reads and writes it in each chunk
 # Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
 _FEWEST_ROWS = 128
 _SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk

@@ -107,7 +107,7 @@ class RowTerms:
         hit = self.targets.kept((self.vocabulary.smoothing - 1) * scale)
         if is_fused(logits.device) and logits.numel():
             spread = self.vocabulary.smoothing / self.vocabulary.size
-            return _gradient(logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread)
+            return _gradient(logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread, reuse)
         out = logits if reuse else torch.empty_like(logits)
         rows = _rows_per_block(logits)
         scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else _cut(scale, rows)
@@ -154,11 +154,14 @@ def _log_sum_exp(logits: Tensor, compute: torch.dtype) -> Tensor:
 
 
 @fused
-def _gradient(logits: Tensor, lse: Tensor, places: Tensor, hit: Tensor, scale: Tensor, spread: float) -> Tensor:
+def _gradient(
+    logits: Tensor, lse: Tensor, places: Tensor, hit: Tensor, scale: Tensor, spread: float, reuse: bool
+) -> Tensor:
     """Compute :meth:`RowTerms.gradient` in one pass over the logits."""
     found = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
     columns = torch.arange(logits.shape[1], device=logits.device)
-    return torch.where(columns == places, found + hit, found).to(logits.dtype)
+    found = torch.where(columns == places, found + hit, found).to(logits.dtype)
+    return logits.copy_(found) if reuse else found
 
 
 def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:

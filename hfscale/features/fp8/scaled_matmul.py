@@ -244,23 +244,18 @@ def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).contiguous()
 
 
-@fused
-def _largest_entry(matrix: Tensor, along: int | None) -> Tensor:
-    return matrix.abs().amax() if along is None else matrix.abs().amax(along, keepdim=True)
-
-
 def _power_of_two(scale: Tensor) -> Tensor:
     return torch.exp2(torch.floor(torch.log2(scale)))
 
 
 def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Return a matrix's largest absolute value, or ``along`` a dim of it, over this rank and those of ``groups``."""
-    if matrix.numel():
-        found = _largest_entry(matrix, along)
+    if along is None:
+        found = torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
+    elif matrix.shape[along]:
+        found = torch.linalg.vector_norm(matrix, math.inf, along, keepdim=True)
     else:
-        found = matrix.new_zeros(
-            [1 if dim == along else size for dim, size in enumerate(matrix.shape)] if along is not None else ()
-        )
+        found = matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
     for group in groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found
@@ -303,7 +298,12 @@ def on_tensor_cores(
         output_dtype=torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32,
         use_fast_accum=fast,
     )[:, :columns]
-    return (found * inverse_a * inverse_b if rowwise and not fast else found).to(dtype)
+    return _times_both(found, inverse_a, inverse_b, dtype) if rowwise and not fast else found.to(dtype)
+
+
+@fused
+def _times_both(found: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    return (found * rows * columns).to(dtype)
 
 
 def _by_rows(matrix: Tensor) -> Tensor:
