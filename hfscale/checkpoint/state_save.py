@@ -6,6 +6,7 @@ Taking needs no communication and copies nothing but what is no tensor, so that 
 import hashlib
 import io
 import pickle
+import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__
 from .._compat.transformers.saving import write_configs
 from ..distributed.files.complete import FileSum, write_synced
 from ..distributed.files.directories import staging_of
@@ -256,7 +256,8 @@ def agreed_index(taken: TakenState) -> StateIndex:
     every: list[dict[str, Any]] = mesh.all_gather_object(told)
     index = StateIndex.of(mesh.layout, taken.runtime.plan)
     index.step, index.optimizer, index.carried = own_part.step, own_part.optimizer, own_part.carried
-    index.versions = {"hfscale": __version__, "torch": str(torch.__version__)}
+    package = sys.modules["hfscale"]  # imports downwards; there is no metadata of sources that are not installed
+    index.versions = {"hfscale": package.__version__, "torch": str(torch.__version__)}
     digests = taken.digests.items()
     index.others = {name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests}
     for each in every:

@@ -18,8 +18,8 @@ from ..._compat.torch import triton_works
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``function(tensor, ...)``, compiled where the tensor is on a GPU for which Triton makes kernels.
 
-    It may write only into what it returns. Where compiling it fails (no C compiler, for one), a warning says so once and
-    it runs as it is.
+    It may write only into what it returns. Where compiling it fails (no C compiler, for one), a warning says so once
+    and it runs as it is.
     """
     compiled: Any = None
     ran = broken = False
