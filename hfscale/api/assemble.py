@@ -108,6 +108,10 @@ def assemble(
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()
+    for layer in plan.layers if options.compile else ():
+        if runtime.is_local(layer):
+            backend = options.compile if isinstance(options.compile, str) else "inductor"
+            model.get_submodule(layer).compile(backend=backend)
     runtime.restore = look_again()
     return runtime
 

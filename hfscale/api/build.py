@@ -80,6 +80,7 @@ def from_pretrained(
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
     mtp_loss_weight: float | None = None,
+    compile: bool | str = False,
     peft_config: Any = None,
     resize_token_embeddings: int | None = None,
     seed: int = 0,
@@ -102,6 +103,7 @@ def from_pretrained(
         float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
         mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
+        compile: compile each layer by itself when it first runs (some seconds, once), or the name of torch's backend.
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training; saves are of adapters.
         resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
@@ -115,7 +117,9 @@ def from_pretrained(
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight)
+    options = Options(
+        mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
+    )
     check_count("seed", seed, least=0)
     check_place(path)
     hf_kwargs = reachable(str(path), hf_kwargs)
@@ -142,6 +146,7 @@ def from_config(
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
     mtp_loss_weight: float | None = None,
+    compile: bool | str = False,
     peft_config: Any = None,
     seed: int = 0,
     **hf_kwargs: Any,
@@ -153,7 +158,9 @@ def from_config(
     :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight)
+    options = Options(
+        mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
+    )
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -183,6 +190,7 @@ def parallelize(
     loss_scaling: GradScalerKwargs | None = None,
     float8: Float8Config | None = None,
     use_liger_kernel: bool | Mapping[str, bool] = False,
+    compile: bool | str = False,
 ) -> Any:
     """Shard, in place, a full stock model that is in memory and the same on every rank, and return it.
 
@@ -192,7 +200,7 @@ def parallelize(
         MeshError: the layout does not fit the processes that were started.
     """
     layout = check_layout(parallel, {})
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel)
+    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, compile=compile)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"parallelize takes a model of transformers, and got {_shown(model)}: load it first")
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
@@ -222,6 +230,7 @@ def plan(
     memory: MemoryConfig | None = None,
     float8: Float8Config | None = None,
     mtp_loss_weight: float | None = None,
+    compile: bool | str = False,
     peft_config: Any = None,
     **hf_kwargs: Any,
 ) -> Plan:

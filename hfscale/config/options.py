@@ -33,6 +33,7 @@ class Options:
         float8: scaling of products in 8 bits.
         use_liger_kernel: whether to use Liger's kernels, or its switches by name.
         mtp_loss_weight: weight of the loss of multi-token prediction; ``None``: its layers are not in the model.
+        compile: whether to compile each layer with torch's default compiler, or another backend's name.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -45,6 +46,7 @@ class Options:
     float8: Float8Config | None = None
     use_liger_kernel: bool | Mapping[str, bool] = False
     mtp_loss_weight: float | None = None
+    compile: bool | str = False
 
     def __post_init__(self) -> None:
         if self.routing is not None and not isinstance(self.routing, RoutingConfig):
@@ -58,6 +60,8 @@ class Options:
         self._check_liger()
         if self.mtp_loss_weight is not None:
             check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
+        if not isinstance(self.compile, bool) and self.compile not in (known := torch.compiler.list_backends(())):
+            raise ConfigError(f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}")
 
     @property
     def memory_levers(self) -> MemoryConfig:

@@ -78,7 +78,7 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
     the recipe's dtype.
     """
     built: dict[str, Any] = {"parallel": layout, "seed": recipe.seed, **options_of(recipe)}
-    built["use_liger_kernel"] = recipe.training.use_liger_kernel
+    built["use_liger_kernel"], built["compile"] = recipe.training.use_liger_kernel, recipe.training.compile
     if isinstance(recipe, PretrainRecipe):
         return hfscale.from_config(config_of(recipe), **built), None
     if (quantization := quantization_of(recipe)) is not None:

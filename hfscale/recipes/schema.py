@@ -130,6 +130,7 @@ class TrainingRecipe:
         mixed_precision: of products over 32-bit weights: a key of :data:`hfscale.config.options.MIXED_PRECISIONS`.
         use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU.
         mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train.
+        compile: compile each layer with torch's compiler when it first runs.
         dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
             are in 32 bits either way.
         optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
@@ -157,6 +158,7 @@ class TrainingRecipe:
     mixed_precision: str = "no"
     use_liger_kernel: bool = False
     mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
+    compile: bool = False
     dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
     optimizer: str = "adamw_torch_fused"
     stochastic_rounding: bool = False

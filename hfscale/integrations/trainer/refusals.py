@@ -25,7 +25,8 @@ from .trainer_optimizers import check_optimizer
 
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
-    "torch_compile": "would compile forward passes with collectives: leave it out",
+    "torch_compile": "would compile the model around its collectives: leave it out, and load the model with "
+    "hfscale.from_pretrained(..., compile=True), which compiles each layer",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
