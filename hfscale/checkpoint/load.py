@@ -26,7 +26,7 @@ from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.quantization.arrival import Quantizing
-from ..features.quantization.linear_stored import hold_packed
+from ..features.quantization.quantized_modules import hold_packed
 from ..features.quantization.stored import split_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
-    from .bench_collectives.bandwidth_plot import draw
+    from .bench_collectives.collectives import draw
     from .schedule_drawing.schedule_plot import check_drawing
 
     if arguments.out is not None:

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hfscale.recipes.batch_sizes import microbatches_of_step
 from hfscale.recipes.checks import check_values
-from hfscale.recipes.corpus import Document
-from hfscale.recipes.docstrings import disordered
+from hfscale.recipes.corpus import Document, disordered
 from hfscale.recipes.rows import ClassRows, PairRows
 from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, RecipeError

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -121,3 +122,19 @@ def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | 
     best = max((each.bus_bandwidth for each in found), default=0.0)
     fast = [each.size for each in found if each.bus_bandwidth >= share * best]
     return min(fast, default=None)
+
+
+def draw(target: Path, measured: Sequence[Measured], title: str) -> None:
+    """Write the picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(each.collective for each in measured):
+        own = [each for each in measured if each.collective == name]
+        axes.plot([each.size for each in own], [each.bus_bandwidth / 1e9 for each in own], marker="o", ms=3, label=name)
+    axes.set(title=title, xlabel="message (bytes)", ylabel="bus bandwidth (GB/s)", xscale="log", yscale="log")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(target, dpi=150)

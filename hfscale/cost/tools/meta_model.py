@@ -21,7 +21,7 @@ from ...config.parallel import ParallelConfig
 from ...distributed.mesh import Mesh
 from ...features.adapters.peft_config import read_config
 from ...parallel.pipeline.placeholders import drop_other_stages
-from ...parallel.tensor.local_parameters import cut_parameters
+from ...parallel.tensor.part import cut_parameters
 from ...plan import Plan
 from ...train import train_step
 from ...train.runtime import runtime_of

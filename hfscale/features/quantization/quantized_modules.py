@@ -27,12 +27,14 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.packed_weights import gathered, mark, packings_of, register_packed
+from ...distributed.ops.grouped_linear import frozen_linear
+from ...distributed.ops.packed_weights import Packing, gathered, mark, packings_of, read_packed, register_packed
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
 from ...plan import Plan
 from ...plan.quantized import AS_STORED, QuantizedPlan
 from ...train.runtime import like_sharded, local_tensor
+from ...train.runtime.parameter_names import owner_of
 from ...train.runtime.shards import LocalWeights
 
 _ROWS = "ShardedLinear8bitLt"
@@ -227,3 +229,27 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
         if type(module).__name__ == _ROWS:
             yield own_parameters(module)["scales"]
         yield from tensors_beside_weight(module)
+
+
+class StoredLinear(nn.Linear):
+    """Compute an ``nn.Linear`` of packed bytes: ``weight``, ``uint8 [data ranks, bytes]``, is unpacked in each pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project ``x [..., in]`` to ``[..., out]``."""
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which it leaves alone
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return frozen_linear(x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, self._read(x.dtype), bias)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        return read_packed(self, "weight", dtype)[0]
+
+
+def hold_packed(model: nn.Module, name: str, packing: Packing) -> None:
+    """Let the module of the parameter ``name`` compute with packed bytes; the parameter is on the meta device."""
+    module, attribute = owner_of(model, name)
+    if isinstance(module, nn.Linear):
+        module.__class__ = StoredLinear
+    register_packed(module, attribute, packing)

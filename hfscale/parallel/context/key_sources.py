@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.ops.collectives import all_gather, apply_mapping, reduce_scatter
-from ...distributed.ops.waits import waiting
+from ...distributed.ops.collectives import all_gather, apply_mapping, reduce_scatter, waiting
 from .cut_batch import CutBatch
 from .engine import Backward
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.mesh import Mesh
-from ...distributed.ops.waits import waiting
+from ...distributed.ops.collectives import waiting
 from ...errors import ConfigError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

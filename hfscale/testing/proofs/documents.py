@@ -10,7 +10,7 @@ from ..._compat.transformers.computing import packing
 from ...models.clone import VOCABULARY, layers_of_every_kind
 from ...models.fields import lengths_of, with_lengths
 from ...train.runtime.batches import BORDERS, with_borders
-from .clones import apart, perturb, tiny_model_of, without_cache
+from .probe import apart, perturb, tiny_model_of, without_cache
 
 _LENGTHS = (1, 6, 1, 4)
 _NOWHERE = 64  # a length that nothing reaches

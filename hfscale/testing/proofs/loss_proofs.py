@@ -18,8 +18,7 @@ from ...models.fields import text_config
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
 from ...plan.feature_plans import OwnLossPlan
-from .clones import tiny_model_of
-from .probe import Probe, names_no_size, probed, skipped_experts
+from .probe import Probe, names_no_size, probed, skipped_experts, tiny_model_of
 
 _ROWS, _TOKENS = (3, 2), 6
 _IGNORED, _LARGEST_ID = -100, 60

@@ -26,7 +26,7 @@ from ...parallel.context.key_sources import OwnBlocks
 from ...parallel.context.masks import MaskBlocks
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
-from .clones import apart, perturb, tiny_model_of, without_cache
+from .probe import apart, perturb, tiny_model_of, without_cache
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5

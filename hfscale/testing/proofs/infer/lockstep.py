@@ -30,7 +30,7 @@ from ....plan.cut import Cut
 from ....plan.drafting.blocks import plan_blocks
 from ....plan.drafting.draft import Draft
 from ....plan.modules import BlockPlan
-from ..clones import apart
+from ..probe import apart
 from .subject import Subject, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank
