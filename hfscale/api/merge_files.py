@@ -35,12 +35,8 @@ from .build_plan import build_plan
 
 
 class AdaptedBase:
-    """A checkpoint and an adapter of it, on the meta device.
-
-    Args:
-        base: the directory of the checkpoint.
-        adapter: that of the adapter.
-        trusted: whether to run code that comes with the checkpoint.
+    """A checkpoint and an adapter of it, in two directories, on the meta device; ``trusted`` code that comes with the
+    checkpoint runs.
 
     Attributes:
         model: the stock model.

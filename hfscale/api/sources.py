@@ -209,10 +209,8 @@ def resize_vocabulary(
     build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
     """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token, which
-    transformers finds by resizing a model that ``build`` makes of a config on the meta device.
-
-    Raises:
-        ConfigError: the vocabulary size changes more than the numbers of rows of parameters.
+    transformers finds by resizing a model that ``build`` makes of a config on the meta device. Raise
+    :class:`ConfigError` if the vocabulary size changes more than the numbers of rows of parameters.
     """
     before = build(copy.deepcopy(config))
     shapes = _shapes(before)

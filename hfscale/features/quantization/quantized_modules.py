@@ -124,10 +124,8 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
 
     These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4
     bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them. If the
-    checkpoint holds them quantized (``stored``), experts are as transformers stores them, in 16 bits.
-
-    Raises:
-        ConfigError: a weight of an embedding or the head, or a tied one, would be quantized.
+    checkpoint holds them quantized (``stored``), experts are as transformers stores them, in 16 bits. Raise
+    :class:`ConfigError` if a weight of an embedding or the head, or a tied one, would be quantized.
     """
     if config is None:
         return planned

@@ -68,11 +68,6 @@ def router_loss_counted_once() -> Iterator[None]:
         _COUNTED.reset(token)
 
 
-def is_counted() -> bool:
-    """Return whether :func:`router_loss_counted_once` is active."""
-    return _COUNTED.get()
-
-
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
     """Return the same value with ``1 / ranks`` of the gradient: every tensor rank computes all of this loss, and
     gradients of a block's input, the router's too, are summed over the ranks.
@@ -191,7 +186,7 @@ class TensorParallel(Part, SequenceAxis):
 
 
 def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = {**kwargs, "output_router_logits": False} if is_counted() else kwargs
+    given = {**kwargs, "output_router_logits": False} if _COUNTED.get() else kwargs
     if asked := partial_output(model.config, given):
         raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
 
