@@ -1,4 +1,4 @@
-"""Define exceptions, and checks that raise :class:`ConfigError`: a message says what was given, found, and to be done."""
+"""Define exceptions, and checks that raise :class:`ConfigError`; a message says what was given, found, and needed."""
 
 import difflib
 import math

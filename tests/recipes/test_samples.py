@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from hfscale.recipes.card import describe_samples
+from hfscale.recipes.results import describe_samples
 from hfscale.recipes.samples import samples
 
 

@@ -10,8 +10,7 @@ from ...errors import ConfigError, check_count
 from ...plan.columns import aligned
 from ...plan.table import human
 from ..model.machines_known import DOES_NOT_FIT, FITS, Constants, Machine, find_machine, fitted, machine_names
-from .candidates import candidates, offloading
-from .fast_cost import CandidateCost, FastCost
+from .fast_cost import CandidateCost, FastCost, candidates, offloading
 from .model_summary import ModelSummary
 
 _MOST_TIMES = 256  # as many GPUs as asked for, tried where nothing fits

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import TorchDispatchMode, schema_of, tree_leaves
 from ..._compat.torch_attention import flash_on_cpu
-from ..._compat.torch_autocast import autocast_on_meta
-from ..._compat.torch_fake import META, fake_process_group, finished, group_of, meta_as_accelerator
+from ..._compat.torch_fake import META, autocast_on_meta, fake_process_group, finished, group_of, meta_as_accelerator
 from ...config.parallel import AXES
 from ...distributed import process_groups
 from ...distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh

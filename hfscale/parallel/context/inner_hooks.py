@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..._compat.torch import tree_map
 from .attention_override import AttentionCall, current_batch, learn
 from .cut_batch import LABELS, CutBatch, cut_inputs
-from .key_sources import OwnBlocks
+from .engine import OwnBlocks
 from .masks import MaskBlocks
 from .methods import read
 

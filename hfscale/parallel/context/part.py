@@ -18,8 +18,8 @@ from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.shards import LocalWeights
 from .attention_override import AttentionOverride, attention_configs, learn
 from .cut_batch import CutBatch, cut_batch
+from .engine import gather_sequences
 from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
-from .key_sources import gather_sequences
 from .methods import ContextAttention
 
 _BATCH = "context_batch"

@@ -21,8 +21,8 @@ from ...models.fields import field
 from ...models.precision import keep_float64
 from ...parallel.context.attention_override import Attend, AttentionCall, AttentionOverride, attention_configs
 from ...parallel.context.cut_batch import CutBatch, cut_batch
+from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
-from ...parallel.context.key_sources import OwnBlocks
 from ...parallel.context.masks import MaskBlocks
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers

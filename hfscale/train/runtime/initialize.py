@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.initialization import construct, initialize_weights
+from ..._compat.transformers.loading import construct, initialize_weights
 from ...distributed.files.slices import is_elsewhere
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
