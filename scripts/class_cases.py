@@ -1,8 +1,10 @@
 """Classes that people train, and the tiny models and batches of each, for scripts/class_sweep.py."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from hfscale.testing import plain
 from hfscale.testing.parity import Batch
 from hfscale.testing.picture_configs import ALWAYS_PICTURED, CHANGES, with_pictures
 from hfscale.testing.picture_parity import PictureCase
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.plain_cases import UserLossCase
 
 SIDE = 32
 REWARD = [
@@ -137,9 +142,9 @@ class RewardCase(plain.PlainCase):
         total, count = preferences(model(**batch), batch)
         return total / count
 
-    def by_step(self) -> plain.UserLossCase:
+    def by_step(self) -> UserLossCase:
         """The same by ``train_step``, with a loss of the user's own."""
-        case = plain.UserLossCase(self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows)
+        case = UserLossCase(self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows)
         return replace(case, loss_fn=preferences)
 
 
