@@ -19,8 +19,7 @@ from ..features.memory.kept_activations import KeptActivations
 from ..features.memory.plan import plan_memory
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
-from ..features.precision.loss_scale import LossScaling
-from ..features.precision.part import Autocast, SharedCasts
+from ..features.precision.part import Autocast, LossScaling, SharedCasts
 from ..features.prediction.part import MultiTokenPrediction, plan_prediction
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ..config.sections import ESTIMATED_PRECISIONS
 from ..errors import ConfigError
 from .amounts import gigabytes_of, tokens_of
-from .layout import add_layout_arguments, layout_of
 from .look import add_json, bar, print_json
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import OPTIMIZER, add_adapter_arguments, plan_arguments
+from .model_flags import OPTIMIZER, add_adapter_arguments, add_layout_arguments, layout_of, plan_arguments
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig

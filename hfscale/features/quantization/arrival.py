@@ -123,12 +123,12 @@ class Quantizing:
                     "quantization_config, or with the config it was saved with"
                 )
             if self.plan.bits == 8 and self.mesh.data_world > 1:
-                from .linear_8bit import make_sharded as share_rows  # imports bitsandbytes
+                from .sharded_linears import shard_8bit  # imports bitsandbytes
 
                 shares.tensors[name] = parameter.data.to(self.mesh.device)
                 rows = scales_of_rows(parameter).to(self.mesh.device, torch.float32).view(torch.uint8).view(-1, 4)
                 shares.quantized.append((module, "scales", rows))
-                share_rows(module)
+                shard_8bit(module)
                 continue
             if name not in self.packings:
                 parameter = parameter.to(self.mesh.device)
@@ -137,9 +137,9 @@ class Quantizing:
                 continue
             shares.tensors[name] = parameter.data
             if hasattr(module, "in_features"):
-                from .linear_4bit import make_sharded  # imports bitsandbytes
+                from .sharded_linears import shard_4bit  # imports bitsandbytes
 
-                make_sharded(module, self.packings[name])
+                shard_4bit(module, self.packings[name])
             else:
                 register_packed(module, attribute, self.packings[name])
 

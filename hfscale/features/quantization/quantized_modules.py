@@ -178,7 +178,7 @@ def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
             register_packed(module, name, packing)
         parameter = own_parameters(module).get("weight")
         if type(module).__name__ == _ROWS:
-            from .linear_8bit import empty_parameters  # imports bitsandbytes
+            from .sharded_linears import empty_parameters  # imports bitsandbytes
 
             rows: Any = own_parameters(module)["scales"]
             shares.quantized.append((module, "scales", local_tensor(rows).detach()))
@@ -211,7 +211,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
         if is_in_4_bits(parameter):
             return dequantized_from_4_bits(parameter)
         if type(module).__name__ == _ROWS:
-            from .linear_8bit import float_scales
+            from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
             plain: Tensor = functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
