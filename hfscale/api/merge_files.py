@@ -27,9 +27,8 @@ from ..errors import CheckpointError, ConfigError
 from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.attach import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
-from ..features.adapters.peft_config import read_config
 from ..features.adapters.plan import plan_adapters
-from ..features.adapters.storage import WEIGHTS, stored_names
+from ..features.adapters.storage import WEIGHTS, read_config, stored_names
 from ..train.runtime.writing import atomic_directory
 from .build_plan import build_plan
 

@@ -56,7 +56,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     elif kind is not None:
         given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
     if arguments.lora is not None:
-        from ..features.adapters.peft_config import config_class
+        from ..features.adapters.storage import config_class
 
         names = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         given["peft_config"] = config_class("lora")[0](r=rank or 16, target_modules=names, task_type="CAUSAL_LM")

@@ -11,7 +11,7 @@ import hfscale
 
 from .._compat.transformers.classes import made_or_explained
 from ..errors import did_you_mean
-from ..features.adapters.peft_config import config_class
+from ..features.adapters.storage import config_class
 from ..plan.quantized import AS_STORED
 from ..train.guards import check_packed_rows
 from .dataset import END_OF_TEXT_ID, prepare

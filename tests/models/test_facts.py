@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.models import facts
+from hfscale.models.blueprint import as_data, from_data
 from hfscale.models.clone import tiny_clone
 from hfscale.models.facts import Facts, digest, proved_anew
-from hfscale.models.inference import as_data, from_data
 from hfscale.testing import proofs
 from hfscale.testing.proofs.infer import infer
 

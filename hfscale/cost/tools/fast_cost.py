@@ -13,7 +13,7 @@ from typing import Any
 from ...config.parallel import AXES, ParallelConfig
 from ...parallel.pipeline.in_flight import in_flight_of_ranks
 from ...plan import balance
-from ...plan.drafting.costs import Cost
+from ...plan.drafting.assign import Cost
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine
 from ..model.memory_model import OVERHEAD, likely_bytes

@@ -10,9 +10,9 @@ afterwards, around the wrappers.
 from ..._compat.peft import wrapped_by_peft
 from .attach import Adapters, attach_adapters
 from .merge_adapters import merge_local_weights
-from .peft_config import check_config, read_config
 from .plan import describe_coverage
 from .planned import plan_with_adapters
+from .storage import check_config, read_config
 
 __all__ = [
     "Adapters",

@@ -12,8 +12,8 @@ from ...errors import ConfigError
 from ...plan import Plan
 from ...plan.quantized import QuantizedPlan
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
-from .peft_config import check_config, check_over_quantized
 from .plan import plan_adapters
+from .storage import check_config, check_over_quantized
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ...distributed.ops.collectives import all_gather, apply_mapping, reduce_scatter, waiting
 from ...plan.sequence_split import Interval
-from .cut_batch import CutBatch
+from .cut_batch import CAUSAL, MASKED, SKIPPED, CutBatch, MaskBlocks
 from .kernels import Kernel, ScoreBlock, finite
-from .masks import CAUSAL, MASKED, SKIPPED, MaskBlocks
 
 Backward = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """``(rank, k, v, dk, dv)``: adds the gradients of a rank's keys and values to the last two."""

@@ -13,9 +13,9 @@ from ...distributed.ops.collectives import all_to_all, apply_mapping
 from ...distributed.process_groups import context_groups
 from ...plan.sequence_split import choose, heads_fit
 from .attention_override import AttentionCall
+from .cut_batch import MaskBlocks
 from .engine import GatheredBlocks, OwnBlocks, Reading, RingBlocks, Source, attend
 from .kernels import kernel_for, padded_width
-from .masks import MaskBlocks
 
 
 def replicated(x: Tensor, size: int) -> Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 from ...config.parallel import AXES, ParallelConfig
 from ...errors import PlanError
 from ...models import FAMILIES
-from ...models.blueprint import Block, Blueprint
+from ...models.blueprint import Block, Blueprint, Inference, block_as_data, from_data
 from ...models.facts import ask
-from ...models.inference import Inference, block_as_data, from_data
 from ...models.translate import translate_host_plan
 from ..parameter import join_path
 from .blocks import plan_blocks

@@ -5,7 +5,7 @@ see which projections may make a block (:mod:`.candidate_blocks`), say in what w
 what two ranks can compute without any difference to one (:mod:`.lockstep`).
 """
 
-from ....models.inference import TOLERANCE, Inference, Proof
+from ....models.blueprint import TOLERANCE, Inference, Proof
 from .lockstep import prove
 from .search_blueprint import infer, prove_blueprint, prove_completed
 from .subject import Subject, Unproved, make_subject

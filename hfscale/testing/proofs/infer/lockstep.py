@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ...._compat.torch import own_parameters
 from ....config.parallel import AXES, ParallelConfig
-from ....models.blueprint import Blueprint
-from ....models.inference import TOLERANCE, Proof
+from ....models.blueprint import TOLERANCE, Blueprint, Proof
 from ....models.module_kinds import follow_weight
 from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan.cut import Cut

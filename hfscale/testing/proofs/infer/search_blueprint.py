@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ....errors import PlanError
-from ....models.blueprint import INFERRED, Block, Blueprint
+from ....models.blueprint import INFERRED, Block, Blueprint, Inference, Proof, as_data
 from ....models.clone import DROPOUT_WORDS, tiny_clone
-from ....models.inference import Inference, Proof, as_data
 from ....models.names import wild_name
 from .candidate_blocks import CandidateBlock, find_candidates
 from .forward_trace import Trace, run_hooked, trace
