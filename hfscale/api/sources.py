@@ -19,7 +19,7 @@ from .._compat.transformers.classes import built_or_explained, class_name, from_
 from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
-from ..checkpoint.stored_forms.kept import plan_as_stored
+from ..checkpoint.merged import plan_as_stored
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig

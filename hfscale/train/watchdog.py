@@ -19,10 +19,9 @@ from torch import nn
 
 from .._compat.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
 from ..config.parallel import AXES
-from ..distributed.failures import CODE
+from ..distributed.failures import CODE, innermost_lines
 from ..distributed.mesh import EXPERT_AXES, Mesh
 from ..distributed.ops.collectives import waits
-from ..distributed.user_lines import innermost_lines
 from ..errors import check_number, check_switch
 from .runtime import runtime_of
 
