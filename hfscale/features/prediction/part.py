@@ -29,7 +29,7 @@ from ...models.fields import text_config
 from ...parallel.tensor.loss import RowsAhead, VocabParallelLoss
 from ...plan.drafting.draft import Draft
 from ...plan.feature_plans import IDS, TARGETS, PredictionPlan
-from ...train.look_ahead import look_ahead
+from ...train.inputs import look_ahead
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights

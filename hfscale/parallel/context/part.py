@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
-from ...train.look_ahead import look_ahead
+from ...train.inputs import look_ahead
 from ...train.runtime import Batch, Part, Runtime, recomputing
 from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
