@@ -18,8 +18,8 @@ import hfscale
 from .._compat.torch_device import accelerators
 from .main_process import on_main
 from .memory_limit import GIB, beside
+from .pictures import Sample, write_pictures
 from .run_log import plot_losses, read_metrics
-from .samples import Sample, write_pictures
 from .schema import DataRecipe, FinetuneRecipe, Recipe
 from .tasks import task_of
 from .templates import environment

@@ -19,9 +19,9 @@ from .launch import layout_of
 from .main_process import is_main
 from .main_process import run as run_or_explain
 from .memory_limit import expect_memory
+from .pictures import answers, samples
 from .places import check_places
 from .results import finish
-from .samples import answers, samples
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
 from .tasks import model_options, task_of
 from .trainer import RecipeTrainer
