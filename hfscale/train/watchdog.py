@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch import nn
 
-from .._compat.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
+from .._compat.torch_gloo import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
 from ..config.parallel import AXES
 from ..distributed.failures import CODE, innermost_lines
 from ..distributed.mesh import EXPERT_AXES, Mesh
