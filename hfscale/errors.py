@@ -1,4 +1,4 @@
-"""Define hfscale's exceptions and the checks that raise them; a message says what was given, found, and to be done."""
+"""Define exceptions, and checks that raise :class:`ConfigError`; a message says what was given, found, and needed."""
 
 import difflib
 import math
@@ -58,11 +58,7 @@ def in_words(error: BaseException | None) -> str:
 
 
 def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
-    """Refuse names that are none of the ``fields`` of a class called ``kind``.
-
-    Raises:
-        ConfigError: it names the closest field, and all of them.
-    """
+    """Refuse names that are none of the ``fields`` of a class called ``kind``: the error has the closest, and all."""
     for name in given:
         if name not in fields:
             close = meant(name, fields)
@@ -71,11 +67,7 @@ def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
 
 
 def check_count(name: str, given: object, least: int = 1) -> None:
-    """Refuse a value other than an integer of at least ``least`` for an argument called ``name``.
-
-    Raises:
-        ConfigError: with the value.
-    """
+    """Refuse a value other than an integer of at least ``least`` for an argument called ``name``."""
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
         raise ConfigError(f"{name}={given!r} is invalid: use a whole number of at least {least}")
 
@@ -89,15 +81,8 @@ def check_number(
     most: float | None = None,
     infinite: bool = False,
 ) -> None:
-    """Refuse a value other than a number within bounds for an argument called ``name``.
-
-    Args:
-        above: lower bound that is not allowed itself.
-        least, most: the smallest and the largest number allowed.
-        infinite: whether infinity is allowed.
-
-    Raises:
-        ConfigError: with the value and the bounds.
+    """Refuse a value other than a number for an argument called ``name``: ``above`` a bound, of at ``least`` and at
+    ``most`` others, finite unless ``infinite``.
     """
     fits = isinstance(given, Real) and not isinstance(given, bool) and not math.isnan(given)
     fits = fits and (infinite or not math.isinf(given)) and (above is None or given > above)
@@ -108,49 +93,27 @@ def check_number(
 
 
 def check_choice(name: str, given: object, known: Sequence[str], more: str = "") -> None:
-    """Refuse a value other than the ``known`` ones for an argument called ``name``.
-
-    Args:
-        more: other allowed values, in words, for the message.
-
-    Raises:
-        ConfigError: with the value, and the most similar known one.
-    """
+    """Refuse a value other than the ``known`` ones for an argument called ``name``; ``more``: others, in words."""
     if given not in known:
         hint = did_you_mean(given, known)
         raise ConfigError(f"{name}={given!r} is unknown: {hint}use one of {', '.join(known)}{more}")
 
 
 def check_names(name: str, given: Any, like: str) -> None:
-    """Refuse a value other than a list of names for an argument called ``name``.
-
-    Args:
-        like: an example for the message.
-
-    Raises:
-        ConfigError: with the value.
-    """
+    """Refuse a value other than a list of names, ``like`` this example, for an argument called ``name``."""
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not all(isinstance(each, str) and each for each in given):
         raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, as {like}")
 
 
 def check_switch(name: str, given: object) -> None:
-    """Refuse a value other than ``True`` or ``False`` for an argument called ``name``.
-
-    Raises:
-        ConfigError: with the value.
-    """
+    """Refuse a value other than ``True`` or ``False`` for an argument called ``name``."""
     if not isinstance(given, bool):
         raise ConfigError(f"{name}={given!r} is not a switch: use True or False")
 
 
 def check_path(name: str, given: object) -> None:
-    """Refuse a value other than a path for an argument called ``name``.
-
-    Raises:
-        ConfigError: with the value.
-    """
+    """Refuse a value other than a path for an argument called ``name``."""
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         raise ConfigError(f"{name}={given!r} is invalid: use the path of a file or directory")
 
@@ -197,11 +160,8 @@ def written_like_a_path(text: str) -> bool:
 
 
 def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the ``known`` name most similar to ``name``, or ``None`` if none is similar.
-
-    Args:
-        name: an unknown name; with ``-`` or ``_``, with or without a leading ``--``.
-        cutoff: least similarity, of 1, of names that are not in the table of synonyms.
+    """Return the ``known`` name most similar to ``name``, which may have dashes, or ``None`` if none is similar:
+    ``cutoff`` is the least similarity, of 1, of names that are not in the table of synonyms.
     """
     plain = {each.lstrip("-").replace("-", "_"): each for each in known}
     asked = name.lstrip("-").replace("-", "_").lower()

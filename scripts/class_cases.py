@@ -1,8 +1,10 @@
 """Classes that people train, and the tiny models and batches of each, for scripts/class_sweep.py."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,16 @@ from hfscale._compat.transformers.classes import classes_by_config
 from hfscale.models.clone import HIDDEN, LAYERS, VOCABULARY, tiny_clone
 from hfscale.testing import plain
 from hfscale.testing.parity import Batch
-from hfscale.testing.picture_configs import ALWAYS_PICTURED, CHANGES, with_pictures
+from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.picture_parity import PictureCase
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.families import CHANGES
+from tests.plain_cases import UserLossCase
+
 SIDE = 32
+# Families that cannot be given a text alone, although their classes do not say so.
+ALWAYS_PICTURED = ("git", "idefics", "kosmos-2", "pi0", "pix2struct", "pp_formulanet", "vision-encoder-decoder")
 REWARD = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "starcoder2", "stablelm"),
@@ -137,9 +145,9 @@ class RewardCase(plain.PlainCase):
         total, count = preferences(model(**batch), batch)
         return total / count
 
-    def by_step(self) -> plain.UserLossCase:
+    def by_step(self) -> UserLossCase:
         """The same by ``train_step``, with a loss of the user's own."""
-        case = plain.UserLossCase(self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows)
+        case = UserLossCase(self.config, auto_class=self.auto_class, make_batch=self.make_batch, rows=self.rows)
         return replace(case, loss_fn=preferences)
 
 

@@ -1,5 +1,7 @@
 """Classes other than causal language models, for scripts/family_sweep.py."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -14,6 +16,9 @@ from transformers import (
 )
 
 from hfscale.testing import plain
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.plain_cases import image_text_pairs
 
 _ROBERTA, _BART = {"pad_token_id": 1}, {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
 _T5 = {"pad_token_id": 0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
@@ -59,6 +64,6 @@ OTHERS: list[tuple[str, Any, plain.Maker, dict[str, Any]]] = [
     ("marian", AutoModelForSeq2SeqLM, plain.sequence_to_sequence, {**_BART, "decoder_vocab_size": 67}),
     ("whisper", AutoModelForSpeechSeq2Seq, plain.speech_to_text, _WHISPER),
     ("vit", AutoModelForImageClassification, plain.image_classification, {"image_size": 32}),
-    ("clip", CLIPModel, plain.image_text_pairs, {}),
-    ("siglip", SiglipModel, plain.image_text_pairs, {}),
+    ("clip", CLIPModel, image_text_pairs, {}),
+    ("siglip", SiglipModel, image_text_pairs, {}),
 ]

@@ -25,7 +25,7 @@ from hfscale.models import FAMILIES
 from hfscale.models.decoders import DECODERS
 from hfscale.models.gpt_decoders import GPT_DECODERS
 from hfscale.plan.drafting.resolve import find_blueprint
-from hfscale.testing.proofs.infer import infer
+from hfscale.testing.proofs.infer.search_blueprint import infer
 
 
 def build(family: str) -> Any:

@@ -24,7 +24,7 @@ from hfscale.cost.model.memory_model import MemoryEstimate, estimate_memory
 from hfscale.cost.model.model_shape import shape_of_plan
 from hfscale.cost.tools.measure_layers import measured_layers
 from hfscale.cost.tools.memory_report import held_bytes
-from hfscale.cost.tools.meta_model import run_spec
+from hfscale.cost.tools.simulated_rank import run_spec
 from hfscale.distributed.ops.head_cross_entropy import rows_per_chunk
 from hfscale.features.memory import kept_activations
 from hfscale.features.memory.compressed import Here, OnHost, Stored

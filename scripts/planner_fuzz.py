@@ -19,7 +19,7 @@ import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale.cost.tools.measure_layers import measured_layers
 from hfscale.cost.tools.memory_report import memory_of_ranks
-from hfscale.cost.tools.meta_model import run_spec
+from hfscale.cost.tools.simulated_rank import run_spec
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}

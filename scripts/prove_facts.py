@@ -7,7 +7,7 @@ the other classes of scripts/family_clones.py, in each kind of layout, with noth
 is proved, once for each digest of a config, and written family by family. With ``--only``, what the table has stays.
 
 With ``--check`` it stays altogether, and what it does not say is an error. Everything is proved for each config then:
-two of one digest that differ are an error, too, since the digest (hfscale/models/digest.py) leaves out what tells
+two of one digest that differ are an error, too, since the digest (hfscale/models/facts.py) leaves out what tells
 them apart.
 """
 
@@ -34,8 +34,7 @@ from transformers.models.auto.modeling_auto import (
 
 import hfscale
 from hfscale.models.clone import tiny_clone
-from hfscale.models.digest import digest
-from hfscale.models.facts import TABLE, Facts, proved_anew
+from hfscale.models.facts import TABLE, Facts, digest, proved_anew
 from hfscale.train.guards.packed_rows import check_packed_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -5,8 +5,15 @@ from typing import Any
 from transformers import AutoConfig
 
 from hfscale.models.clone import LAYERS, layers_of_every_kind, shares_keys, tiny_clone
-from hfscale.testing.picture_configs import CHANGES
+from hfscale.testing import picture_configs
 
+# Changes that a default config needs to build and train. RoBERTa's positions are counted from the padding token's id.
+_ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+CHANGES: dict[str, dict[str, Any]] = {
+    **picture_configs.CHANGES,
+    **{family: {"pad_token_id": 1} for family in _ROBERTAS},
+    "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
+}
 # Changes that turn a dense clone into a mixture.
 MIXED: dict[str, dict[str, Any]] = {
     "doge": {"is_moe": True},

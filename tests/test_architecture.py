@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).parents[1] / "hfscale"
-LONGEST_FILE, MEDIAN_FILE = 350, 120
+LONGEST_FILE, MEDIAN_FILE = 350, 150
 LONGEST_FUNCTION, MOST_BRANCHES = 60, 15
 TOO_LONG: set[str] = set()
 """Functions over the limits, to be taken apart; one that has been leaves this list."""

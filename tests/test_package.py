@@ -93,7 +93,7 @@ _NAME_CUDA = {
         "config/options.py",
         "integrations/trainer/streams.py",
         "parallel/tensor/lazy_logits.py",
-        "cost/tools/meta_model.py",
+        "cost/tools/simulated_rank.py",
         "cost/tools/simulated_rank.py",
     ),
 }

@@ -3,7 +3,7 @@
 Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have files of their own beside this one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._triton import has_triton as triton_works
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map", "triton_works"]
@@ -246,3 +247,38 @@ def patience_of(backend: Any) -> timedelta | None:
 def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
     """Replace ``module(...)`` by ``answer(call, ...)``, where ``call`` is the original, with all its hooks."""
     module._call_impl = partial(answer, module._call_impl)  # type: ignore[method-assign]
+
+
+def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the modes for the first pass, which keeps the results of ``operators``, and for the recomputation.
+
+    Torch's two modes count every operator, and expect a recomputation to call each as often as the first pass did. With
+    data ranks that does not hold: experts' weights that replicas share are gathered inside of a layer unless they are
+    gathered already. So the modes see only the chosen operators.
+    """
+    first, again = create_selective_checkpoint_contexts(list(operators))
+    return _Chosen(operators, first), _Chosen(operators, again)
+
+
+class _Chosen(TorchDispatchMode):
+    """Pass ``operators`` to ``mode``, and run all others as they are."""
+
+    def __init__(self, operators: Collection[Any], mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._operators, self._mode = frozenset(operators), mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Ignore operators inside of compiled blocks, as torch's own modes do."""
+        return True
+
+    def __enter__(self) -> Any:
+        with self._mode:  # resets its counts
+            pass
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass one operator to the mode, or run it."""
+        if func in self._operators:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Torch's fake process group, and patches that let FSDP2 run on the meta device.
+"""Torch's fake process group, and patches that let FSDP2 and autocast run on the meta device.
 
 Read and run with torch 2.13. FSDP2 gets streams and events from the device's module, which the meta device lacks: they
 are the CPU's, which wait for nothing. And it refuses meta weights as not loaded yet.
@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .replaced import attribute_replaced
+from .torch import base_of, storage_key, tree_map
 
 _fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
 META = torch.device("meta")
@@ -94,3 +98,103 @@ def finished(func: Any, args: Any) -> Any:
     work = FakeWork().boxed()
     made = [work if "Work" in str(value.type) else args[0] for value in func._schema.returns]
     return made[0] if len(made) == 1 else tuple(made)
+
+
+_NARROWED = {
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "einsum", "chain_matmul"),
+    *("addmm", "addmv", "addbmm", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
+    *("scaled_dot_product_attention", "grouped_mm", "_grouped_mm"),
+}
+_WIDENED = {
+    *("pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log2", "log1p", "softplus"),
+    *("layer_norm", "group_norm", "rms_norm", "norm", "softmax", "log_softmax", "logsumexp"),
+    *("sum", "prod", "cumsum", "cumprod"),
+}
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Casts(TorchFunctionMode):
+    """Cast the arguments of listed functions to ``dtype`` or, if it ``widens``, those of a second list to 32 bits;
+    weights once, as autocast keeps its copies until its end. Their storages are added to ``copies``, by their key.
+    """
+
+    def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
+        super().__init__()
+        self._dtype, self._widens, self._copies = dtype, widens, copies
+        self._of_weights: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        if name in _NARROWED:
+            given = tree_map(self._narrowed, given)
+        elif self._widens and name in _WIDENED:
+            given = tree_map(_widened, given)
+        found = func(*given[0], **given[1])
+        if name == "to" and _is_weight(args[0]) and found is not args[0]:  # code that casts to autocast's dtype itself
+            self._note(found)
+        return found
+
+    def _narrowed(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _CAST or tensor.dtype == self._dtype:
+            return tensor
+        if not _is_weight(tensor):
+            return tensor.to(self._dtype)
+        if not tensor.is_leaf:  # a view, which autocast casts each time
+            return self._note(tensor.to(self._dtype))
+        if id(tensor) not in self._of_weights:
+            self._of_weights[id(tensor)] = tensor, self._note(tensor.to(self._dtype))
+        return self._of_weights[id(tensor)][1]
+
+    def _note(self, copy: Tensor) -> Tensor:
+        storage = copy.untyped_storage()
+        self._copies[storage_key(storage)] = StorageWeakRef(storage)
+        return copy
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor is a trained weight, or a view of one."""
+    base = base_of(tensor)
+    weight = tensor if base is None else base
+    return weight.is_leaf and weight.requires_grad
+
+
+def _widened(tensor: Any) -> Any:
+    return tensor.float() if isinstance(tensor, Tensor) and tensor.dtype in _CAST else tensor
+
+
+@contextmanager
+def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
+    """Let autocast on the meta device act as on ``like``, ``"cpu"`` or ``"cuda"``, inside the ``with`` block, which
+    gets the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives.
+
+    By torch's documented lists (Autocast Op Reference), reduced to the operators of language models: matrix products
+    are cast to 16 bits, and on GPUs powers, sums and norms to 32 bits.
+    """
+    autocast, enabled, chosen = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+    active: list[torch.dtype] = []
+    copies: dict[int, StorageWeakRef] = {}
+
+    @contextmanager
+    def casting(dtype: torch.dtype) -> Iterator[None]:
+        with _Casts(dtype, like != "cpu", copies):
+            active.append(dtype)
+            try:
+                yield
+            finally:
+                active.pop()
+
+    def of(device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
+        if device_type != "meta":
+            return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return casting(dtype or torch.bfloat16)
+
+    def is_enabled(*kind: str) -> bool:
+        return bool(active) if kind == ("meta",) else enabled(*kind)
+
+    def dtype_of(kind: str) -> torch.dtype:
+        return active[-1] if kind == "meta" and active else chosen("cpu" if kind == "meta" else kind)
+
+    with ExitStack() as stack:
+        for name, value in (("autocast", of), ("is_autocast_enabled", is_enabled), ("get_autocast_dtype", dtype_of)):
+            stack.enter_context(attribute_replaced(torch, name, value))
+        yield copies

@@ -19,9 +19,8 @@ from ..features.memory.kept_activations import KeptActivations
 from ..features.memory.plan import plan_memory
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
-from ..features.precision.loss_scale import LossScaling
-from ..features.precision.part import Autocast, SharedCasts
-from ..features.prediction.part import MultiTokenPrediction
+from ..features.precision.part import Autocast, LossScaling, SharedCasts
+from ..features.prediction.part import MultiTokenPrediction, plan_prediction
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
 from ..parallel.context.plan import plan_context
@@ -36,7 +35,6 @@ from ..plan import Plan
 from ..plan.drafting.assign import plan_pipeline
 from ..plan.drafting.blocks import plan_tensor
 from ..plan.drafting.draft import Draft
-from ..plan.drafting.prediction import plan_prediction
 from ..plan.drafting.text_model import plan_towers
 from ..plan.drafting.vocabulary import plan_own_loss, plan_vocabulary
 from ..train.guards.packed_rows import PackedRows

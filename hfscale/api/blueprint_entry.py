@@ -3,8 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from ..models.blueprint import INFERRED, OWN_TABLE, Block, Blueprint
-from ..models.inference import TOLERANCE, Inference, given_fields
+from ..models.blueprint import INFERRED, OWN_TABLE, TOLERANCE, Block, Blueprint, Inference, given_fields
 from ..plan.drafting.resolve import find_blueprint, infer
 
 _WIDTH = 100

@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..features.adapters.storage import WEIGHTS
 from ..plan import AdapterParameter
 from ..train.runtime.writing import atomic_directory
-from .adapted_base import AdaptedBase
+from .merge_files import AdaptedBase
 
 _PREFIX = "base_model.model."
 

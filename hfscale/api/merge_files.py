@@ -13,18 +13,60 @@ from torch import Tensor
 
 from .._compat.transformers.classes import empty_model, stock_class
 from .._compat.transformers.conversions import convert, loaded_targets
+from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from .._compat.transformers.saving import AsStored
 from ..checkpoint.carried import announced, copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
 from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
-from ..checkpoint.stored_forms.scheme import describe_form, form_in
+from ..checkpoint.stored_forms.scheme import describe_form, form_in, split_stored_form
+from ..config.parallel import ParallelConfig
+from ..distributed.files.reader import TensorOnDisk, open_tensors
 from ..distributed.files.replace import finish_move
 from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
+from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.attach import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
+from ..features.adapters.plan import plan_adapters
+from ..features.adapters.storage import WEIGHTS, read_config, stored_names
 from ..train.runtime.writing import atomic_directory
-from .adapted_base import AdaptedBase
+from .build_plan import build_plan
+
+
+class AdaptedBase:
+    """A checkpoint and an adapter of it, in two directories, on the meta device; ``trusted`` code that comes with the
+    checkpoint runs.
+
+    Attributes:
+        model: the stock model.
+        form: of quantized weights in the checkpoint; ``None``: there are none.
+        whole: PEFT's model around another of the same class.
+        stock_plan, plan: of the model without and with the adapter.
+        adapters: the adapter's parameters.
+        keys: their keys in the adapter's file, and those of other trained parameters, by name.
+        trained: the adapter's stored tensors.
+
+    Raises:
+        CheckpointError: a file is damaged, or there is no model of the checkpoint's class.
+        ConfigError: the adapter does not fit the model.
+    """
+
+    name = "default"
+
+    def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
+        config, _ = read_config(str(adapter))
+        self.trained: dict[str, TensorOnDisk] = open_tensors([adapter / WEIGHTS])
+        refuse_adapters_of_prediction(self.trained, str(adapter))
+        try:
+            self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
+        except (LookupError, OSError) as error:
+            raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
+        self.model.config, self.form = split_stored_form(self.model.config)
+        self.stock_plan = build_plan(self.model, ParallelConfig())
+        self.whole: Any = quietly(wrapped, config, self.name)
+        self.adapters = adapter_parameters(self.whole, self.stock_plan)
+        self.plan = plan_adapters(self.stock_plan, self.adapters)
+        self.keys = stored_names(self.whole, self.name, self.plan, True)
 
 
 class _Merged:

@@ -5,7 +5,7 @@ shards of it with local sizes.
 """
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .._compat.torch import own_buffers, own_parameters
-from .._compat.transformers.classes import built_or_explained, from_config
+from .._compat.transformers.classes import built_or_explained, class_name, from_config
 from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
-from ..checkpoint.resize import resize_vocabulary
-from ..checkpoint.stored_forms.kept import plan_as_stored
+from ..checkpoint.merged import plan_as_stored
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
@@ -204,3 +203,30 @@ def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
                 own_parameters(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for name, buffer in own_buffers(module).items():
             own_buffers(module)[name] = None if buffer is None else buffer.to("meta")
+
+
+def resize_vocabulary(
+    build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
+) -> tuple[PreTrainedConfig, frozenset[str]]:
+    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token, which
+    transformers finds by resizing a model that ``build`` makes of a config on the meta device. Raise
+    :class:`ConfigError` if the vocabulary size changes more than the numbers of rows of parameters.
+    """
+    before = build(copy.deepcopy(config))
+    shapes = _shapes(before)
+    before.resize_token_embeddings(tokens, mean_resizing=False)
+    after, wanted = build(before.config), _shapes(before)
+    changed = {name for name, shape in wanted.items() if shape != shapes[name]}
+    fits = all(wanted[name] == (tokens, *shapes[name][1:]) for name in changed)
+    if not fits or _shapes(after) != wanted or changed - dict(after.named_parameters(remove_duplicate=False)).keys():
+        raise ConfigError(
+            f"resize_token_embeddings={tokens}: {class_name(before)} has sizes other than rows of parameters that "
+            f"depend on the number of tokens ({', '.join(sorted(changed))}): resize it with stock transformers "
+            "(model.resize_token_embeddings(...); model.save_pretrained(directory)), and load that"
+        )
+    return before.config, frozenset(changed)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in named}

@@ -3,8 +3,7 @@
 from .checksums import verify_experts
 from .load import load_pretrained
 from .save import save_pretrained
-from .save_check import SaveCheck, check_save
-from .state import load_state, save_state, wait_for_saves
+from .state import SaveCheck, check_save, load_state, save_state, wait_for_saves
 from .stream import stream_weights
 
 __all__ = [

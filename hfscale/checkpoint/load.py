@@ -20,14 +20,12 @@ from .._compat.transformers.classes import empty_copy
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
-from ..distributed.files.reader import TensorOnDisk, named_files
-from ..distributed.files.slices import ResizedOnDisk, ShareOnDisk, is_elsewhere
+from ..distributed.files.reader import ResizedOnDisk, ShareOnDisk, TensorOnDisk, is_elsewhere, named_files
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..features.quantization.arrival import Quantizing
-from ..features.quantization.linear_stored import hold_packed
-from ..features.quantization.stored import split_packed
+from ..features.quantization.arrival import Quantizing, split_packed
+from ..features.quantization.quantized_modules import hold_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import ParameterPlan, Plan
@@ -35,10 +33,9 @@ from ..plan.feature_plans import PredictionPlan
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights
 from .carried import note_carried
-from .merged import merged_parameters, parts_of_share
+from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import load_weights_as, open_plain
-from .stored_forms.kept import stored_sources
 from .stored_forms.scheme import StoredForm
 
 _log = logging.getLogger(__name__)

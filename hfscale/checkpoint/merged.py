@@ -7,21 +7,29 @@ slice of each *stored* tensor is this rank's::
     experts.4.gate_proj [2, 3]  ->  gate_up_proj[4, 0:2]      experts.4.up_proj [2, 3]  ->  gate_up_proj[4, 2:4]
 
 transformers is given these slices only, and merges them to the shard: it never reads another rank's experts.
+What is merged from weights that are stored quantized may, under adapters, stay in their bytes.
 """
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._compat.transformers.conversions import Destination, Merge
-from ..distributed.files.reader import TensorOnDisk
-from ..distributed.files.slices import PartOnDisk
-from ..errors import CheckpointError
-from ..plan import ParameterPlan
+from ..distributed.files.dequantized import DequantizedOnDisk
+from ..distributed.files.reader import PartOnDisk, TensorOnDisk
+from ..distributed.files.stored_rows import Source
+from ..errors import CheckpointError, ConfigError
+from ..features.quantization.quantized_modules import packable
+from ..plan import ParameterPlan, Plan
 from ..plan.cut import Spans, share_spans
+from ..plan.quantized import QuantizedPlan
+from .stored_forms.scheme import StoredForm
 
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:
@@ -98,3 +106,57 @@ def _within(spans: Spans, low: int, high: int) -> Spans:
     """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
     kept = [(max(start, low) - low, min(stop, high) - low) for start, stop in spans]
     return [(start, stop) for start, stop in kept if start < stop]
+
+
+_log = logging.getLogger(__name__)
+
+
+def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
+    """Return the plan with the weights of the full stock ``model`` that, by its config, are stored quantized; loading
+    the checkpoint makes the list exact.
+    """
+    sizes = {name: form.bytes_per_value(name, planned.by_name[name].shape) for name in packable(planned, model)}
+    entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
+    if not entries:
+        raise ConfigError(
+            f"quantization_config='as_stored' keeps projections and experts that are stored in {form.method}, and by "
+            "its config this model has none: leave it out"
+        )
+    size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
+    found = QuantizedPlan(4 if size < 1 else 8, form.method, False, tuple(entries), stored=True, size=size)
+    return replace(planned, quantized=found)
+
+
+def stored_sources(
+    plan: Plan, model: nn.Module, stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], tells: bool
+) -> dict[str, list[Source]]:
+    """Return the stored weights that make up each weight of the full ``model`` that can stay as it is stored; one rank
+    ``tells`` of those that cannot.
+    """
+    merged = merged_parameters(targets)
+    keys = {target.name: key for key, target in targets.items() if target.converter is None}
+    found: dict[str, list[Source]] = {}
+    for name in packable(plan, model):
+        planned = plan.by_name[name]
+        if name in merged and merged[name][0][1].stack in (0, None):
+            boxes = boxes_of_sources(planned, merged[name], stored)
+        elif name in keys and stored[keys[name]].shape == planned.shape:
+            boxes = {keys[name]: [(0, size) for size in planned.shape]}
+        else:
+            continue
+        sources = [(weight, box) for key, box in boxes.items() if isinstance(weight := stored[key], DequantizedOnDisk)]
+        if len(sources) == len(boxes):
+            found[name] = sources
+    rest = {targets[key].name for key, weight in stored.items() if isinstance(weight, DequantizedOnDisk)} - found.keys()
+    if not found:
+        raise CheckpointError(
+            f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay so: "
+            "leave it out"
+        )
+    if rest and tells:
+        _log.warning(
+            "%d weights that are stored quantized cannot stay so and are read as plain values (%s, for one): only "
+            "untied projections can, and experts that the host stacks, concatenates or transposes",
+            *(len(rest), min(rest)),
+        )
+    return found

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import TorchDispatchMode, schema_of, storage_key
-from .._compat.transformers.initialization import initializations, is_loaded, mark_loaded
+from .._compat.transformers.loading import initializations, is_loaded, mark_loaded
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
 from ..train.runtime.parameter_names import put_buffer, put_parameter

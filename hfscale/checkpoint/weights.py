@@ -20,10 +20,8 @@ from .stored_forms.scheme import form_in
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
     """Replace a model's weights in place by those of a plain checkpoint, in any layout; call it on every rank. For a
-    model with adapters only the adapter is read. The shards read take memory beside the present ones meanwhile.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, or lacks some of its weights.
+    model with adapters only the adapter is read. The shards read take memory beside the present ones meanwhile. Raise
+    :class:`CheckpointError` if the checkpoint is of another model, or lacks some of its weights.
     """
     runtime = runtime_of(model)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):

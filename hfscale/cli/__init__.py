@@ -6,11 +6,13 @@ import sys
 import textwrap
 import traceback
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from .._compat.parsers import flags_of
-from ..errors import HFScaleError, meant
+from ..config.declared import declared
+from ..config.layout import LayoutFields, check_name
+from ..errors import ConfigError, HFScaleError, check_count, meant
 from . import cmd_bench as bench
 from . import cmd_blueprint as blueprint
 from . import cmd_calibrate as calibrate
@@ -28,7 +30,8 @@ from . import cmd_search as search
 from . import cmd_train as train
 from . import cmd_upcycle as upcycle
 from . import cmd_verify as verify
-from .early import check_early
+from .amounts import bytes_of, tokens_of
+from .model import check_place
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -151,3 +154,44 @@ def _parser() -> argparse.ArgumentParser:
 
 def _in_the_list(name: str) -> str:
     return textwrap.fill(_COMMANDS[name].HELP, 100, initial_indent=f"  {name:15}", subsequent_indent=" " * 17)
+
+
+_COUNTS = (
+    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
+    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node"),
+)
+_TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
+
+
+def check_early(arguments: argparse.Namespace) -> None:
+    """Refuse names, sizes and paths that are impossible in themselves, before torch is imported (seconds)."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if "model" in given:
+        check_place(given["model"])
+    for each in declared(LayoutFields):
+        if each.dest in given and each.name.endswith("_size"):
+            check_count(each.name, _number(given[each.dest]))
+        elif each.dest in given and each.choices:
+            check_name(each, given[each.dest])
+    for name in given.keys() & set(_COUNTS):
+        check_count(_flag(name), _number(given[name]))
+    for name in given.keys() & set(_TOKENS):
+        tokens_of(given[name], _flag(name))
+    if isinstance(given.get("max_memory"), str):
+        bytes_of(given["max_memory"], "--max-memory")
+    if "auto_class" in given and not str(given["auto_class"]).startswith("AutoModel"):
+        raise ConfigError(
+            f"--auto-class {given['auto_class']} is not one of transformers' Auto classes: use AutoModelForCausalLM"
+        )
+    if "hardware" in given:
+        from ..cost.model.machines_known import find_machine
+
+        find_machine(given["hardware"])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _number(given: Any) -> Any:
+    return int(given) if isinstance(given, str) and given.isdigit() else given

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
         raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
-    from .bench_collectives.bandwidth_plot import draw
+    from .bench_collectives import draw
     from .schedule_drawing.schedule_plot import check_drawing
 
     if arguments.out is not None:
@@ -60,14 +60,13 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
     """Return the measurements, and over which links; none on a launcher's other ranks."""
     from .._compat.torch_device import accelerators
     from ..config.environment import started_processes
-    from .bench_collectives import ranks
-    from .bench_collectives.collectives import measure
+    from .bench_collectives import measure, run_ranks
 
     if started_processes() > 1:
         return _under_a_launcher(sizes)
     gpus = accelerators().device_count()
     world = processes or max(2, gpus)
-    found = ranks.run_ranks(world, measure, sizes)
+    found = run_ranks(world, measure, sizes)
     return found, f"NCCL between {world} GPUs" if world <= gpus else f"gloo between {world} processes of one machine"
 
 
@@ -75,7 +74,7 @@ def _under_a_launcher(sizes: list[int]) -> tuple[list["Measured"], str]:
     import torch.distributed as dist
 
     from ..distributed.processes import own_device, start
-    from .bench_collectives.collectives import measure
+    from .bench_collectives import measure
 
     device = own_device()
     if not dist.is_initialized():

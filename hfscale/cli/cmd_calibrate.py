@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
     from ..cost.model.machines_known import find_machine
     from ..cost.tools.calibrate import GPU_SIZES, Sizes, calibrate
-    from .bench_collectives.collectives import measure
-    from .bench_collectives.ranks import run_ranks
+    from .bench_collectives import measure, run_ranks
 
     if not 0 < arguments.seconds <= 5:
         raise ConfigError(f"--seconds {arguments.seconds:g} is invalid: use more than 0 and at most 5")

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .amounts import bytes_of
-from .look import add_json, check_directory, show
-from .output_directory import add_overwrite, check_target
+from .look import add_json, add_overwrite, check_directory, check_target, show
 
 HELP = "make a Hugging Face directory of a saved state"
 DESCRIPTION = (

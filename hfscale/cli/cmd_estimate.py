@@ -6,10 +6,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from .amounts import tokens_of
-from .layout import add_layout_arguments, layout_of
 from .look import add_json, check_writable, print_json
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
-from .model_flags import add_adapter_arguments, add_machine_arguments, plan_arguments
+from .model_flags import add_adapter_arguments, add_layout_arguments, add_machine_arguments, layout_of, plan_arguments
 
 HELP = "estimate seconds and bytes of a training step under a layout"
 DESCRIPTION = (

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the description; return 1 if something is incomplete."""
-    from ..checkpoint.inspect import inspect
+    from ..checkpoint.convert import inspect
 
     text, whole = inspect(arguments.directory, verify=not arguments.quick)
     show(arguments, {"directory": arguments.directory, "whole": whole, "lines": text.splitlines()}, text)

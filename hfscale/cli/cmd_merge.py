@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from .amounts import bytes_of
-from .look import add_json, check_directory, print_json, working
-from .output_directory import add_overwrite, check_target
+from .look import add_json, add_overwrite, check_directory, check_target, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 DESCRIPTION = (

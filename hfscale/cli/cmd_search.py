@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
-    from ..cost.tools.recipe_of_layout import learning_rates
+    from ..cost.tools.search import learning_rates
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
@@ -100,7 +100,7 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
 
 
 def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) -> None:
-    from ..cost.tools.recipe_of_layout import recipe_of
+    from ..cost.tools.search import recipe_of
 
     more: dict[str, Any] = {"training": {"dtype": dtype, "mixed_precision": mixed, "optimizer": arguments.optimizer}}
     if arguments.lora is not None:

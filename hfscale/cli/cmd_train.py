@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes = ParallelConfig(**recipe.parallel).total_size
     again = [arguments.recipe, *arguments.overrides, *memory_limit_flags(arguments.max_memory)]
     if arguments.print_job:
-        from ..recipes.jobs import job_file
+        from ..recipes.launch import job_file
 
         print(job_file(arguments.print_job, recipe.name, processes, arguments.gpus_per_node, again), end="")
         return 0

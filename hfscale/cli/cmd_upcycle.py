@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from .amounts import bytes_of
-from .look import add_json, show
-from .output_directory import add_overwrite, check_target
+from .look import add_json, add_overwrite, check_target, show
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
 DESCRIPTION = (

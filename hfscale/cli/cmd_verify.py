@@ -4,9 +4,9 @@ import argparse
 from dataclasses import asdict
 
 from ..errors import ConfigError
-from .layout import add_layout_arguments, layout_of
 from .look import add_json, show, working
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
+from .model_flags import add_layout_arguments, layout_of
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (

@@ -1,9 +1,15 @@
-"""Flags shared by several subcommands: adapters, quantization, machine and optimizer."""
+"""Flags shared by several subcommands: layout, adapters, quantization, machine and optimizer."""
 
 import argparse
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ..config.declared import declared
+from ..config.layout import LayoutFields
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..config.parallel import ParallelConfig
+
 
 OPTIMIZER = "adamw_torch_fused"
 """The default optimizer: HF Trainer's own."""
@@ -50,7 +56,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     elif kind is not None:
         given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
     if arguments.lora is not None:
-        from ..features.adapters.peft_config import config_class
+        from ..features.adapters.storage import config_class
 
         names = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         given["peft_config"] = config_class("lora")[0](r=rank or 16, target_modules=names, task_type="CAUSAL_LM")
@@ -71,3 +77,31 @@ def add_machine_arguments(parser: Adds) -> None:
     )
     add_sequence_length(parser)
     parser.add_argument("--optimizer", default=OPTIMIZER, metavar="NAME", help="its name in HF Trainer")
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of a layout."""
+    # Values stay strings here: ParallelConfig checks them, and fills in those left out.
+    layout = parser.add_argument_group("layout")
+    for each in declared(LayoutFields):
+        if each.kind is bool:
+            layout.add_argument(each.flag, action=argparse.BooleanOptionalAction, help=each.help)
+        else:
+            metavar = "NAME" if each.choices else "N" if each.kind is int else "N,N,..."
+            layout.add_argument(each.flag, metavar=metavar, help=each.help)
+
+
+def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
+    """Return the layout that the flags describe."""
+    from ..config.parallel import ParallelConfig
+    from ..parallel.pipeline.orders import check_layout
+
+    known = declared(LayoutFields)
+    layout = ParallelConfig(**{each.name: getattr(arguments, each.dest) for each in known})
+    axes = {each.flag: each.text for each in known}
+    for axis in filter(None, dict.fromkeys(each.needs for each in known)):
+        given = [each.flag for each in known if each.needs == axis and getattr(arguments, each.dest) is not None]
+        if given and layout.asked(axis) == 1:
+            raise ConfigError(f"{', '.join(given)} needs several {axes[f'--{axis}']}: give --{axis} 2 or more as well")
+    check_layout(layout)
+    return layout

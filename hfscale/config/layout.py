@@ -82,10 +82,8 @@ class LayoutFields:
 
 
 def check_name(each: Declared, given: Any) -> Any:
-    """Return the canonical spelling of a choice; for schedules, also the path of a CSV file.
-
-    Raises:
-        ConfigError: it is unknown.
+    """Return the canonical spelling of a choice; for schedules, also the path of a CSV file. Raise :class:`ConfigError`
+    if it is unknown.
     """
     if each.choices is not SCHEDULES:
         check_choice(each.name, given, each.choices)

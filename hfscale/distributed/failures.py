@@ -17,20 +17,21 @@ import secrets
 import selectors
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from .._compat.torch_gloo import is_connection_lost
-from .user_lines import innermost_lines
 
 CODE = 75  # EX_TEMPFAIL: start the process again
 SWITCH = "HFSCALE_FAILURES"
@@ -276,3 +277,28 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 def _place(trace: TracebackType | None) -> str:
     """Return the innermost line of the user's code in a traceback."""
     return next(filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place")
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+_PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+# Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
+_SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
+_FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
+_LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
+
+
+def innermost_lines(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+    """Return the innermost lines of the user's code and of hfscale's, of ``frames`` with lines, innermost first."""
+    place, inside = "", ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            inside = inside or _user_line(frame, line, Path("hfscale", Path(file).relative_to(_PACKAGE)))
+        elif not file.startswith((*_LIBRARIES, "<")):
+            place = _user_line(frame, line, Path(file).name)
+            break
+    return place, inside
+
+
+def _user_line(frame: FrameType, line: int, file: Any) -> str:
+    return f"{file}:{line} in {frame.f_code.co_name}"

@@ -4,12 +4,10 @@ A new family is an entry here; ``scripts/family_sweep.py --only FAMILY`` proves 
 """
 
 from .blueprint import Blueprint
-from .decoders import DECODERS
-from .encoder_decoders import ENCODER_DECODERS
-from .encoders import ENCODERS
+from .decoders import DECODERS, MIXTURES
+from .encoders import ENCODER_DECODERS, ENCODERS
 from .family_limits import SEQUENCE_UNFIT
 from .gpt_decoders import GPT_DECODERS
-from .mixtures import MIXTURES
 
 FAMILIES: dict[str, Blueprint] = {**DECODERS, **GPT_DECODERS, **MIXTURES, **ENCODERS, **ENCODER_DECODERS}
 

@@ -5,8 +5,14 @@ from typing import Any
 
 from .blueprint import Block, Blueprint, in_layers
 
+# Queries, keys and values apart
+_SEPARATE = Block(column=("q_proj", "k_proj", "v_proj"), row=("out_proj",))
+# GPT-2's attention and MLP, and the MLP of GPT-J
+_GPT_ATTENTION = Block(column=("c_attn",), row=("c_proj",), dropout=("attn_pdrop",))
 _GPT_MLP = Block(column=("c_fc",), row=("c_proj",), dropout=())
-# The MLP of GPT-NeoX and of those that follow it, and its attention: every head's query, key and value side by side
+_GPTJ_MLP = Block(column=("fc_in",), row=("fc_out",), dropout=())
+# The attention of GPT-NeoX, every head's query, key and value side by side, and its MLP
+_NEOX_ATTENTION = Block(column=("query_key_value",), row=("dense",))
 _NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
 # An MLP whose projections are children of the layer
 _FLAT_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
@@ -23,23 +29,14 @@ def _one_key_value(config: Any) -> tuple[int, ...]:
 GPT_DECODERS: dict[str, Blueprint] = {
     "biogpt": Blueprint(
         layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), dropout=("attention_probs_dropout_prob",)
-            ),
-            "": _FLAT_MLP,
-        },
+        blocks={"self_attn": replace(_SEPARATE, dropout=("attention_probs_dropout_prob",)), "": _FLAT_MLP},
     ),
     "bloom": Blueprint(
         layers="h",
         blocks={
             # both add the residual
-            "self_attention": Block(
-                column=("query_key_value",),
-                row=("dense",),
-                leave=("dense",),
-                sample_heads=("alibi",),
-                local_attributes=("num_heads",),
+            "self_attention": replace(
+                _NEOX_ATTENTION, leave=("dense",), sample_heads=("alibi",), local_attributes=("num_heads",)
             ),
             "mlp": replace(_NEOX_MLP, leave=("dense_4h_to_h",)),
         },
@@ -60,7 +57,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
             local_attributes=("num_attention_heads",),
             dropout=("attn_pdrop",),
         ),
-        mlp=Block(column=("fc_in",), row=("fc_out",), dropout=()),
+        mlp=_GPTJ_MLP,
     ),
     "ctrl": in_layers(
         "h",
@@ -72,9 +69,8 @@ GPT_DECODERS: dict[str, Blueprint] = {
         layers="h",
         blocks={
             # For every key/value head its queries, its key and its value; or, of multi-query attention, all queries.
-            "self_attention": Block(
-                column=("query_key_value",),
-                row=("dense",),
+            "self_attention": replace(
+                _NEOX_ATTENTION,
                 parts={"query_key_value": _one_key_value},
                 key_value={"query_key_value": (1, 2)},
                 local_attributes=("num_heads", "num_kv_heads"),
@@ -84,58 +80,32 @@ GPT_DECODERS: dict[str, Blueprint] = {
         unfit=lambda config: "alibi=True mixes its biases into the attention mask" if config.alibi else None,
     ),
     "gpt2": in_layers(
-        "h",
-        attn=Block(
-            column=("c_attn",),
-            row=("c_proj",),
-            parts={"c_attn": 3},
-            local_attributes=("split_size",),
-            dropout=("attn_pdrop",),
-        ),
-        mlp=_GPT_MLP,
+        "h", attn=replace(_GPT_ATTENTION, parts={"c_attn": 3}, local_attributes=("split_size",)), mlp=_GPT_MLP
     ),
     "gpt_bigcode": in_layers(
         "h",
         # every head's query, key and value side by side, or, of multi-query attention, as matrices of their own
-        attn=Block(
-            column=("c_attn",),
-            row=("c_proj",),
+        attn=replace(
+            _GPT_ATTENTION,
             parts={"c_attn": _one_key_value},
             key_value={"c_attn": (1, 2)},
             local_attributes=("num_heads", "embed_dim", "kv_dim"),
-            dropout=("attn_pdrop",),
         ),
         mlp=_GPT_MLP,
     ),
     "gpt_neo": Blueprint(
-        layers="h",
-        blocks={
-            "attn.attention": Block(
-                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads",)
-            ),
-            "mlp": _GPT_MLP,
-        },
+        layers="h", blocks={"attn.attention": replace(_SEPARATE, local_attributes=("num_heads",)), "mlp": _GPT_MLP}
     ),
     "gpt_neox_japanese": in_layers(
         "layers",
         # The bias of the output, `dense_bias`, only passes through: the layer adds it
-        attention=Block(
-            column=("query_key_value",),
-            row=("dense",),
-            enter=("query_key_value",),
-            local_attributes=("num_attention_heads",),
-        ),
+        attention=replace(_NEOX_ATTENTION, enter=("query_key_value",), local_attributes=("num_attention_heads",)),
         mlp=_NEOX_MLP,
     ),
     "gptj": in_layers(
         "h",
-        attn=Block(
-            column=("q_proj", "k_proj", "v_proj"),
-            row=("out_proj",),
-            local_attributes=("num_attention_heads",),
-            dropout=("attn_pdrop",),
-        ),
-        mlp=Block(column=("fc_in",), row=("fc_out",), dropout=()),
+        attn=replace(_SEPARATE, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)),
+        mlp=_GPTJ_MLP,
     ),
     "mpt": in_layers(
         "blocks",
@@ -152,42 +122,25 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "openai-gpt": in_layers(
         "h",
-        attn=Block(
-            column=("c_attn",),
-            row=("c_proj",),
+        attn=replace(
+            _GPT_ATTENTION,
             leave=("resid_dropout",),  # the attention returns a list
             parts={"c_attn": 3},
             local_attributes=("n_head", "split_size"),
-            dropout=("attn_pdrop",),
         ),
         mlp=_GPT_MLP,
     ),
     "opt": Blueprint(
         layers="decoder.layers",
-        blocks={
-            "self_attn": Block(
-                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("num_heads",)
-            ),
-            "": replace(_FLAT_MLP, dropout=()),
-        },
+        blocks={"self_attn": replace(_SEPARATE, local_attributes=("num_heads",)), "": replace(_FLAT_MLP, dropout=())},
     ),
     "persimmon": in_layers(
         "layers",
-        self_attn=Block(
-            column=("query_key_value",),
-            row=("dense",),
-            shared=("q_layernorm", "k_layernorm"),
-            local_attributes=("num_heads",),
-        ),
+        self_attn=replace(_NEOX_ATTENTION, shared=("q_layernorm", "k_layernorm"), local_attributes=("num_heads",)),
         mlp=_NEOX_MLP,
     ),
     "xglm": Blueprint(
         layers="layers",
-        blocks={
-            "self_attn": Block(
-                column=("q_proj", "k_proj", "v_proj"), row=("out_proj",), local_attributes=("embed_dim", "num_heads")
-            ),
-            "": _FLAT_MLP,
-        },
+        blocks={"self_attn": replace(_SEPARATE, local_attributes=("embed_dim", "num_heads")), "": _FLAT_MLP},
     ),
 }

@@ -16,7 +16,7 @@ from .._compat.bitsandbytes import optimizers
 from ..cost.model.optimizer_bytes import BLOCK, MIN_8BIT_SIZE
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
-from ..plan.flat_blocks import flat_blocks_align
+from ..plan.quantized import flat_blocks_align
 from .sharded import Groups, Member, Stepper, describe
 from .stock import Stock
 

@@ -20,7 +20,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.ops.collectives import all_reduce
 from ..errors import ConfigError
 from ..plan import ParameterPlan
-from ..plan.flat_blocks import some_share_is_empty
+from ..plan.quantized import some_share_is_empty
 from ..plan.state_tensor import StateTensor, like
 from ..train.runtime.shards import local_tensor
 

@@ -1,10 +1,10 @@
 """Hold the plan as frozen data: how every parameter and module of a model is placed under a layout."""
 
-from .cut import Cut, cut_shape, write_share
+from .cut import Cut, write_share
 from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
 from .plan import Plan
-from .stages import Stage, StagePlan, Tie, balance, place_stages
+from .stages import Stage, StagePlan, balance
 from .table import render, to_json
 
 __all__ = [
@@ -17,10 +17,7 @@ __all__ = [
     "SequencePlan",
     "Stage",
     "StagePlan",
-    "Tie",
     "balance",
-    "cut_shape",
-    "place_stages",
     "render",
     "to_json",
     "write_share",

@@ -39,7 +39,7 @@ class PlanContents:
     blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty where ``tp_size`` is 1
     embedding: str | None  # name of the vocabulary-parallel embedding, if cut
     head: str | None  # name of the output projection onto the vocabulary, if the loss runs on it
-    loss: str | None  # transformers' name of the loss, if it is one of :data:`hfscale.models.losses.LOSSES`
+    loss: str | None  # transformers' name of the loss, if it is one of :data:`hfscale.models.module_kinds.LOSSES`
     # the layer stacks whose hidden states are cut along the sequence, under sequence parallelism
     sequence_regions: tuple[SequencePlan, ...] = ()
     # the decisions of all other features of the layout, one entry each (:meth:`feature`)

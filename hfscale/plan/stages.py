@@ -1,6 +1,6 @@
 """Define pipeline stages as data: the layers, the rank and the cost of each stage.
 
-Integers in, integers out. :mod:`hfscale.plan.drafting.costs` measures the cost of a layer, and
+Integers in, integers out. :mod:`hfscale.plan.drafting.assign` measures the cost of a layer, and
 :mod:`hfscale.plan.drafting.assign` finds the modules before and behind the layers.
 """
 
@@ -186,7 +186,7 @@ class StagePlan:
     # else
     module_returns: tuple[tuple[str, int | None], ...]
     ties: tuple[Tie, ...]  # tensors that several stages hold
-    work: tuple[int, ...]  # the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.costs.Cost.work`
+    work: tuple[int, ...]  # the cost of each stage, in the unit of :meth:`hfscale.plan.drafting.assign.Cost.work`
     stacks: TwoStacks | None = None  # the encoder and decoder, if there are two; ``None`` for one list of layers
     loans: tuple[Loan, ...] = ()  # modules of first layers that every stage with layers of their list holds
 

@@ -6,7 +6,7 @@ from the plan's cuts of the weight::
     a moment of a weight [R, C]             cut as the weight
     several moments [2, R, C]               likewise, behind a dim of its own
     means of its rows [R]                   cut as dim R; ranks that differ along C hold the same means
-    scales of blocks of 256 entries         the blocks of the shard (:mod:`.flat_blocks`)
+    scales of blocks of 256 entries         the blocks of the shard (:mod:`.quantized`)
     anything else                           every rank's own, which means nothing in another layout
 """
 

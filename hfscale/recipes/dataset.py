@@ -10,14 +10,13 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .chat import encode_chat, encode_completion, set_chat_template
+from .chat import Pair, encode_chat, encode_classes, encode_completion, encode_pairs, set_chat_template
 from .corpus import Document, needed_columns, read
 from .main_process import on_main
 from .packing import Example, cut, packed_rows, separate_rows
 from .pictures import encode_pictures
 from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
-from .scored import Pair, encode_classes, encode_pairs
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0

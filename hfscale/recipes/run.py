@@ -11,7 +11,7 @@ import hfscale
 
 from .._compat.transformers.classes import made_or_explained
 from ..errors import did_you_mean
-from ..features.adapters.peft_config import config_class
+from ..features.adapters.storage import config_class
 from ..plan.quantized import AS_STORED
 from ..train.guards import check_packed_rows
 from .dataset import END_OF_TEXT_ID, prepare
@@ -19,9 +19,9 @@ from .launch import layout_of
 from .main_process import is_main
 from .main_process import run as run_or_explain
 from .memory_limit import expect_memory
+from .pictures import answers, samples
 from .places import check_places
 from .results import finish
-from .samples import answers, samples
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
 from .tasks import model_options, task_of
 from .trainer import RecipeTrainer

@@ -51,14 +51,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    # positions are counted from the padding token's id
-    "camembert": {"pad_token_id": 1},
-    "data2vec-text": {"pad_token_id": 1},
-    "roberta": {"pad_token_id": 1},
-    "roberta-prelayernorm": {"pad_token_id": 1},
-    "xlm-roberta": {"pad_token_id": 1},
-    "xlm-roberta-xl": {"pad_token_id": 1},
-    "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }
 
 SIDE, PATCH = 16, 4
@@ -82,8 +74,6 @@ IMAGE_TOKEN = TOKENS["image_token"]
 PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 # Families whose encoder reads pictures alone -> inputs of a text that they are not given.
 LABELS_ONLY = {"pp_formulanet": ("attention_mask",), "pix2struct": ("attention_mask",)}
-# Families that cannot be given a text alone, although their classes do not say so.
-ALWAYS_PICTURED = ("git", "idefics", "kosmos-2", "pi0", "pix2struct", "pp_formulanet", "vision-encoder-decoder")
 # Sizes in a config that reads pictures, and in nested ones.
 _TOWER: dict[str, Any] = {
     "image_size": SIDE,

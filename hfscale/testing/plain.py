@@ -1,10 +1,9 @@
 """Measure parity of models with their own loss in a plain loop: ``loss = model(**batch).loss; loss.backward()``.
 
-Classification, masked tokens, translation, speech, images, pairs of images and texts. Such a loss is a mean over its
+Classification, masked tokens, translation, speech, images. Such a loss is a mean over its
 batch, and the loop's is the mean over microbatches; the data axes average over distinct batches.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import hfscale
 
-from ..train.user_loss import LossOfOutputs
 from .parity import Batch, Case
 from .texts import ragged_batch, vocabulary_of
 
@@ -87,31 +85,6 @@ class OwnLossCase(PlainCase):
         return hfscale.train_step(model, microbatches)
 
 
-@dataclass
-class UserLossCase(PlainCase):
-    """Define a case with a user's loss in :func:`hfscale.train_step`."""
-
-    # maps a model's outputs and the batch to sum and count; defined at the top of a module
-    loss_fn: LossOfOutputs | None = None
-
-    def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Run a step of the stock model: sums over all microbatches, divided by all counts."""
-        assert self.loss_fn is not None
-        taken = {*inspect.signature(model.forward).parameters} - {"labels"}
-        found = []
-        for microbatch in (microbatch for rank in step for microbatch in rank):
-            outputs = model(**{name: value for name, value in microbatch.items() if name in taken})
-            found.append(self.loss_fn(outputs, microbatch))
-        loss = sum(total for total, _ in found) / sum(float(count) for _, count in found)
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        return [loss.detach()] * len(step)
-
-    def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """Run :func:`hfscale.train_step` on a rank with these microbatches."""
-        return hfscale.train_step(model, microbatches, self.loss_fn)
-
-
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Return texts with a class each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
@@ -140,19 +113,11 @@ def speech_to_text(case: PlainCase, generator: torch.Generator, length: int) -> 
 def image_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
     """Return images with a class each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
-    return {"pixel_values": _images(case.config, case.rows, generator), "labels": labels}
+    return {"pixel_values": images(case.config, case.rows, generator), "labels": labels}
 
 
-def image_text_pairs(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return pairs of a text and an image."""
-    batch = causal_lm(case, generator, length)
-    images = _images(case.config.vision_config, case.rows, generator)
-    given: dict[str, Any] = {**batch, "pixel_values": images, "return_loss": True}
-    del given["labels"]
-    return given
-
-
-def _images(config: Any, rows: int, generator: torch.Generator) -> Tensor:
+def images(config: Any, rows: int, generator: torch.Generator) -> Tensor:
+    """Return random images of the sizes in a vision config."""
     shape = (rows, config.num_channels, config.image_size, config.image_size)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 

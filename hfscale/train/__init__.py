@@ -1,7 +1,6 @@
 """Training and evaluation steps, gradient clipping, preemption and the watchdog, in any layout."""
 
-from .bad_steps import BadStepError, BadSteps
-from .gradient_norm import clip_grad_norm_
+from .gradient_norm import BadStepError, BadSteps, clip_grad_norm_
 from .preemption import Preempted, preempted
 from .step import batch_rank, batch_world, drain, eval_step, metrics, predict_step, train_step
 from .token_log_probabilities import token_scores

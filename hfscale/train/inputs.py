@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from numpy import ndarray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._compat.transformers.classes import class_name, stock_class, takes_argument
-from .._compat.transformers.computing import uses_flash_attention
+from .._compat.transformers.computing import begins_anew, text_positions, uses_flash_attention
 from ..errors import ConfigError
+from ..plan.feature_plans import IDS, TARGETS
 from .guards import check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
 from .runtime.batches import BORDERS, Counts, Microbatch, agree, known, look_at, to_device, total_of, with_borders
@@ -291,3 +293,32 @@ def _filled(name: str, value: Any, rows: int) -> Any:
         return value
     _, length, *others = value.shape
     return value.new_full((rows, max(2, length), *others), _IGNORED if name in ("labels", "shift_labels") else 0)
+
+
+def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, Tensor]:
+    """Return the ids and the targets of ``depths`` further tokens for every position, ``[b, depths, s]`` each.
+
+    ::
+
+        ids        a  b  c  d          depth 1, at a: the embedding of b, and what b predicts: c
+        targets    b  c  d  -          depth 2, at a: that of c, and d
+
+    There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew.
+
+    Args:
+        shift: how far behind its token a label is that it predicts; ``shift_labels`` are targets already.
+    """
+    ids, targets = batch["input_ids"], batch.get("shift_labels")
+    if targets is None:
+        targets = pad(batch["labels"], (0, shift), value=-100)[..., shift:]
+    given = batch.get("position_ids")
+    positions = None if given is None else text_positions(given)
+    documents = torch.zeros_like(ids[:1])
+    if positions is not None:
+        documents = pad(begins_anew(positions, batch.get("attention_mask")).cumsum(-1), (1, 0)).to(ids.device)
+    of_targets, found = torch.cat((documents[:, 1:], documents[:, -1:]), 1), list[tuple[Tensor, Tensor]]()
+    for depth in range(1, depths + 1):
+        end = (0, min(depth, ids.shape[1]))
+        same = documents == pad(of_targets[:, depth:], end, value=-1)
+        found.append((pad(ids[:, depth:], end), pad(targets[:, depth:], end, value=-100).where(same, -100)))
+    return dict(zip((IDS, TARGETS), (torch.stack(each, 1) for each in zip(*found, strict=True)), strict=True))

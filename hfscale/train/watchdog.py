@@ -1,8 +1,8 @@
 """Report ranks that wait forever: which wait for which, in which collective and over which axis.
 
 A thread on every rank reads now and then what its rank waits for, from torch's flight recorder and
-:mod:`..distributed.ops.waits`, and writes it to the rendezvous store. If a wait has taken too long, the first waiting
-rank reads all entries twice: a rank whose entry did not change in between is gone.
+:mod:`..distributed.ops.collectives`, and writes it to the rendezvous store. If a wait has taken too long, the
+first waiting rank reads all entries twice: a rank whose entry did not change in between is gone.
 """
 
 import atexit
@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch import nn
 
-from .._compat.torch_flight import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
+from .._compat.torch_gloo import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
 from ..config.parallel import AXES
-from ..distributed.failures import CODE
+from ..distributed.failures import CODE, innermost_lines
 from ..distributed.mesh import EXPERT_AXES, Mesh
-from ..distributed.ops.waits import waits
-from ..distributed.user_lines import innermost_lines
+from ..distributed.ops.collectives import waits
 from ..errors import check_number, check_switch
 from .runtime import runtime_of
 

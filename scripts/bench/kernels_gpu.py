@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hfscale
 from hfscale.distributed.ops import fused, head_cross_entropy, vocab_cross_entropy
 from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice
-from hfscale.optim import rounding as optim_rounding
-from hfscale.optim.rounding import write_rounded
+from hfscale.optim import stock as optim_rounding
+from hfscale.optim.stock import write_rounded
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

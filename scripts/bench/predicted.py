@@ -23,7 +23,7 @@ from report import write_report
 from transformers import LlamaConfig
 
 import hfscale
-from hfscale.cli.bench_collectives.collectives import measure as measure_collectives
+from hfscale.cli.bench_collectives import measure as measure_collectives
 from hfscale.cost.tools.calibrate import Sizes, calibrate
 from hfscale.features.memory.saved import count_saved
 from hfscale.testing import RankPool

@@ -30,8 +30,7 @@ from hfscale._compat.transformers.conversions import Merge
 from hfscale.checkpoint import load
 from hfscale.checkpoint.checksums import checksum, verify_experts
 from hfscale.checkpoint.merged import parts_of_share
-from hfscale.distributed.files.reader import SafetensorsFile
-from hfscale.distributed.files.slices import ShareOnDisk
+from hfscale.distributed.files.reader import SafetensorsFile, ShareOnDisk
 from hfscale.plan import Cut, ParameterPlan
 from hfscale.plan.cut import share_spans
 from hfscale.testing import RankPool

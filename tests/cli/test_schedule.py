@@ -10,8 +10,8 @@ import pytest
 
 from hfscale import ParallelConfig
 from hfscale.cli import main
+from hfscale.cli.schedule_drawing.command import render
 from hfscale.cli.schedule_drawing.schedule_plot import draw, title
-from hfscale.cli.schedule_drawing.terminal import render
 from hfscale.parallel.pipeline.chrome_trace import read_runs, write_trace
 from hfscale.parallel.pipeline.csv_table import read_csv
 from hfscale.parallel.pipeline.orders import order

@@ -59,4 +59,4 @@ def test_recipes_and_commands_name_no_section_but_by_its_class() -> None:
     root = Path(hfscale.__file__).parent
     files = [*root.glob("recipes/**/*.py"), *root.glob("cli/**/*.py")]
     found = [file.name for file in files if re.search("fp8|float8|cp_size", file.read_text())]
-    assert set(found) <= {"plan_memory.py"}
+    assert set(found) <= {"cmd_plan.py"}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hfscale._compat.torch import storage_key
-from hfscale._compat.torch_autocast import autocast_on_meta
+from hfscale._compat.torch_fake import autocast_on_meta
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

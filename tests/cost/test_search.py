@@ -15,11 +15,9 @@ from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.cli.amounts import bytes_of, tokens_of
 from hfscale.cost.model.machines_known import find_machine, fitted
-from hfscale.cost.tools.candidates import Candidate, candidates, step_of
-from hfscale.cost.tools.fast_cost import FastCost
+from hfscale.cost.tools.fast_cost import Candidate, FastCost, candidates, step_of
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
-from hfscale.cost.tools.recipe_of_layout import learning_rates
-from hfscale.cost.tools.search import search
+from hfscale.cost.tools.search import learning_rates, search
 from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import fullest_live, peak_live, stage_ranks

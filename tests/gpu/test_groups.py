@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfscale._compat.torch_flight import collectives_under_way
+from hfscale._compat.torch_gloo import collectives_under_way
 from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.distributed.processes import (
     TIMEOUT,

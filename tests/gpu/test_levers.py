@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
-from hfscale.optim.rounding import write_rounded
+from hfscale.optim.stock import write_rounded
 from hfscale.parallel.context.kernels import ScoreBlock, ScoreKernel, kernel_for, padded_width
 from hfscale.testing import assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures

@@ -10,12 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.models import facts
+from hfscale.models.blueprint import as_data, from_data
 from hfscale.models.clone import tiny_clone
-from hfscale.models.digest import digest
-from hfscale.models.facts import Facts, proved_anew
-from hfscale.models.inference import as_data, from_data
+from hfscale.models.facts import Facts, digest, proved_anew
 from hfscale.testing import proofs
-from hfscale.testing.proofs.infer import infer
+from hfscale.testing.proofs.infer.search_blueprint import infer
 
 from ..families import config_of
 from ..tiny_models import needs, tiny

@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 from hfscale import PlanError
 from hfscale.models import FAMILIES
 from hfscale.models.blueprint import Block
-from hfscale.models.translate import translate_host_plan
-from hfscale.plan.drafting.resolve import find_blueprint
+from hfscale.plan.drafting.resolve import find_blueprint, translate_host_plan
 from tests.tiny_models import tiny
 
 _PLAN = {"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}

@@ -14,7 +14,7 @@ import hfscale
 from hfscale import ConfigError
 from hfscale.optim.catalog import CHOICES, REFUSED
 from hfscale.plan import Cut, ParameterPlan
-from hfscale.plan.flat_blocks import flat_blocks_align, some_share_is_empty
+from hfscale.plan.quantized import flat_blocks_align, some_share_is_empty
 from hfscale.testing import RankPool
 
 from ..tiny_models import tiny

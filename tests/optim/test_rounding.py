@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
-from hfscale.optim.rounding import key_of, places_of, write_rounded
+from hfscale.optim.stock import key_of, places_of, write_rounded
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor

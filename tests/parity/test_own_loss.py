@@ -23,7 +23,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale.models.clone import tiny_clone
 from hfscale.plan.feature_plans import OwnLossPlan
 from hfscale.testing import RankPool, assert_layout_equal, plain
-from hfscale.testing.sample_batches import changes_for
+from hfscale.testing.verify import changes_for
 
 Pools = Callable[[int], RankPool]
 

@@ -15,8 +15,7 @@ from hfscale.models.clone import tiny_clone
 from hfscale.plan.feature_plans import TowersPlan
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
-from hfscale.testing.picture_inputs import join_pictures, make_picture
-from hfscale.testing.picture_parity import PictureCase, PlainPictureCase
+from hfscale.testing.picture_parity import PictureCase, PlainPictureCase, join_pictures, make_picture
 from hfscale.testing.proofs import prove
 
 from ..tiny_models import needs

@@ -14,6 +14,7 @@ import hfscale
 from hfscale import ConfigError, ParallelConfig, PlanError
 from hfscale.models.clone import tiny_clone
 from hfscale.testing import RankPool, assert_layout_equal, plain
+from tests.plain_cases import image_text_pairs
 
 Pools = Callable[[int], RankPool]
 TP2 = ParallelConfig(tp_size=2)
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[str, str, plain.Maker, dict[str, Any]]] = {
         {**_BART, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40},
     ),
     "images": ("vit", "ViTForImageClassification", plain.image_classification, {"image_size": 32}),
-    "two towers": ("clip", "CLIPModel", plain.image_text_pairs, {}),
+    "two towers": ("clip", "CLIPModel", image_text_pairs, {}),
     "a decoder alone": ("bart", "BartForCausalLM", plain.causal_lm, {"pad_token_id": None}),
 }
 

@@ -12,7 +12,7 @@ from hfscale import ParallelConfig
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.microbatches import with_targets
 from hfscale.testing import RankPool, assert_layout_equal, plain
-from hfscale.testing.sample_batches import changes_for
+from hfscale.testing.verify import changes_for
 from tests.sweeps import cases
 
 Pools = Callable[[int], RankPool]

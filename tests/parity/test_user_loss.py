@@ -13,6 +13,7 @@ from hfscale import ConfigError, ParallelConfig
 from hfscale.models.clone import tiny_clone
 from hfscale.testing import RankPool, assert_layout_equal, plain
 from hfscale.train.runtime import local_tensor
+from tests.plain_cases import UserLossCase
 
 Pools = Callable[[int], RankPool]
 
@@ -44,14 +45,14 @@ def with_thresholds(case: plain.PlainCase, generator: torch.Generator, length: i
     return {**plain.causal_lm(case, generator, length), "least": torch.full((case.rows, 1), least)}
 
 
-def reward(family: str = "llama") -> plain.UserLossCase:
+def reward(family: str = "llama") -> UserLossCase:
     config = tiny_clone(AutoConfig.for_model(family), num_labels=1, pad_token_id=0, layers=2)
     auto, make = AutoModelForSequenceClassification, with_margins
-    return plain.UserLossCase(config, rows=4, auto_class=auto, make_batch=make, loss_fn=pairs)
+    return UserLossCase(config, rows=4, auto_class=auto, make_batch=make, loss_fn=pairs)
 
 
-def odd() -> plain.UserLossCase:
-    return plain.UserLossCase(tiny_clone(AutoConfig.for_model("llama")), make_batch=with_thresholds, loss_fn=odd_tokens)
+def odd() -> UserLossCase:
+    return UserLossCase(tiny_clone(AutoConfig.for_model("llama")), make_batch=with_thresholds, loss_fn=odd_tokens)
 
 
 LAYOUTS = {

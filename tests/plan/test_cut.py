@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfscale.plan import Cut, ParameterPlan, cut_shape, write_share
+from hfscale.plan import Cut, ParameterPlan, write_share
+from hfscale.plan.cut import cut_shape
 
 
 @st.composite

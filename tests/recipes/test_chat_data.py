@@ -10,9 +10,8 @@ from datasets import Dataset
 
 from hfscale.recipes import corpus
 from hfscale.recipes.chat import TEMPLATES
-from hfscale.recipes.corpus import read, read_documents
+from hfscale.recipes.corpus import questions, read, read_documents
 from hfscale.recipes.dataset import prepare
-from hfscale.recipes.docstrings import questions
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.rows import IGNORED, Rows
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, RecipeError

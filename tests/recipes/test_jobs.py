@@ -9,7 +9,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from hfscale.cli import main
-from hfscale.recipes.jobs import job_file
+from hfscale.recipes.launch import job_file
 from hfscale.recipes.schema import RecipeError
 
 ARGUMENTS = ["my recipe.yaml", "training.steps=3", "name=It's 1"]

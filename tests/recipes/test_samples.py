@@ -3,8 +3,8 @@
 import pytest
 from datasets import Dataset
 
-from hfscale.recipes.card import describe_samples
-from hfscale.recipes.samples import samples
+from hfscale.recipes.pictures import samples
+from hfscale.recipes.results import describe_samples
 
 
 class Numbers:

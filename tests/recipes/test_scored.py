@@ -15,13 +15,12 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from hfscale.recipes.batch_sizes import microbatches_of_step
+from hfscale.recipes.chat import encode_classes, encode_pairs
 from hfscale.recipes.checks import check_values
-from hfscale.recipes.corpus import Document
-from hfscale.recipes.docstrings import disordered
+from hfscale.recipes.corpus import Document, disordered
 from hfscale.recipes.rows import ClassRows, PairRows
 from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, RecipeError
-from hfscale.recipes.scored import encode_classes, encode_pairs
 from hfscale.recipes.tasks import PAIRS
 from hfscale.testing import RankPool
 

@@ -14,8 +14,7 @@ from hfscale.cli import main
 from hfscale.recipes import run_log
 from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
-from hfscale.recipes.trainer import RecipeTrainer
-from hfscale.recipes.utilization import flops_per_token, peak_flops, utilization
+from hfscale.recipes.trainer import RecipeTrainer, flops_per_token, peak_flops, utilization
 from tests.tiny_models import tiny
 
 from .test_loop import _sequences

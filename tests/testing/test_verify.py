@@ -16,7 +16,7 @@ from hfscale.config.schedules import SCHEDULES
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.csv_table import write_csv
 from hfscale.parallel.pipeline.orders import check, order
-from hfscale.testing import Case, Parity, RankPool, measure_parity, sample_batches, verify
+from hfscale.testing import Case, Parity, RankPool, measure_parity, verify
 from hfscale.testing.picture_parity import PictureCase
 from hfscale.testing.verify import _heads_that_fit
 
@@ -139,10 +139,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout:
 
 def test_a_vision_language_model_is_verified_with_pictures() -> None:
     kind = AutoModelForImageTextToText
-    clone = sample_batches.clone_for(AutoConfig.for_model("llava"), kind, 2)
-    case = sample_batches.case_for(clone, kind, hfscale.plan(clone, auto_class=kind))
+    clone = verify.clone_for(AutoConfig.for_model("llava"), kind, 2)
+    case = verify.case_for(clone, kind, hfscale.plan(clone, auto_class=kind))
     assert type(case) is PictureCase
-    sample_batches.check_stock(case)
+    verify.check_stock(case)
     assert "pixel_values" in case.batches(1)[0][0][0]
 
 

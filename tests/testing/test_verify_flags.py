@@ -99,4 +99,4 @@ def test_what_stock_cannot_train_is_said() -> None:
     config = tiny_clone(LlamaConfig())
     config.hidden_act = "nothing"
     with pytest.raises(verify.ConfigError, match=r"cannot be trained by stock transformers .* nothing to compare with"):
-        verify.sample_batches.check_stock(Case(config))
+        verify.check_stock(Case(config))

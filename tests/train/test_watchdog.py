@@ -16,7 +16,7 @@ import torch
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale._compat import torch_flight
+from hfscale._compat import torch_gloo
 from hfscale.testing import RankPool
 from hfscale.train.watchdog import RankState, report
 
@@ -154,5 +154,5 @@ def test_halves_of_batches_end_with_their_batch(
         kept = [entry for entry in entries if not only_active or entry["state"] != "completed"]
         return json.dumps({"entries": kept if collectives else []})
 
-    monkeypatch.setattr(torch_flight, "_c10d", SimpleNamespace(_dump_nccl_trace_json=dump))
-    assert [(one.call, one.shapes) for one in torch_flight.collectives_under_way()] == waits
+    monkeypatch.setattr(torch_gloo, "_c10d", SimpleNamespace(_dump_nccl_trace_json=dump))
+    assert [(one.call, one.shapes) for one in torch_gloo.collectives_under_way()] == waits

@@ -28,10 +28,8 @@ class AsStored:
     """
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
-        """Take the model's own tensors, on the meta device.
-
-        Raises:
-            CheckpointError: converting all tensors together, and group by group, gives different results.
+        """Take the model's own tensors, on the meta device; raise :class:`CheckpointError` if converting all tensors
+        together, and group by group, gives different results.
         """
         self._model, self._whole, self._conversions = model, contents, _conversions(model)
         self._names = stored_names(model)

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from ..._compat.torch_device import ACCELERATOR, accelerators
 from ...errors import ConfigError
 from ...optim.eight_bit import try_step
-from ..bench_collectives.ranks import MeasurementError, run_ranks
+from ..bench_collectives import MeasurementError, run_ranks
 from . import Finding
 
 _ALSO = ("bitsandbytes", "trl", "datasets")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...plan.flat_blocks import flat_blocks_align
 from ...plan.parameter import ParameterPlan
+from ...plan.quantized import flat_blocks_align
 
 BLOCK = 256
 """Entries that share a scale in bitsandbytes' 8-bit states."""

@@ -24,8 +24,7 @@ from ...plan.table import human
 from ..model.job import Place, places_of
 from ..model.traffic import Traffic, rank_traffic
 from .estimate import costs
-from .meta_model import meta_model, run_spec, take_step
-from .simulated_rank import SimulatedTraffic
+from .simulated_rank import SimulatedTraffic, meta_model, run_spec, take_step
 
 # Of what is counted, the name in an estimate: experts have data axes of their own.
 _NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}

@@ -25,7 +25,7 @@ from ..model.model_shape import ModelShape, shape_of_plan
 from ..model.step_time import StepTime, part_seconds, stage_seconds, step_time
 from .measure_layers import measured_layers
 from .memory_report import check_asked, memory_of_ranks
-from .meta_model import RunSpec, run_spec
+from .simulated_rank import RunSpec, run_spec
 
 _MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
 _NOTE = "seconds: estimated with constants of other code on GPUs; hfscale was not measured on them yet"

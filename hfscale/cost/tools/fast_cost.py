@@ -1,22 +1,173 @@
-"""Compute the seconds and bytes of a candidate from a model's summary, fast enough to search thousands.
+"""List every layout for a number of GPUs and a global batch, and compute the seconds and bytes of each from a model's
+summary, fast enough to search thousands.
 
 Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a test
 compares the two. What is the same for many candidates is computed once: a layer's seconds, the cut into stages.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from ...config.parallel import AXES, ParallelConfig
 from ...parallel.pipeline.in_flight import in_flight_of_ranks
 from ...plan import balance
-from ...plan.drafting.costs import Cost
+from ...plan.drafting.assign import Cost
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine
 from ..model.memory_model import OVERHEAD, likely_bytes
 from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
-from .candidates import Candidate
 from .model_summary import ModelSummary
+
+SCHEDULES = (("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2))
+"""Schedules that are tried, with stages per rank; the first of them alone where there is one stage."""
+_LONG = 16384  # tokens of a sequence from which on it is worth cutting
+_NODES_OF_TENSOR_RANKS = 2
+_OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("parameters", "activations"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Describe a step in one layout; tensor ranks imply sequence parallelism."""
+
+    job: Job
+    offload: tuple[str, ...] = ()  # what lies on the host: ``optimizer``, ``activations``, ``parameters``
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline schedule, also if there is only one stage."""
+        return str(self.job.layout.pipeline_schedule)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of ranks by axis, innermost first."""
+        return {axis: self.job.layout.asked(axis) for axis in reversed(AXES)}
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether layers are recomputed."""
+        return self.job.recompute > 0
+
+    @property
+    def kind(self) -> str:
+        """The axes that it uses, in words."""
+        layout = self.job.layout
+        names = [("tensor", layout.tp), ("pipeline", layout.pp), ("context", layout.cp), ("expert", layout.ep)]
+        used = [name for name, size in [*names, ("sharded data", layout.asked("dp_shard"))] if size > 1]
+        return " x ".join(used) or "replicas" if layout.total_size > 1 else "one process"
+
+    def describe(self) -> str:
+        """Describe the layout, as in ``tp2 x dp_shard8 x pp4, 16 x 1 sequences, 1f1b``."""
+        job = self.job
+        named = " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1) or "one process"
+        extra = f", {self.schedule}" if job.layout.pp > 1 else ""
+        again = ", layers recomputed" if self.recomputes else ""
+        host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
+        return f"{named}, {job.microbatches} x {job.batch} sequences{extra}{again}{host}"
+
+    def parallel_arguments(self) -> dict[str, Any]:
+        """Return the arguments of :class:`hfscale.ParallelConfig` that are not its defaults."""
+        job = self.job
+        found: dict[str, Any] = {f"{axis}_size": size for axis, size in self.sizes.items() if size > 1}
+        if job.sequence_parallel:
+            found["sequence_parallel"] = True
+        if job.layout.pp > 1:
+            found |= {"pipeline_schedule": self.schedule, "num_microbatches": job.microbatches}
+            found |= {"virtual_stages": job.virtual} if job.virtual > 1 else {}
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain numbers and strings."""
+        sizes = {axis.removeprefix("dp_"): size for axis, size in self.sizes.items()}
+        step = {name: getattr(self.job, name) for name in ("batch", "microbatches", "virtual")}
+        levers = {"recompute": self.recomputes, "offload": self.offload}
+        return {**sizes, **step, **levers, "schedule": self.schedule, "kind": self.kind}
+
+
+def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: int) -> Iterator[Candidate]:
+    """Yield every layout of ``gpus`` ranks for ``sequences`` sequences per step."""
+    for tp in _tensor_sizes(summary, machine, gpus):
+        for pp in _divisors(gpus // tp):
+            if pp > summary.shape.layers:
+                continue
+            for cp in _context_sizes(gpus // tp // pp, summary.job.sequence):
+                dp = gpus // tp // pp // cp
+                if sequences % dp == 0:
+                    yield from _of_sizes(summary, machine, (tp, pp, cp, dp), sequences // dp)
+
+
+def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield layouts that offload to the host, for models that fit in no other way; only with 1F1B."""
+    for each in found:
+        for what in _OFFLOADS if each.schedule == SCHEDULES[0][0] else ():
+            if "parameters" not in what or each.job.layout.dp_shard > 1:
+                yield replace(each, offload=what)
+
+
+def _of_sizes(
+    summary: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
+) -> Iterator[Candidate]:
+    """Yield every batch, schedule, expert axis, sharding and recomputation for given axis sizes."""
+    tp, pp, cp, dp = sizes
+    local = max(1, machine.ranks_per_node // (tp * cp))
+    shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
+    for batch in (size for size in _divisors(sequences) if size & (size - 1) == 0 and size <= 64):
+        count = sequences // batch
+        if pp > 1 and count < pp:
+            continue
+        for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+            if not _runs(schedule, virtual, pp, count, summary.shape.layers):
+                continue
+            for ep in _expert_sizes(summary, tp, dp):
+                for shard in shards:
+                    if ep // tp > 1 and shard % (ep // tp):
+                        continue
+                    layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
+                    for again in (0.0, 1.0) if schedule != "zbv" else (0.0,):  # split passes recompute twice
+                        yield Candidate(step_of(summary, layout, batch, count, again))
+
+
+@cache
+def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
+    """Return the layout with these sizes, in the order of the axes."""
+    named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
+    return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
+
+
+def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: float) -> Job:
+    """Return the job of a model's step in a layout, with sequence parallelism over tensor ranks."""
+    sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches, "recompute": recompute}
+    gathers = layout.dp_shard > 1 and layout.pp == 1
+    return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)
+
+
+def _runs(schedule: str, virtual: int, pp: int, microbatches: int, layers: int) -> bool:
+    if pp * virtual > layers:
+        return False
+    if schedule == "interleaved1f1b":
+        return microbatches % pp == 0
+    return schedule != "zbv" or microbatches >= 2 * pp
+
+
+def _tensor_sizes(summary: ModelSummary, machine: Machine, gpus: int) -> list[int]:
+    most = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node
+    return [size for size in _divisors(gpus) if size <= most and summary.heads % size == 0]
+
+
+def _context_sizes(ranks: int, sequence: int) -> list[int]:
+    return [1] if sequence < _LONG else [size for size in _divisors(ranks) if size <= sequence // (_LONG // 4)]
+
+
+def _expert_sizes(summary: ModelSummary, tp: int, dp: int) -> list[int]:
+    experts = summary.shape.experts
+    if not experts:
+        return [1]
+    return [1, *(size for size in _divisors(tp * dp) if size > 1 and experts % size == 0 and size % tp == 0)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Measure the activation bytes of a model's own layers in full size, on a rank of a layout.
 
 The first layers of the model's own class are built by the code that trains, on the meta device and as one rank of the
-layout (:mod:`.meta_model`), and take a step on one sequence, in which saved-tensor hooks see what each layer keeps. Of
-a whole run it is as many times that as there are layers, sequences and microbatches alive. Small are the sizes alone
+layout (:mod:`.simulated_rank`), and take a step on one sequence, in which saved-tensor hooks see what each layer keeps.
+Of a whole run it is as many times that as there are layers, sequences and microbatches alive. Small are the sizes alone
 that a layer's bytes do not depend on: how many layers, stages and data ranks there are.
 """
 
@@ -34,7 +34,7 @@ from ..model.job import job_of
 from ..model.layer_bytes import is_known
 from ..model.model_shape import shape_of_plan
 from ..model.situation import Kind, LayerBytes, MeasuredLayers, kind_of
-from .meta_model import RunSpec, meta_model, take_step
+from .simulated_rank import RunSpec, meta_model, take_step
 
 _MOST_LAYERS = 16  # that are looked at for another kind
 _BEFORE, _BEHIND, _SHARED, _LOGITS = "before", "behind", "shared", "logits"

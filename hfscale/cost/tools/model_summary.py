@@ -16,7 +16,7 @@ from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
 from ..model.situation import MeasuredLayers, Situation
 from .measure_layers import measured_layers
-from .meta_model import RunSpec, run_spec
+from .simulated_rank import RunSpec, run_spec
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ can be *started*, so that its caller computes before it takes the result. While 
 torch's functional collectives: it takes no others without breaking its graph, and decides itself when to wait.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -235,3 +238,32 @@ def _cropped(x: Tensor, length: int, dim: int) -> Tensor:
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:
     missing = length - x.shape[dim]
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A send or receive that a thread waits for."""
+
+    call: str
+    peer: int
+    group: dist.ProcessGroup | None
+    since: float = field(default_factory=time.monotonic)
+
+
+_waits: list[Waiting] = []
+
+
+@contextmanager
+def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Register inside the ``with`` block that this process waits for ``peer`` to send or receive."""
+    one = Waiting(call, peer, group)
+    _waits.append(one)
+    try:
+        yield
+    finally:
+        _waits.remove(one)
+
+
+def waits() -> list[Waiting]:
+    """Return all pending waits, the oldest first."""
+    return list(_waits)

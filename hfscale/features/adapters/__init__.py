@@ -10,14 +10,13 @@ afterwards, around the wrappers.
 from ..._compat.peft import wrapped_by_peft
 from .attach import Adapters, attach_adapters
 from .merge_adapters import merge_local_weights
-from .peft_config import check_config, read_config
 from .plan import describe_coverage
 from .planned import plan_with_adapters
+from .storage import read_config
 
 __all__ = [
     "Adapters",
     "attach_adapters",
-    "check_config",
     "describe_coverage",
     "merge_local_weights",
     "plan_with_adapters",

@@ -1,8 +1,10 @@
-"""Wrap a model by a PEFT config, and list the parameters that adds."""
+"""Wrap a model by a PEFT config, list the parameters that adds, and refuse methods of PEFT's model that would change,
+or write, one rank's shards as if they were the full model.
+"""
 
 import copy
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,7 @@ from ..._compat.peft import (
     COPY,
     WRAPPED,
     adapted_parameter,
+    ask_before_state_dicts,
     experts_adapted,
     is_feedforward,
     is_wrapper,
@@ -21,6 +24,7 @@ from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
 from ...plan import AdapterParameter, Plan
+from ...train.runtime import find_runtime
 from ...train.runtime.parameter_names import stock_name, unwrapped
 from .plan import is_known
 
@@ -171,3 +175,59 @@ def quietly(model: nn.Module, config: Any, name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return wrap(model, config, name)
+
+
+_MERGE = "call hfscale.merge_and_unload(model), on every rank"
+_ONE = "a model has one adapter: merge it with hfscale.merge_and_unload(model), or load the model again"
+_REFUSED = {
+    "merge_and_unload": _MERGE,
+    "merge_adapter": _MERGE,
+    "unmerge_adapter": _MERGE,
+    "unload": "load the model again without peft_config",
+    "add_adapter": _ONE,
+    "load_adapter": _ONE,
+    "delete_adapter": _ONE,
+    "add_weighted_adapter": _ONE,
+}
+_OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # methods of transformers' models too
+_SAVE = "save_pretrained"
+
+
+def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
+    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model."""
+    stock = peft_model.get_base_model()
+    for name, instead in _REFUSED.items():
+        for holder in (peft_model, peft_model.base_model, *([stock] if name in _OF_STOCK else ())):
+            if hasattr(type(holder), name):
+                setattr(holder, name, _refusing(name, instead))
+    if ranks > 1:
+        ask_before_state_dicts(_refuse_parts)
+        setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
+    peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
+
+
+def _refuse_parts(model: Any) -> None:
+    """Refuse PEFT's ``get_peft_model_state_dict``, often called on one rank alone, if it would return shards."""
+    runtime = find_runtime(model)
+    if runtime is None:
+        return
+    plan = runtime.plan
+    if plan.stages is not None or any(plan.by_name[adapter.name].cuts for adapter in plan.adapters):
+        raise ConfigError(
+            f"{plan.layout.describe()}: PEFT's get_peft_model_state_dict would return only this rank's shard of the "
+            "adapter: call hfscale.save_pretrained(model, directory), on every rank, which writes the full one in "
+            "PEFT's format; hfscale.stream_weights(model) yields its tensors under PEFT's keys"
+        )
+
+
+def give_back_methods(stock: nn.Module) -> None:
+    """Restore the stock model's own methods, and remove its PEFT config."""
+    for name in (*_OF_STOCK, "peft_config"):
+        stock.__dict__.pop(name, None)
+
+
+def _refusing(name: str, instead: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConfigError(f"PEFT's {name} does not work on a sharded model: {instead}")
+
+    return refuse

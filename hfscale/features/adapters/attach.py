@@ -20,9 +20,8 @@ from ...train.runtime.shards import LocalWeights
 from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import install_adapter_edges
-from .adapter_structure import narrowed, quietly, targets_of
+from .adapter_structure import guard_methods, narrowed, quietly, targets_of
 from .first_values import initialize_adapters
-from .guard import guard_methods
 from .merge_adapters import put_back
 from .planned import type_beside, wrap_and_plan
 from .storage import load_adapter, stored_names

@@ -22,7 +22,7 @@ from ...plan import AdapterParameter, Plan
 from ...train.runtime.parameter_names import unwrapped
 from ...train.runtime.shards import gather_full
 from .adapter_structure import narrowed, targets_of
-from .peft_config import needs_weights
+from .storage import needs_weights
 
 
 def initialize_adapters(

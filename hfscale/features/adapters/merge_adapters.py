@@ -20,7 +20,7 @@ from ...train.runtime.parameter_names import owner_of, parameter_at, put_paramet
 from ...train.runtime.shards import gather_full
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
-from .guard import give_back_methods
+from .adapter_structure import give_back_methods
 from .storage import stored_names
 
 

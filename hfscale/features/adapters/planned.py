@@ -12,16 +12,14 @@ from ...errors import ConfigError
 from ...plan import Plan
 from ...plan.quantized import QuantizedPlan
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
-from .peft_config import check_config, check_over_quantized
 from .plan import plan_adapters
+from .storage import check_config, check_over_quantized
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
     """Return the plan with the parameters that ``config`` adds, in their final dtypes; adapters are ``new``, or loaded
-    from a saved one. ``template``, the full stock model on the meta device, is wrapped.
-
-    Raises:
-        ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
+    from a saved one. ``template``, the full stock model on the meta device, is wrapped. Raise :class:`ConfigError` if
+    hfscale or PEFT does not support the config, or it matches nothing.
     """
     _, planned = wrap_and_plan(template, config, plan, new)
     kinds = {

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..._compat.torch import function_modes, operators_named, tree_leaves
-from ..._compat.torch_checkpoint import kept_results
+from ..._compat.torch import function_modes, kept_results, operators_named, tree_leaves
 from ..._compat.transformers.attention import answer, implementation_of, set_implementation
 from ..._compat.transformers.computing import without_cache
 from ...cost.model.activation_bytes import layers_to_recompute

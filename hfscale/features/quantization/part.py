@@ -1,25 +1,52 @@
 """Install quantized weights, after all others; they are never saved in 4 or 8 bits."""
 
 from pathlib import Path
+from typing import Any
 
+from torch import nn
+
+from ..._compat.bitsandbytes import is_stock_parameter
+from ..._compat.torch import own_parameters
+from ...distributed.ops.packed_weights import mark, packings_of, register_packed
 from ...errors import ConfigError
 from ...plan.quantized import QuantizedPlan
-from ...train.runtime import Part, Runtime
+from ...train.runtime import Part, Runtime, like_sharded, local_tensor
 from ...train.runtime.shards import LocalWeights
-from .quantized_modules import install_quantized, take_quantized
+from .quantized_modules import ROWS
 
 
 class Quantization(Part):
     """A part that installs quantized weights."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the quantized weights, after all others."""
-        if weights is not None:
-            install_quantized(runtime.model, weights)
+        """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all others."""
+        if weights is None:
+            return
+        for module in runtime.model.modules():
+            mark(module)
+        for module, name, share in weights.quantized:
+            if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
+                own_parameters(module)[name] = share
+                continue
+            empty: Any = own_parameters(module)[name]
+            own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Move scales and bitsandbytes' parameters into ``weights``."""
-        take_quantized(runtime.model, weights)
+        """Undo it, once FSDP2 is undone, leaving packed parameters on the meta device; the additional tensors of
+        quantized weights go into ``weights``, which holds the shards by name.
+        """
+        for module in runtime.model.modules():
+            for name, packing in list(packings_of(module).items()):
+                register_packed(module, name, packing)
+            parameter = own_parameters(module).get("weight")
+            if type(module).__name__ == ROWS:
+                from .sharded_linears import empty_parameters  # imports bitsandbytes
+
+                rows: Any = own_parameters(module)["scales"]
+                weights.quantized.append((module, "scales", local_tensor(rows).detach()))
+                empty_parameters(module)
+            elif parameter is not None and is_stock_parameter(parameter):
+                weights.quantized.append((module, "weight", parameter))
 
 
 def refuse_quantized(quantized: QuantizedPlan | None, directory: Path) -> None:

@@ -27,15 +27,15 @@ from ..._compat.bitsandbytes import (
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
-from ...distributed.ops.packed_weights import gathered, mark, packings_of, register_packed
+from ...distributed.ops.grouped_linear import frozen_linear
+from ...distributed.ops.packed_weights import Packing, gathered, packings_of, read_packed, register_packed
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
 from ...plan import Plan
 from ...plan.quantized import AS_STORED, QuantizedPlan
-from ...train.runtime import like_sharded, local_tensor
-from ...train.runtime.shards import LocalWeights
+from ...train.runtime.parameter_names import owner_of
 
-_ROWS = "ShardedLinear8bitLt"
+ROWS = "ShardedLinear8bitLt"
 
 
 def check_quantization(config: Any) -> None:
@@ -122,10 +122,8 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
 
     These are the weights that transformers quantizes (every ``nn.Linear`` and ``Conv1D`` but its exceptions), and in 4
     bits the experts of every mixture, each matrix by itself, unless ``llm_int8_skip_modules`` names them. If the
-    checkpoint holds them quantized (``stored``), experts are as transformers stores them, in 16 bits.
-
-    Raises:
-        ConfigError: a weight of an embedding or the head, or a tied one, would be quantized.
+    checkpoint holds them quantized (``stored``), experts are as transformers stores them, in 16 bits. Raise
+    :class:`ConfigError` if a weight of an embedding or the head, or a tied one, would be quantized.
     """
     if config is None:
         return planned
@@ -157,40 +155,10 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
     return replace(planned, quantized=found)
 
 
-def install_quantized(model: nn.Module, shares: LocalWeights) -> None:
-    """Install scales and bitsandbytes' parameters into their modules, FSDP2-wrapped or not, after all other shards."""
-    for module in model.modules():
-        mark(module)
-    for module, name, share in shares.quantized:
-        if isinstance(share, nn.Parameter):  # of bitsandbytes' own class, which holds its scales
-            own_parameters(module)[name] = share
-            continue
-        empty: Any = own_parameters(module)[name]
-        own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
-
-
-def take_quantized(model: nn.Module, shares: LocalWeights) -> None:
-    """Undo :func:`install_quantized`, once FSDP2 is undone, leaving packed parameters on the meta device; the
-    additional tensors of quantized weights go into ``shares``, which holds the shards by name.
-    """
-    for module in model.modules():
-        for name, packing in list(packings_of(module).items()):
-            register_packed(module, name, packing)
-        parameter = own_parameters(module).get("weight")
-        if type(module).__name__ == _ROWS:
-            from .linear_8bit import empty_parameters  # imports bitsandbytes
-
-            rows: Any = own_parameters(module)["scales"]
-            shares.quantized.append((module, "scales", local_tensor(rows).detach()))
-            empty_parameters(module)
-        elif parameter is not None and is_stock_parameter(parameter):
-            shares.quantized.append((module, "weight", parameter))
-
-
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
     stock = is_stock_parameter(own_parameters(module).get(name))
-    return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == _ROWS)
+    return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == ROWS)
 
 
 def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
@@ -210,8 +178,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     with torch.no_grad():
         if is_in_4_bits(parameter):
             return dequantized_from_4_bits(parameter)
-        if type(module).__name__ == _ROWS:
-            from .linear_8bit import float_scales
+        if type(module).__name__ == ROWS:
+            from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
             plain: Tensor = functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
@@ -224,6 +192,30 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
     hfscale; ``None`` for missing ones.
     """
     for module in model.modules():
-        if type(module).__name__ == _ROWS:
+        if type(module).__name__ == ROWS:
             yield own_parameters(module)["scales"]
         yield from tensors_beside_weight(module)
+
+
+class StoredLinear(nn.Linear):
+    """Compute an ``nn.Linear`` of packed bytes: ``weight``, ``uint8 [data ranks, bytes]``, is unpacked in each pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project ``x [..., in]`` to ``[..., out]``."""
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which it leaves alone
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return frozen_linear(x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, self._read(x.dtype), bias)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        return read_packed(self, "weight", dtype)[0]
+
+
+def hold_packed(model: nn.Module, name: str, packing: Packing) -> None:
+    """Let the module of the parameter ``name`` compute with packed bytes; the parameter is on the meta device."""
+    module, attribute = owner_of(model, name)
+    if isinstance(module, nn.Linear):
+        module.__class__ = StoredLinear
+    register_packed(module, attribute, packing)

@@ -23,8 +23,7 @@ from ..._compat.transformers.attention import (
 )
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
-from .cut_batch import CutBatch
-from .masks import MaskBlocks
+from .cut_batch import CutBatch, MaskBlocks
 
 _PREFIX = "hfscale_"
 _SAID = {"sliding_window", "position_ids", "is_causal", "use_cache", "cache_position", "position_embeddings"}

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
 from .attention_override import AttentionCall, current_batch, learn
-from .cut_batch import LABELS, CutBatch, cut_inputs
-from .key_sources import OwnBlocks
-from .masks import MaskBlocks
+from .cut_batch import LABELS, CutBatch, MaskBlocks, cut_inputs
+from .engine import OwnBlocks
 from .methods import read
 
 Gather = Callable[[Tensor, CutBatch], Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import takes_argument
 from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
-from ...train.look_ahead import look_ahead
+from ...train.inputs import look_ahead
 from ...train.runtime import Batch, Part, Runtime, recomputing
 from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
@@ -18,8 +18,8 @@ from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.shards import LocalWeights
 from .attention_override import AttentionOverride, attention_configs, learn
 from .cut_batch import CutBatch, cut_batch
+from .engine import gather_sequences
 from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
-from .key_sources import gather_sequences
 from .methods import ContextAttention
 
 _BATCH = "context_batch"

@@ -25,10 +25,8 @@ def share_out(
     Several batches, in a number that the schedule accepts, are the microbatches. Otherwise each batch is split along
     its first dim into ``wanted`` equal microbatches (by default the most that rows and schedule allow without going
     beyond what a bubble of a quarter needs): tensors with as many rows as ``input_ids``; others go to every microbatch.
-
-    Raises:
-        ConfigError: the rows cannot be split evenly (the message names the numbers that work); or a model with
-            ``towers`` (vision, audio) gets images or sounds, which cannot be assigned to rows.
+    Raise :class:`ConfigError` if the rows cannot be split evenly (the message names the numbers that work); or a model
+    with ``towers`` (vision, audio) gets images or sounds, which cannot be assigned to rows.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):

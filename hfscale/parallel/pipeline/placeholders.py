@@ -27,7 +27,7 @@ from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...plan import Plan, Stage, StagePlan
-from ...plan.drafting.shared_submodules import lend
+from ...plan.drafting.boundary_modules import lend
 from ...plan.stages import Loan
 from ...train.runtime.parameter_names import module_at
 

@@ -30,7 +30,6 @@ from ...plan import Plan, Stage
 from ...plan.feature_plans import IDS, TARGETS, TowersPlan, recomputed
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
-from .activation_types import ActivationTypes
 from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv
 from .microbatches import Batch, hidden_shape, is_of_towers, share_out, targets_of, tokens_of, with_targets
@@ -38,7 +37,7 @@ from .orders import check, order
 from .placeholders import run_stages_apart
 from .split import splits_exactly
 from .timeline import Order, stage_ranks
-from .transfers import Step, rank_programs, run_program
+from .transfers import ActivationTypes, Step, rank_programs, run_program
 from .worker import StagePlace, StageWorker
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch", IDS, TARGETS)

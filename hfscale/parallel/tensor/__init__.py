@@ -1,8 +1,13 @@
 """Tensor parallelism: blocks of ordinary local modules, with collectives at their edges."""
 
-from .local_parameters import cut_parameters
-from .part import RandomStreams, TensorParallel, VocabularyLoss
-from .router_loss import router_loss_counted_once, share_of_router_loss
+from .part import (
+    RandomStreams,
+    TensorParallel,
+    VocabularyLoss,
+    cut_parameters,
+    router_loss_counted_once,
+    share_of_router_loss,
+)
 
 __all__ = [
     "RandomStreams",

@@ -27,15 +27,14 @@ from ...distributed.ops.collectives import gather_from_tp_region
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
-from ...models.losses import LOSSES
+from ...models.module_kinds import LOSSES
 from ...plan import Plan
 from ...train.runtime import Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.objective import KeepsOutputs
 from .edges import install_head_edge
-from .lazy_logits import LazyLogits, defer_logits
+from .lazy_logits import LazyLogits, Scoring, defer_logits
 from .sequence_region import SequenceRegion
-from .vocabulary_scores import Scoring
 
 
 @dataclass

@@ -1,29 +1,79 @@
 """Install tensor and sequence parallelism as parts: the blocks, the loss over a sharded vocabulary, random streams."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ..._compat.torch import has_gradient_hook
+from ..._compat.torch import has_gradient_hook, own_parameters
 from ..._compat.transformers.prediction import PREDICTION_LOOKUP
+from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...models.fields import partial_output
-from ...plan import BlockPlan
+from ...models.module_kinds import follow_weight
+from ...plan import BlockPlan, ParameterPlan, Plan
 from ...plan.feature_plans import recomputed
+from ...plan.parameter import MODEL_AXES
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.axes import SequenceAxis
 from ...train.runtime.batches import Microbatch
+from ...train.runtime.parameter_names import owner_of
 from ...train.runtime.shards import LocalWeights
 from .edges import Overlap, install_block_edges, set_local_sizes
 from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
 from .partial_gradients import PartialSums, install_partial_sums, install_replica_sums
 from .random import agree_on_replicated_stream, install_generate, on_first_training_pass
-from .router_loss import is_counted
 from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
+
+
+def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard; ties and
+    ``requires_grad`` stay. The model may be on any device; on the meta device only shapes change.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for planned in plan.parameters:
+        if not planned.model_cuts or not plan.is_local(mesh.pp_rank, planned.name):
+            continue
+        module, attribute = owner_of(model, planned.name)
+        whole = getattr(module, attribute)
+        if id(whole) not in replaced:
+            replaced[id(whole)] = local_parameter(whole, planned, mesh)
+        own_parameters(module)[attribute] = replaced[id(whole)]
+        if attribute == "weight":
+            follow_weight(module)
+
+
+def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
+    """Return this rank's tensor or expert shard of a full parameter, as a copy."""
+    share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
+    share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
+    return nn.Parameter(share, requires_grad=whole.requires_grad)
+
+
+_COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
+
+
+@contextmanager
+def router_loss_counted_once() -> Iterator[None]:
+    """Let a model compute its router loss inside the with block, to go through :func:`share_of_router_loss`."""
+    token = _COUNTED.set(True)
+    try:
+        yield
+    finally:
+        _COUNTED.reset(token)
+
+
+def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
+    """Return the same value with ``1 / ranks`` of the gradient: every tensor rank computes all of this loss, and
+    gradients of a block's input, the router's too, are summed over the ranks.
+    """
+    share = loss / ranks
+    return share + (loss - share).detach()
 
 
 class TensorParallel(Part, SequenceAxis):
@@ -136,7 +186,7 @@ class TensorParallel(Part, SequenceAxis):
 
 
 def _refuse_partial_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = {**kwargs, "output_router_logits": False} if is_counted() else kwargs
+    given = {**kwargs, "output_router_logits": False} if _COUNTED.get() else kwargs
     if asked := partial_output(model.config, given):
         raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
 

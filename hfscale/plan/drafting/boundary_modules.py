@@ -1,4 +1,6 @@
-"""Find the modules and parameters beside a list of layers, or beside a text model."""
+"""Find the modules and parameters beside a list of layers, or beside a text model, and a module that the first layer of
+a list lends to the others.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +8,9 @@ from typing import Any
 from torch import nn
 
 from ..._compat.torch import own_modules
+from ...models.facts import ask
 from ..parameter import join_path
+from ..stages import Loan
 
 PROBED = (1, 2)
 """Samples, and tokens of each, by which a model is tried."""
@@ -38,3 +42,32 @@ def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
 def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
     """Return the full names of the modules directly below ``owner``."""
     return [join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()]
+
+
+def find_loan(model: Any, layer_list: str) -> Loan | None:
+    """Return the module that later layers can compute themselves instead of getting its output from the first layer;
+    ``None`` where a tiny clone does not prove it.
+    """
+    loan = candidate(list(model.get_submodule(layer_list)), layer_list)
+    return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
+
+
+def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
+    """Return the only module that the first of some otherwise equal layers has alone."""
+    first, *others = ([name for name, _ in layer.named_modules()] for layer in layers)
+    if not others or any(names != others[0] for names in others):
+        return None
+    known = set(others[0])
+    extra = [name for name in first if name not in known and name.rpartition(".")[0] in known]
+    if len(extra) != 1 or not known <= set(first):
+        return None
+    owner, _, child = extra[0].rpartition(".")
+    has, lacks = (vars(layer.get_submodule(owner)) for layer in layers[:2])
+    flags = ((name, value) for name, value in has.items() if isinstance(value, bool) and lacks.get(name) is not value)
+    return Loan(layer_list, owner, child, tuple(sorted(flags)))
+
+
+def lend(loan: Loan, module: nn.Module, layer: nn.Module) -> None:
+    """Let another layer of the list use the module, without being listed as its owner: it has one name."""
+    owner: Any = layer.get_submodule(loan.owner)
+    owner.__dict__.update({loan.child: module, **dict(loan.flags)})

@@ -1,18 +1,17 @@
 """Find a model's blueprint: in hfscale's table, from transformers' TP plan, or by inference, in that order."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...config.parallel import AXES, ParallelConfig
 from ...errors import PlanError
 from ...models import FAMILIES
-from ...models.blueprint import Block, Blueprint
+from ...models.blueprint import TRANSLATED, Block, Blueprint, Inference, block_as_data, from_data
 from ...models.facts import ask
-from ...models.inference import Inference, block_as_data, from_data
-from ...models.translate import translate_host_plan
 from ..parameter import join_path
 from .blocks import plan_blocks
 from .draft import Draft
@@ -94,3 +93,123 @@ def _with_roles(draft: Draft, block: str, role: Block) -> Block:
         if wide and child.startswith("k"):
             keys[child] = ()
     return replace(role, shared=tuple(shared), across=tuple(across), key_value=keys)
+
+
+_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared", "mla_kv_a_proj": "shared"}
+# Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
+_EXPERT_STYLES = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
+_GATHERED = ("colwise_gather_output", "rowwise_split_input")
+
+
+class _Rule(NamedTuple):
+    """Hold transformers' rule for a module: its layer list, its path inside a layer, and a style."""
+
+    layers: str
+    path: str
+    style: str
+
+
+@dataclass
+class _Roles:
+    """Collect the roles of one block from the rules of its parts."""
+
+    column: list[str] = field(default_factory=list)
+    row: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
+    """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint. Raise :class:`PlanError` if a rule is
+    outside the layer list, or has a style hfscale does not translate.
+
+    The host names a style per module, for DTensor; hfscale wants blocks with edges. Rules of one parent module make one
+    block. A mixture-of-experts module is one block with everything in it - experts, shared experts, router - because
+    its parts are summed before they leave it. A block whose parts the host gathers in its middle (a norm over the full
+    width of a cut projection) is kept whole: right on every rank, only not shared out.
+    """
+    rules, unknown = _rules_of_layers(host_plan)
+    experts = tuple(rule.path for rule in rules if rule.style == "moe_tp_experts")
+    own_heads = tuple(rule.path for rule in rules if rule.style == "local_params")
+    roles, mixtures, foreign = _roles(rules, experts)
+    unknown += [f"{rule.layers}.*.{rule.path}: {rule.style}" for rule in foreign]
+    lists = {rule.layers for rule in rules}
+    if unknown or len(lists) != 1:
+        raise PlanError(
+            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: hfscale does not translate "
+            f"{'; '.join(unknown) or 'rules for more than one layer list: ' + ', '.join(sorted(lists))}. "
+            "Use tp_size=1, or add the family to hfscale.models.FAMILIES"
+        )
+    incomplete = [block for block, role in roles.items() if not (role.column and role.row) and not role.cut]
+    if incomplete:
+        raise PlanError(
+            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
+            "lack a column or a row projection. Use tp_size=1, or add the family to hfscale.models.FAMILIES"
+        )
+    return Blueprint(
+        layers=lists.pop(),
+        blocks={
+            block: _block(role, own_heads=block in own_heads, mixture=block in mixtures, optional=bool(experts))
+            for block, role in roles.items()
+        },
+        source=TRANSLATED,
+    )
+
+
+def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]:
+    """Return the rules of modules in layers and, in words, those of anything else."""
+    rules, unknown = [], []
+    for pattern, style in host_plan.items():
+        prefix, star, rest = pattern.partition(".*.")
+        if style == "embedding_rowwise":
+            continue  # the vocabulary is always cut, whatever the host says of it
+        if not star or "*" in rest or ("." not in rest and style != "local_params"):
+            unknown.append(f"{pattern}: {style}")
+            continue
+        rules.append(_Rule(prefix, rest, style))
+    return rules, unknown
+
+
+def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
+    """Return the roles by block, the blocks whose roleless modules stay uncut, and the rules with unknown styles."""
+    mixtures = tuple(path.rpartition(".")[0] for path in experts)
+    inside_experts = tuple(f"{path}." for path in experts)
+    roles: dict[str, _Roles] = {}
+    whole, unknown = set(), []
+    for rule in rules:
+        path, style = rule.path, rule.style
+        block = next((mixture for mixture in mixtures if path.startswith(f"{mixture}.")), path.rpartition(".")[0])
+        name = path.removeprefix(f"{block}.")
+        if style in ("moe_tp_experts", "local_params"):
+            continue
+        if style in _GATHERED:
+            whole.add(block)
+        elif path.startswith(inside_experts) and style in _EXPERT_STYLES:
+            roles.setdefault(block, _Roles()).cut[name] = _EXPERT_STYLES[style]
+        elif style in _STYLES:
+            getattr(roles.setdefault(block, _Roles()), _STYLES[style]).append(name)
+            if style == "mla_kv_a_proj":  # low-rank attention computes its latents whole, inside the edges
+                mixtures += (block,)
+        else:
+            unknown.append(rule)
+    return {block: role for block, role in roles.items() if block not in whole}, mixtures, unknown
+
+
+def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
+    """Return one block of a layer; ``optional`` where dense layers and mixtures use the same entry."""
+    column, row = list(role.column), list(role.row)
+    for name in ("shared_expert", "shared_experts", "shared_mlp") if role.cut else ():
+        # plans made for experts alone leave the shared expert out
+        column += [f"{name}.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj")]
+        row.append(f"{name}.down_proj")
+    return Block(
+        column=tuple(dict.fromkeys(column)),
+        row=tuple(dict.fromkeys(row)),
+        shared=tuple(role.shared),
+        cut=role.cut,
+        parts={name: 2 for name in column if name.endswith(".gate_up_proj")},
+        own_heads=own_heads,
+        rest_shared=mixture,
+        optional=optional,
+        dropout=() if role.cut else ("attention_dropout",),
+    )

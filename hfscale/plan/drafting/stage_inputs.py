@@ -12,9 +12,8 @@ from ...models.fields import first_count, text_config
 from ...models.module_kinds import EXPERT_FIELDS
 from ..feature_plans import TowersPlan
 from ..stages import Loan, TwoStacks
-from .boundary_modules import ALONE, GIVEN, items_around, tensors_of
+from .boundary_modules import ALONE, GIVEN, find_loan, items_around, tensors_of
 from .draft import Draft
-from .shared_submodules import find_loan
 
 
 @dataclass(frozen=True)

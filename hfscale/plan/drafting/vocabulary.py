@@ -7,8 +7,7 @@ from torch import nn
 
 from ..._compat.transformers.classes import has_causal_loss, input_embedding, takes_argument
 from ...models.facts import ask
-from ...models.losses import LOSSES, SHIFTED
-from ...models.module_kinds import has_own_loss, looks_up_like_stock
+from ...models.module_kinds import LOSSES, SHIFTED, has_own_loss, looks_up_like_stock
 from ..feature_plans import OwnLossPlan
 from .draft import Draft
 from .text_model import find_text_model

@@ -8,10 +8,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .documents import prove_documents
-from .infer import prove_blueprint, prove_completed
+from .infer.search_blueprint import prove_blueprint, prove_completed
 from .layer_probes import prove_entry, prove_loan, prove_passage, prove_reach, prove_unused
-from .loss_proofs import prove_loss, prove_own_loss
+from .loss_proofs import prove_documents, prove_loss, prove_own_loss
 from .mixing import prove_mixing
 
 PROOFS: dict[str, Callable[..., tuple[Any, bool]]] = {

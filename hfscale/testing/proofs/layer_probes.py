@@ -12,11 +12,9 @@ from ..._compat.torch import tree_leaves
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...models.module_kinds import takes_routes
-from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children
-from ...plan.drafting.shared_submodules import lend
+from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children, lend
 from ...plan.stages import Loan
-from .clones import tiny_model, without_cache
-from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts
+from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts, tiny_model, without_cache
 
 
 def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tuple[dict[str, Any], bool]:

@@ -20,13 +20,12 @@ from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
 from ...parallel.context.attention_override import Attend, AttentionCall, AttentionOverride, attention_configs
-from ...parallel.context.cut_batch import CutBatch, cut_batch
+from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
+from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
-from ...parallel.context.key_sources import OwnBlocks
-from ...parallel.context.masks import MaskBlocks
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
-from .clones import apart, perturb, tiny_model_of, without_cache
+from .probe import apart, perturb, tiny_model_of, without_cache
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5

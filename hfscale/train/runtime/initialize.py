@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.initialization import construct, initialize_weights
-from ...distributed.files.slices import is_elsewhere
+from ..._compat.transformers.loading import construct, initialize_weights
+from ...distributed.files.reader import is_elsewhere
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...plan import Plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hfscale.cli import main
-from hfscale.cli.bench_collectives.ranks import MeasurementError
+from hfscale.cli.bench_collectives import MeasurementError
 from hfscale.cli.doctor_checks import Finding
 from hfscale.cli.doctor_checks import recipe_check as recipe
 from hfscale.cli.doctor_checks import this_machine as machine

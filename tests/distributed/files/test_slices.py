@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hfscale.distributed.files.reader import SafetensorsFile
-from hfscale.distributed.files.slices import ShareOnDisk
+from hfscale.distributed.files.reader import SafetensorsFile, ShareOnDisk
 from hfscale.plan import Cut, ParameterPlan
 
 

@@ -13,11 +13,9 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from hfscale._compat.torch_attention import flash_takes
 from hfscale.parallel.context import kernels
 from hfscale.parallel.context.attention_override import AttentionCall
-from hfscale.parallel.context.cut_batch import CutBatch
-from hfscale.parallel.context.engine import Reading, attend
+from hfscale.parallel.context.cut_batch import CAUSAL, FULL, MASKED, SKIPPED, CutBatch, MaskBlocks
+from hfscale.parallel.context.engine import OwnBlocks, Reading, attend, wide_zeros
 from hfscale.parallel.context.kernels import FlashOnCpu, ScoreBlock, ScoreKernel
-from hfscale.parallel.context.key_sources import OwnBlocks, wide_zeros
-from hfscale.parallel.context.masks import CAUSAL, FULL, MASKED, SKIPPED, MaskBlocks
 from hfscale.parallel.context.methods import read
 from hfscale.plan.sequence_split import Split, choose
 

@@ -17,9 +17,8 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.attention import causal_mask_function
 from hfscale.features.memory.saved import count_saved
-from hfscale.parallel.context.cut_batch import CutBatch
-from hfscale.parallel.context.key_sources import GatheredBlocks, RingBlocks
-from hfscale.parallel.context.masks import CAUSAL, FULL, SKIPPED, MaskBlocks
+from hfscale.parallel.context.cut_batch import CAUSAL, FULL, SKIPPED, CutBatch, MaskBlocks
+from hfscale.parallel.context.engine import GatheredBlocks, RingBlocks
 from hfscale.plan.sequence_split import Split
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.train.runtime import runtime_of

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from hfscale.plan import balance
-from hfscale.plan.drafting.costs import Cost, LayerCosts, layer_costs
+from hfscale.plan.drafting.assign import Cost, LayerCosts, layer_costs
 from tests.tiny_models import tiny
 
 

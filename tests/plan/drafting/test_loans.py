@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hfscale import ParallelConfig
 from hfscale.models.clone import tiny_clone
-from hfscale.plan.drafting.shared_submodules import candidate
+from hfscale.plan.drafting.boundary_modules import candidate
 from hfscale.plan.stages import Loan
 from hfscale.testing.proofs.layer_probes import proved
 from tests.tiny_models import assign_stages

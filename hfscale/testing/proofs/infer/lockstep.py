@@ -22,15 +22,14 @@ from torch import Tensor, nn
 
 from ...._compat.torch import own_parameters
 from ....config.parallel import AXES, ParallelConfig
-from ....models.blueprint import Blueprint
-from ....models.inference import TOLERANCE, Proof
+from ....models.blueprint import TOLERANCE, Blueprint, Proof
 from ....models.module_kinds import follow_weight
 from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
 from ....plan.cut import Cut
 from ....plan.drafting.blocks import plan_blocks
 from ....plan.drafting.draft import Draft
 from ....plan.modules import BlockPlan
-from ..clones import apart
+from ..probe import apart
 from .subject import Subject, Unproved, brief, run_backward
 
 _PATIENCE = 60.0  # seconds to wait for another rank

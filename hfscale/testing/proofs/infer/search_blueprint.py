@@ -1,17 +1,20 @@
-"""Search for a proved blueprint among the candidates."""
+"""Search for a proved blueprint among the candidates, and for the dropout inside its blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ....errors import PlanError
-from ....models.blueprint import INFERRED, Block, Blueprint
-from ....models.inference import Inference, Proof, as_data
+from ....models.blueprint import INFERRED, Block, Blueprint, Inference, Proof, as_data
+from ....models.clone import DROPOUT_WORDS, tiny_clone
 from ....models.names import wild_name
 from .candidate_blocks import CandidateBlock, find_candidates
-from .dropout import find_dropouts
-from .forward_trace import Trace, trace
+from .forward_trace import Trace, run_hooked, trace
 from .hypotheses import Guesses
 from .lockstep import prove
 from .subject import Subject, Unproved, aside, brief, make_subject
@@ -191,3 +194,76 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
     """Return the layer's modules by path and class, with numbers in paths masked, since lists may differ in length."""
     return frozenset((wild_name(name), type(module).__name__) for name, module in layer.named_modules())
+
+
+_RAISED = (0.5, 1)  # some configs take whole numbers only
+
+
+def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
+    """Return, by path of a block, the config fields of the dropout inside it, on activations that are cut, for which
+    ranks must draw different numbers: those that, raised, draw random numbers between the last column and the row.
+    """
+    found: dict[str, list[str]] = {path: [] for path in blocks}
+    for name in _fields(model.config.to_dict()):
+        raised = _raised(model, name)
+        for path in _that_draw(raised, blocks) if raised is not None else ():
+            found[path].append(name)
+    return {path: tuple(fields) for path, fields in found.items()}
+
+
+def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
+    """Return the paths of the blocks that draw random numbers between columns and rows."""
+    states: dict[str, Tensor] = {}
+    drawing: set[str] = set()
+
+    def column(block: str, *_: Any) -> None:
+        states[block] = torch.random.get_rng_state()
+
+    def row(block: str, path: str, _: Any, args: tuple[Tensor, ...]) -> None:
+        now = torch.random.get_rng_state()
+        drawn = not torch.equal(states.get(block, now), now)
+        if drawn or not args[0].any():  # a probability of 1 draws nothing, and leaves nothing
+            drawing.add(path)
+
+    def install() -> list[Any]:
+        modules = dict(subject.model.named_modules())
+        handles: list[Any] = []
+        for layer, path in product(subject.layer_names, blocks):
+            block = f"{layer}.{path}" if path else layer
+            for child in blocks[path].column:
+                if (name := f"{block}.{child}") in modules:
+                    handles.append(modules[name].register_forward_hook(partial(column, block)))
+            for child in blocks[path].row:
+                if (name := f"{block}.{child}") in modules:
+                    handles.append(modules[name].register_forward_pre_hook(partial(row, block, path)))
+        return handles
+
+    run_hooked(subject.model, subject.inputs, install)
+    return drawing
+
+
+def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the names of the dropout probabilities of a config, and of nested configs (``attn_config.attn_pdrop``)."""
+    for name, value in fields.items():
+        if not isinstance(name, str):  # labels are listed by number
+            continue
+        if isinstance(value, dict) and not prefix:
+            yield from _fields(value, f"{name}.")
+        elif any(word in name for word in DROPOUT_WORDS) and isinstance(value, (float, int)) and value is not True:
+            yield prefix + name
+
+
+def _raised(model: Any, field: str) -> Subject | None:
+    """Return a clone in training mode with one probability raised; ``None`` if it cannot be built."""
+    outer, _, name = field.rpartition(".")
+    for probability in _RAISED:
+        change: dict[str, Any] = {field: probability}
+        if outer:
+            change = {outer: {**tiny_clone(model.config).to_dict()[outer], name: probability}}
+        try:
+            subject = make_subject(model, **change)
+        except Unproved:
+            continue
+        subject.model.train()
+        return subject
+    return None

@@ -15,7 +15,7 @@ from ....errors import PlanError
 from ....models.clone import tiny_clone
 from ....models.precision import keep_float64
 from ....plan.drafting.layers import find_layer_list
-from ..clones import on_cpu, perturb, size_of
+from ..probe import on_cpu, perturb, size_of
 
 _LARGEST = 3_000_000  # parameters of a clone; one with more was not made small
 _ROWS, _LENGTH, _PADDED = 3, 7, 2

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from hfscale.cli import main
-from hfscale.cli.bench_collectives import COLLECTIVES, Measured, measure, ranks, suggested_bucket
+from hfscale.cli.bench_collectives import (
+    COLLECTIVES,
+    Measured,
+    MeasurementError,
+    measure,
+    run_ranks,
+    suggested_bucket,
+)
 from hfscale.testing import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -44,7 +51,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         asked.append((world, function, sizes))
         return [Measured(name, size, world, 1e-3) for size in sizes for name in COLLECTIVES]
 
-    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    monkeypatch.setattr("hfscale.cli.bench_collectives.run_ranks", run_ranks)
     monkeypatch.setenv("WORLD_SIZE", "1")
     line = ["bench", "collectives", "--processes", "3", "--sizes", "2KiB,4MiB"]
     assert main([*line, "--out", str(tmp_path / "c.svg")]) == 0
@@ -75,10 +82,10 @@ def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], message:
 
 @pytest.mark.slow
 def test_ranks_of_its_own() -> None:
-    found = ranks.run_ranks(2, measure, [1024], 0.0)
+    found = run_ranks(2, measure, [1024], 0.0)
     assert [each.collective for each in found] == list(COLLECTIVES)
-    with pytest.raises(ranks.MeasurementError, match="rank 0: too many"):
-        ranks.run_ranks(2, fail)
+    with pytest.raises(MeasurementError, match="rank 0: too many"):
+        run_ranks(2, fail)
 
 
 def fail(_: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Time the collectives of training by message size within torch's process group.
+"""Time the collectives of training by message size, between ranks of this machine or within torch's process group.
 
 A message is a rank's larger side: all that it sends (reduce-scatter, all-to-all, scatter's root) or receives
 (all-gather, gather's root). The *bus bandwidth* is the least that each link must carry, whatever the number of ranks,
@@ -10,17 +10,24 @@ so that collectives and machines can be compared; with ``n`` ranks and ``S`` byt
     broadcast, reduce                                   S / t
 """
 
+import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat.torch_device import device_module, is_accelerator
+from .._compat.torch_device import ACCELERATOR, accelerators, device_module, is_accelerator
+from ..errors import HFScaleError
 
 Call = Callable[[], object]
 
@@ -121,3 +128,72 @@ def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | 
     best = max((each.bus_bandwidth for each in found), default=0.0)
     fast = [each.size for each in found if each.bus_bandwidth >= share * best]
     return min(fast, default=None)
+
+
+def draw(target: Path, measured: Sequence[Measured], title: str) -> None:
+    """Write the picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(each.collective for each in measured):
+        own = [each for each in measured if each.collective == name]
+        axes.plot([each.size for each in own], [each.bus_bandwidth / 1e9 for each in own], marker="o", ms=3, label=name)
+    axes.set(title=title, xlabel="message (bytes)", ylabel="bus bandwidth (GB/s)", xscale="log", yscale="log")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(target, dpi=150)
+
+
+class MeasurementError(HFScaleError, RuntimeError):
+    """Raised if a rank that was started for a measurement failed."""
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
+    """Run ``function(device, *args)``, defined at the top of a module, on ``world`` processes in one process group;
+    return rank 0's result, for which ``timeout`` seconds are waited.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="hfscale_ranks_") as directory:
+        ranks = [
+            context.Process(target=_rank, args=(rank, world, directory, sending, function, args), daemon=True)
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        sending.close()
+        try:
+            answered = receiving.poll(timeout)
+            kind, value = receiving.recv() if answered else ("failed", f"no answer within {timeout:.0f} s")
+        except EOFError:
+            kind, value = "failed", "all ranks ended without an answer"
+        finally:
+            for process in ranks:
+                process.join(10)
+                process.kill()
+                process.join()
+            receiving.close()
+    if kind == "failed":
+        raise MeasurementError(f"{world} processes could not communicate: {value}")
+    return value
+
+
+def _rank(
+    rank: int, world: int, directory: str, answers: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    gpus = accelerators().device_count()
+    device = torch.device(ACCELERATOR, rank) if world <= gpus else torch.device("cpu")
+    if is_accelerator(device):
+        accelerators().set_device(device)
+    store = f"file://{os.path.join(directory, 'store')}"
+    try:
+        dist.init_process_group(dist.get_default_backend_for_device(device), store, rank=rank, world_size=world)
+        value = function(device, *args)
+        if rank == 0:
+            answers.send(("found", value))
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of communication are RuntimeErrors
+        answers.send(("failed", f"rank {rank}: {error}"))
