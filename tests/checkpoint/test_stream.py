@@ -223,8 +223,10 @@ def test_what_the_host_cannot_hold_in_eight_bits_is_refused() -> None:
         hfscale.stream_weights(model, quantization_config=FineGrainedFP8Config(weight_block_size=(8, 8)))
 
 
-def encoded(kind: str, layout: str, directory: str, block: int) -> dict[str, Tensor] | str:
-    model = build(kind, layout, 0, torch.float32)
+def encoded(
+    kind: str, layout: str, directory: str, block: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor] | str:
+    model = build(kind, layout, 0, dtype)
     hfscale.save_pretrained(model, directory)
     try:
         return streamed(model, quantization_config=FineGrainedFP8Config(weight_block_size=(block, block)))
@@ -233,11 +235,19 @@ def encoded(kind: str, layout: str, directory: str, block: int) -> dict[str, Ten
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "layout"), [("rows", "tp2"), ("mixture", "ep2"), ("mixture", "pp2")])
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [
+        ("rows", "tp2", torch.float32),
+        ("mixture", "ep2", torch.float32),
+        ("mixture", "pp2", torch.float32),
+        ("rows", "shard2", torch.bfloat16),
+    ],
+)
 def test_in_eight_bits_as_the_host_makes_them(
-    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str, dtype: torch.dtype
 ) -> None:
-    found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8)[0]
+    found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8, dtype)[0]
     assert isinstance(found, dict)
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # it wants a GPU
     config = FineGrainedFP8Config(weight_block_size=(8, 8))
@@ -263,6 +273,20 @@ def test_in_eight_bits_as_the_host_makes_them(
         pytest.skip("this transformers rounds weights to 8 bits twice: before it scales them, and after")
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), theirs[name].float()), name
+
+
+def test_merged_in_eight_bits() -> None:
+    options = {"quantization_config": FineGrainedFP8Config(weight_block_size=(8, 8))}
+    model = hfscale.get_peft_model(build("rows", "one", 0, torch.float32), LoraConfig(target_modules=["q_proj"], r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    found = streamed(model, merge_adapters=True, **options)
+    expected = streamed(hfscale.merge_and_unload(model), **options)
+    assert found.keys() == expected.keys()
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items())
 
 
 def test_parts_of_blocks_are_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:

@@ -158,9 +158,11 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge adapters into full tensors, weight by weight."""
+    """Merge adapters into full tensors, weight by weight; raise :class:`ConfigError` as :func:`refuse_tied` does."""
 
     def __init__(self, adapters: Any, plan: Plan) -> None:
+        if plan.adapters:
+            refuse_tied(adapters, plan)
         self._adapters, self._plan = adapters, plan
         self.factors = {adapter.name for adapter in plan.adapters}  # names of the adapters' own parameters
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
@@ -176,10 +178,6 @@ class WholeMerge:
             for name in (adapter.base, f"{path}.bias"):
                 if name in plan.by_name:
                     self._path_of[plan.by_name[name].tied_to or name] = path
-
-    def refuse_tied(self) -> None:
-        """Raise :class:`ConfigError` if a weight to merge into is tied to one without the adapter."""
-        refuse_tied(self._adapters, self._plan)
 
     def parts(self, name: str) -> list[str]:
         """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""

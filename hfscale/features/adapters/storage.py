@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...plan import Plan
 from ...train.runtime import Runtime
-from ...train.runtime.full_tensors import full_parameters
+from ...train.runtime.full_tensors import full_tensors, tensors_to_save
 from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import Attempt, atomic_directory, is_writer, not_finite, plainly, warn_of_not_finite
 
@@ -87,25 +87,27 @@ def adapter_tensors(
     name: str,
     to: Sequence[int] = (0,),
     attempt: Attempt = plainly,
-    factors_only: bool = False,
+    among: Set[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter's file by their keys, full, on the ranks ``to``; every rank must exhaust it.
 
     Args:
-        factors_only: leave out the trained biases and the embeddings, which are weights of the model too.
+        among: yield no others than the parameters of these names; ``None``: all of the file.
     """
     plan, names = runtime.plan, {}
+    only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
     if is_writer(runtime.mesh):
         _warn_of_experts(runtime)
-        names = stored_names(whole, name, plan, False if factors_only else "auto")
-    factors = {adapter.name for adapter in plan.adapters}
+        names = stored_names(whole, name, plan, False if only_factors else "auto")
     owned: dict[str, list[str]] = {}
     for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
-        if parameter in factors or not factors_only:
-            owned.setdefault(plan.by_name[parameter].tied_to or parameter, []).append(key)
-    for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned, attempt, to):
-        for key in owned[parameter] if runtime.mesh.rank in to else ():
-            yield key, tensor
+        owner = plan.by_name[parameter].tied_to or parameter
+        if among is None or owner in among:
+            owned.setdefault(owner, []).append(key)
+    entries = [entry for entry in tensors_to_save(runtime) if entry.owned in owned]
+    for entry, tensor in full_tensors(runtime, entries, attempt=attempt, to=to):
+        for key in owned[entry.owned] if runtime.mesh.rank in to else ():
+            yield key, tensor.cpu().contiguous()
 
 
 def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
