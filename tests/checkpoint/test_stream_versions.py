@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.distributed.mesh import Mesh
 from hfscale.testing import RankPool
+from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.pool import RankError
 from hfscale.train.runtime.shards import local_tensor
 
@@ -150,6 +152,18 @@ def test_changes_alone(pools: Pools, kind: str, layout: str, part: str, options:
         assert any(not torch.equal(old[name], new[name]) for name in sent)
         engine = old | sent
         assert all(torch.equal(engine[name], new[name]) for name in new)
+
+
+def test_what_is_stored_together_changes_together() -> None:
+    """The tower's checkpoint has q, k and v as one."""
+    model = hfscale.from_config(with_pictures("qianfan_ocr"), auto_class=AutoModelForImageTextToText)
+    first = hfscale.stream_weights(model, version=1)
+    old = {name: tensor.clone() for name, tensor in first}
+    with torch.no_grad():
+        model.get_parameter("model.vision_tower.layers.0.attention.q_proj.weight")[0, 0] += 1.0
+    ((key, sent),) = hfscale.stream_weights(model, version=2, changed_since=first)
+    assert key.endswith("layers.0.attn.qkv.weight")
+    assert (sent != old[key]).sum() == 1
 
 
 def test_changes_since_what() -> None:
