@@ -98,8 +98,14 @@ STEPS: dict[str, Call] = {
         lambda m, v: hfscale.create_optimizer(m.model, lr=1.0, groups=[{"params": [*m.model.parameters()], "lr": v}]),
         ["fast", -1.0],
     ),
-    **with_values(
-        "stream_weights", lambda m, v: [*hfscale.stream_weights(m.model, ranks=v)], [0, [], [9], None, ["0"]]
+    **with_options(
+        "stream_weights",
+        lambda m, v: [*hfscale.stream_weights(m.model, **v)],
+        ranks=[0, [], [9], None, ["0"]],
+        adapters_only=[True, 1],
+        version=[-1, 1.5, "1"],
+        staged=["no"],
+        changed_since=[3],
     ),
     **with_values("preempted", lambda m, v: hfscale.preempted(m.model, patience=v), NUMBERS),
     **with_values("watchdog", lambda m, v: hfscale.watchdog(m.model, patience=v), NUMBERS),

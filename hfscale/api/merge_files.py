@@ -79,7 +79,6 @@ class _Merged:
             raise CheckpointError(f"{base} has no safetensors files: give the directory of a checkpoint")
         self.stored = open_plain(files, adapted.form)
         self.merge = WholeMerge(Adapters(None, adapted.whole, adapted.name, adapted.stock_plan), adapted.plan)
-        self.merge.refuse_tied()
         self.owned = {p.name: p.tied_to or p.name for p in adapted.plan.parameters}
         self.targets = loaded_targets(adapted.model, list(self.stored), adapted.stock_plan.by_name)
         load_weights_as(self.stored, self.targets, {n: t.dtype for n, t in adapted.model.state_dict().items()})

@@ -106,10 +106,10 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)
-        for entry, (name, tensor) in zip(entries, tensors, strict=True):
+        for entry, tensor in tensors:
             if writer is not None:
-                staging.attempt(write_parameter, writer, stored, again, name, tensor)
-                wrong = wrong or (staging.attempt(not_finite, {name: tensor}) if entry.planned else "") or ""
+                staging.attempt(write_parameter, writer, stored, again, entry.name, tensor)
+                wrong = wrong or (staging.attempt(not_finite, {entry.name: tensor}) if entry.planned else "") or ""
         if writer is not None:
             staging.attempt(copy_tensors, carried, writer)
             staging.attempt(write_configs, runtime.model, staging.path)

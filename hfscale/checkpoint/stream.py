@@ -2,22 +2,25 @@
 run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from itertools import chain, compress, islice
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._compat.transformers.fp8 import Fp8Encoder
 from .._compat.transformers.saving import AsStored
 from ..distributed.mesh import Mesh
-from ..errors import ConfigError, check_switch
+from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
+from ..features.adapters.storage import adapter_tensors
 from ..parallel.data import reshard
+from ..train.guards.replicas import checksum
 from ..train.runtime import Runtime, runtime_of
-from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
+from ..train.runtime.full_tensors import SavedTensor, full_tensors, shares, tensors_to_save
 from ..train.runtime.parameter_names import stock_name
 from .carried import carried_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
@@ -25,13 +28,57 @@ from .stored_forms.encoding import QuantizedAgain, quantized_again
 _NONE = torch.empty(0)  # on ranks that get nothing
 
 
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """Yield one version of a model's weights; :func:`stream_weights` returns it.
+
+    Attributes:
+        version: the number that it was given.
+        committed: whether every rank has sent and received all of it; until then an engine may have a part of it.
+    """
+
+    def __init__(self, version: int | None, asked: tuple[Any, ...], sums: dict[str, int]) -> None:
+        self.version, self.committed = version, False
+        self.asked, self.sums = asked, sums  # what a stream of later changes must ask for, and compares
+        self.tensors: Iterator[tuple[str, Tensor]] = iter(())
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self.tensors)
+
+    def until_committed(
+        self, mesh: Mesh, tensors: Iterator[tuple[str, Tensor]], staged: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors as they come, or, if ``staged``, once every rank has done its part."""
+        aside: deque[tuple[str, Tensor]] = deque()
+        try:
+            for name, tensor in tensors:
+                if staged:
+                    aside.append((name, tensor.clone()))
+                else:
+                    yield name, tensor
+            versions = mesh.all_gather_object(self.version)
+        except Exception as lost:  # the connection to a rank
+            raise CheckpointError(
+                f"version {self.version} of the weights did not arrive whole: let the engine keep the one that it has "
+                f"({in_words(lost)})"
+            ) from lost
+        if len(set(versions)) > 1:
+            raise CheckpointError(f"version must be the same on every rank, got {versions}")
+        self.committed = True
+        while aside:
+            yield aside.popleft()
+
+
 def stream_weights(
     model: nn.Module,
     *,
     ranks: Sequence[int] | Literal["all"] = (0,),
     merge_adapters: bool = False,
+    adapters_only: bool = False,
     quantization_config: Any = None,
-) -> Iterator[tuple[str, Tensor]]:
+    version: int | None = None,
+    staged: bool = False,
+    changed_since: WeightStream | None = None,
+) -> WeightStream:
     """Yield ``(name, full tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
 
     Call it on every rank and exhaust it: every rank sends its shards. Ranks that are not chosen get nothing. No rank
@@ -43,51 +90,103 @@ def stream_weights(
         ranks: the global ranks that get the tensors, or ``"all"``.
         merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model is unchanged.
             Otherwise adapters follow the weights, under the keys of PEFT's files.
+        adapters_only: yield the adapter alone: the tensors that PEFT's ``adapter_model.safetensors`` has, by its keys.
+            The weights may be held in 4 or 8 bits.
         quantization_config: a ``transformers.FineGrainedFP8Config``: weights that transformers would quantize on
             loading are yielded in the same 8-bit floating point, bit by bit, each followed by the scales of its blocks
             (``KEY_scale_inv``). ``"as_stored"``: weights that the checkpoint stores quantized are yielded in its form,
             as :func:`hfscale.save_pretrained` writes them.
+        version: a number of these weights, such as the step; the same on every rank.
+        staged: yield nothing before every rank has sent and received everything. Chosen ranks hold all of it meanwhile.
+        changed_since: an earlier stream with a version: leave out tensors whose bits have not changed since.
 
     Raises:
         ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, a weight is
-            not made of whole blocks, or ``"as_stored"`` is given for a checkpoint that is not quantized.
+            not made of whole blocks, or a choice does not fit the model or another choice.
+        CheckpointError: while it is exhausted, if a rank is lost or streams another version.
     """
     runtime = runtime_of(model)
     reshard(runtime.model)
-    world = runtime.mesh.layout.total_size
-    check_switch("merge_adapters", merge_adapters)
+    for name, switch in (("merge_adapters", merge_adapters), ("adapters_only", adapters_only), ("staged", staged)):
+        check_switch(name, switch)
+    if version is not None:
+        check_count("version", version, 0)
+    adapters, chosen = runtime.part(Adapters), _chosen(ranks, runtime.mesh.layout.total_size)
+    if adapters_only and (adapters is None or merge_adapters or quantization_config is not None):
+        raise ConfigError(
+            "adapters_only=True must be asked of a model with adapters, without merge_adapters= and "
+            "quantization_config=, which are about its weights: leave it, or them, out"
+        )
+    entries = tensors_to_save(runtime)
+    asked = (model, chosen, merge_adapters, adapters_only, repr(quantization_config))
+    sums = {} if version is None else _checksums(runtime, entries)
+    changed = None if changed_since is None else _changed(runtime, changed_since, asked, sums)
+    stream = WeightStream(version, asked, sums)
+    if adapters is not None and adapters_only:
+        found = adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=changed)
+    else:
+        found = _weights(runtime, entries, chosen, merge_adapters, quantization_config, changed)
+    stream.tensors = stream.until_committed(runtime.mesh, found, staged)
+    return stream
+
+
+def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
+    """Return the checksum of this rank's shard of every entry, by owned name; 0 where other ranks hold all of it."""
+    share_of = shares(runtime)
+    held = {entry.owned: share_of(entry) for entry in entries}
+    return {name: 0 if share is None else int(checksum(share)) for name, share in held.items()}
+
+
+def _changed(runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]) -> set[str]:
+    """Return the owned names of tensors with other bits, on any rank, than in the stream ``since``; collective."""
+    if not (isinstance(since, WeightStream) and since.committed and since.sums and sums and since.asked == asked):
+        raise ConfigError(
+            "changed_since must be a committed stream of this model with a version and the same choices, and asks for "
+            "version=: stream all weights first"
+        )
+    return set(compress(sums, runtime.mesh.largest(*(since.sums[name] != sums[name] for name in sums))))
+
+
+def _weights(
+    runtime: Runtime,
+    entries: list[SavedTensor],
+    chosen: Sequence[int],
+    merge_adapters: bool,
+    quantization_config: Any,
+    changed: Set[str] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    if runtime.plan.quantized is not None:
+        raise ConfigError(
+            "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
+            "(hfscale.merge_and_unload), stream a model that is not quantized, or the adapters (adapters_only=True)"
+        )
+    adapters, factors = runtime.part(Adapters), {adapter.name for adapter in runtime.plan.adapters}
+    merge = WholeMerge(adapters, adapters.stock_plan if adapters and not merge_adapters else runtime.plan)
+    weights = [entry for entry in entries if entry.owned not in factors]
+    stored = _Stored(runtime, weights, quantization_config, runtime.mesh.rank in chosen)
+    if changed is not None:
+        weights = [entry for entry in weights if not changed.isdisjoint(stored.made_from(entry, merge))]
+    found = stored.of(_full(runtime, merge, entries, weights, chosen), carried=changed is None)
+    if adapters is None or merge_adapters:
+        return found
+    among = factors if changed is None else factors & changed
+    return chain(found, adapter_tensors(runtime, adapters.whole, adapters.name, chosen, among=among))
+
+
+def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
     listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
     chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
     if not chosen or any(not 0 <= rank < world for rank in chosen):
         raise ConfigError(f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}")
-    if runtime.plan.quantized is not None:
-        raise ConfigError(
-            "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
-            "(hfscale.merge_and_unload), or stream a model that is not quantized"
-        )
-    adapters = runtime.part(Adapters)
-    entries = tensors_to_save(runtime)
-    merge = None if adapters is None else WholeMerge(adapters, runtime.plan)
-    weights = [entry for entry in entries if merge is None or _owned(entry) not in merge.factors]
-    stored = _Stored(runtime, weights, quantization_config, _rank(runtime.mesh) in chosen)
-    if merge is None:
-        return stored.of(_whole(runtime, entries, chosen))
-    if merge_adapters:
-        merge.refuse_tied()
-        return stored.of(_merged(runtime, merge, entries, chosen))
-    return _with_adapters(runtime, merge, entries, stored, chosen)
+    return chosen
 
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors by the model's own names, adapters merged: for another model of the same class."""
     reshard(runtime.model)
-    adapters, entries = runtime.part(Adapters), tensors_to_save(runtime)
-    if adapters is None:
-        found = _whole(runtime, entries, ranks)
-    else:
-        merge = WholeMerge(adapters, runtime.plan)
-        merge.refuse_tied()
-        found = _merged(runtime, merge, entries, ranks)
+    entries, merge = tensors_to_save(runtime), WholeMerge(runtime.part(Adapters), runtime.plan)
+    weights = [entry for entry in entries if entry.owned not in merge.factors]
+    found = _full(runtime, merge, entries, weights, ranks)
     return ((stock_name(entry.name), tensor) for entry, tensor in found)
 
 
@@ -96,82 +195,63 @@ class _Stored:
 
     def __init__(self, runtime: Runtime, entries: list[SavedTensor], quantization: Any, here: bool) -> None:
         self._model, self._here = runtime.model, here
+        self._owned = {entry.name: entry.owned for entry in entries}
         self._again = quantized_again(runtime.model) if quantization == "as_stored" else QuantizedAgain()
         self._encoder = None
         self._contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
         if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)
-            for name, tensor in self._contents.items():
-                self._refuse_parts_of_blocks(name, AsStored(self._model, {name: tensor}).layout)
+            for name in filter(self._encoder.wants, self._contents):
+                self._refuse_parts_of_blocks(AsStored(self._model, {name: self._contents[name]}).layout)
+        self._as_stored = AsStored(self._model, self._contents)
 
-    def of(self, whole: Iterator[tuple[SavedTensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors one after the other."""
-        as_stored = AsStored(self._model, self._contents)
+    def made_from(self, entry: SavedTensor, merge: WholeMerge) -> set[str]:
+        """Return the owned names of all that the stored tensors of a weight are made from."""
+        names = self._as_stored.together.get(entry.name, (entry.name,))
+        return {part for name in names for part in merge.parts(self._owned[name])}
+
+    def of(self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors one after the other, and with ``carried`` those that the class does not load."""
         for entry, tensor in whole:
-            if not self._here:
-                continue
-            for key, made in as_stored.made_of(entry.name, tensor).items():
+            stored = self._as_stored.made_of(entry.name, tensor) if self._here else {}
+            for key, made in stored.items():
                 yield from self._encoded(entry.name, key, made).items()
-        for key, carried in carried_tensors(self._model, self._again.form is not None).items() if self._here else ():
-            yield key, carried[...]
+        last = carried_tensors(self._model, self._again.form is not None) if self._here and carried else {}
+        for key, on_disk in last.items():
+            yield key, on_disk[...]
 
     def _encoded(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._encoder is not None and self._encoder.wants(name):
             return self._encoder.made_of(key, tensor)
         return self._again.made_of(key, tensor)
 
-    def _refuse_parts_of_blocks(self, name: str, layout: dict[str, Tensor]) -> None:
+    def _refuse_parts_of_blocks(self, layout: dict[str, Tensor]) -> None:
         """Refuse weights with partial blocks, on every rank alike, before anything is sent."""
         for key, tensor in layout.items():
-            if self._encoder is not None and self._encoder.wants(name) and len(self._encoded(name, key, tensor)) == 1:
+            if self._encoder is not None and len(self._encoder.made_of(key, tensor)) == 1:
                 raise ConfigError(
                     f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: choose "
                     "another size, or name its module in modules_to_not_convert"
                 )
 
 
-def _merged(
-    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], chosen: Sequence[int]
+def _full(
+    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], weights: list[SavedTensor], chosen: Sequence[int]
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    by_name = {_owned(entry): entry for entry in entries}
-    names = [name for name in by_name if name not in merge.factors]
+    """Yield each of the ``weights``, merged from ``entries``, full on the chosen ranks and empty elsewhere."""
+    by_name, names = {entry.owned: entry for entry in entries}, [entry.owned for entry in weights]
     modules, merged = dict[str, list[str]](), set[str]()  # the first weight of a module -> all that it is merged from
     for name in names:
         if name not in merged:
             modules[name] = merge.parts(name)
             merged |= {name, *modules[name]} - merge.factors
-    arriving = _whole(runtime, [by_name[part] for parts in modules.values() for part in parts], chosen)
+    wanted = [by_name[part] for parts in modules.values() for part in parts]
+    gathered = full_tensors(runtime, wanted, to=chosen)
+    arriving = ((entry.owned, tensor.cpu().contiguous()) for entry, tensor in gathered)
     ready: dict[str, Tensor] = {}
     for name in names:
         if name in modules:
             parts = modules[name]
-            found = {part: tensor for part, (_, tensor) in zip(parts, arriving, strict=False)}
-            here = _rank(runtime.mesh) in chosen
-            ready |= merge.merged(name, found) if here else dict.fromkeys([name, *parts], _NONE)
+            found = dict(islice(arriving, len(parts)))
+            ready |= merge.merged(name, found) if runtime.mesh.rank in chosen else dict.fromkeys([name, *parts], _NONE)
         yield by_name[name], ready.pop(name)
-
-
-def _with_adapters(
-    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], stored: _Stored, chosen: Sequence[int]
-) -> Iterator[tuple[str, Tensor]]:
-    own = [entry for entry in entries if _owned(entry) in merge.factors]
-    weights = [entry for entry in entries if entry not in own]
-    yield from stored.of(_whole(runtime, weights, chosen))
-    keys = merge.keys()
-    for entry, tensor in _whole(runtime, own, chosen):
-        if _rank(runtime.mesh) in chosen:
-            yield keys[_owned(entry)], tensor
-
-
-def _owned(entry: SavedTensor) -> str:
-    return entry.planned.name if entry.planned is not None else entry.name
-
-
-def _rank(mesh: Mesh) -> int:
-    return dist.get_rank() if mesh.control is not None else 0
-
-
-def _whole(runtime: Runtime, entries: list[SavedTensor], chosen: Sequence[int]) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yield each full tensor on the chosen ranks; every rank must exhaust it, and gets empty tensors if not chosen."""
-    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, to=chosen), strict=True):
-        yield entry, tensor.cpu().contiguous()

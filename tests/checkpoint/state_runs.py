@@ -13,7 +13,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.models.precision import keep_float64
 from hfscale.train.runtime import runtime_of
-from hfscale.train.runtime.full_tensors import full_parameters
+from hfscale.train.runtime.full_tensors import full_tensors, tensors_to_save
 
 from ..mixtures import EAGER, qwen3_moe
 from ..tiny_models import tiny
@@ -122,7 +122,9 @@ def leg(
         hfscale.save_state(model, f"{directory}/step-{step}", optimizer=optimizer, scheduler=scheduler, step=step)
         quantized = runtime_of(model).plan.quantized
         frozen = quantized.weights if quantized is not None else ()
-        weights = dict(full_parameters(runtime_of(model), lambda planned: planned.name not in frozen))
+        runtime = runtime_of(model)
+        entries = [entry for entry in tensors_to_save(runtime) if entry.planned and entry.owned not in frozen]
+        weights = {entry.owned: tensor for entry, tensor in full_tensors(runtime, entries)}
     return losses, {key: tensor.clone() for key, tensor in weights.items() if tensor.numel()}
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, FineGrainedFP8Config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -164,8 +164,53 @@ def test_adapters(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
             assert torch.equal(merged[name], weight), name
 
 
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+ALONE: dict[str, dict[str, Any]] = {**ADAPTERS, "biases": {"target_modules": ["q_proj"], "bias": "all"}}
+
+
+def alone(path: str, adapter: str, layout: str, ranks: Any, four_bits: bool) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if four_bits else {}
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    model = hfscale.from_pretrained(path, parallel=parallel, peft_config=adapter, dtype=torch.float32, **options)
+    return streamed(model, ranks=ranks, adapters_only=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "ranks"),
+    [
+        ("lora", "one", "all"),
+        ("lora", "tp2", (1,)),
+        ("biases", "pp2", (0,)),
+        ("dora", "shard2", "all"),
+        ("copy", "pp2-tp2", (0, 3)),
+        ("experts", "ep2", (1,)),
+        ("experts", "ep2-tp2", "all"),
+        ("four bits", "tp2", (0,)),
+    ],
+)
+def test_the_adapter_alone_is_the_file_that_stock_peft_writes(
+    pools: Pools, tmp_path: Path, kind: str, layout: str, ranks: Any
+) -> None:
+    torch.manual_seed(0)
+    config = qwen3_moe() if kind == "experts" else tiny("llama", attention_bias=True, tie_word_embeddings=False)
+    stock: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    stock.save_pretrained(tmp_path / "base")
+    targets = {"experts": EXPERTS, "four bits": ADAPTERS["lora"]} | ALONE
+    lora = LoraConfig(r=3, init_lora_weights=False, **targets[kind])
+    get_peft_model(stock, lora).save_pretrained(tmp_path / "adapter")
+    world = ParallelConfig(**LAYOUTS[layout]).total_size
+    arguments = (str(tmp_path / "base"), str(tmp_path / "adapter"), layout, ranks, kind == "four bits")
+    found = pools(world).run(alone, *arguments) if world > 1 else [alone(*arguments)]
+    expected = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for rank, tensors in enumerate(found):
+        assert tensors.keys() == (expected.keys() if ranks == "all" or rank in ranks else set())
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
 def test_refusals() -> None:
     model = hfscale.from_config(tiny("llama"))
+    with pytest.raises(ConfigError, match="adapters_only=True must be asked of a model with adapters"):
+        hfscale.stream_weights(model, adapters_only=True)
     with pytest.raises(ConfigError, match="some of the ranks 0 to 0, got"):
         hfscale.stream_weights(model, ranks=(0, 1))
 
@@ -178,8 +223,10 @@ def test_what_the_host_cannot_hold_in_eight_bits_is_refused() -> None:
         hfscale.stream_weights(model, quantization_config=FineGrainedFP8Config(weight_block_size=(8, 8)))
 
 
-def encoded(kind: str, layout: str, directory: str, block: int) -> dict[str, Tensor] | str:
-    model = build(kind, layout, 0, torch.float32)
+def encoded(
+    kind: str, layout: str, directory: str, block: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor] | str:
+    model = build(kind, layout, 0, dtype)
     hfscale.save_pretrained(model, directory)
     try:
         return streamed(model, quantization_config=FineGrainedFP8Config(weight_block_size=(block, block)))
@@ -188,11 +235,19 @@ def encoded(kind: str, layout: str, directory: str, block: int) -> dict[str, Ten
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "layout"), [("rows", "tp2"), ("mixture", "ep2"), ("mixture", "pp2")])
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [
+        ("rows", "tp2", torch.float32),
+        ("mixture", "ep2", torch.float32),
+        ("mixture", "pp2", torch.float32),
+        ("rows", "shard2", torch.bfloat16),
+    ],
+)
 def test_in_eight_bits_as_the_host_makes_them(
-    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str, dtype: torch.dtype
 ) -> None:
-    found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8)[0]
+    found = pools(2).run(encoded, kind, layout, str(tmp_path / "saved"), 8, dtype)[0]
     assert isinstance(found, dict)
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # it wants a GPU
     config = FineGrainedFP8Config(weight_block_size=(8, 8))
@@ -218,6 +273,20 @@ def test_in_eight_bits_as_the_host_makes_them(
         pytest.skip("this transformers rounds weights to 8 bits twice: before it scales them, and after")
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), theirs[name].float()), name
+
+
+def test_merged_in_eight_bits() -> None:
+    options = {"quantization_config": FineGrainedFP8Config(weight_block_size=(8, 8))}
+    model = hfscale.get_peft_model(build("rows", "one", 0, torch.float32), LoraConfig(target_modules=["q_proj"], r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    found = streamed(model, merge_adapters=True, **options)
+    expected = streamed(hfscale.merge_and_unload(model), **options)
+    assert found.keys() == expected.keys()
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items())
 
 
 def test_parts_of_blocks_are_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:

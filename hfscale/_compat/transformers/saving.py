@@ -35,8 +35,9 @@ class AsStored:
         self._names = stored_names(model)
         with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
-            self._together = _together(model, contents, self._conversions)
-            self._together |= _after_another(model, contents, self._together, set(expected))
+            # parameter -> those stored together with it, itself included, in order; without those stored alone
+            self.together = _together(model, contents, self._conversions)
+            self.together |= _after_another(model, contents, self.together, set(expected))
         self._waiting: dict[str, Tensor] = {}
         self.layout: dict[str, Tensor] = {}  # every tensor of the checkpoint, on the meta device
         for name, tensor in contents.items():
@@ -51,7 +52,7 @@ class AsStored:
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors made of one parameter; none until the last of a fused group comes."""
-        names = self._together.get(name, (name,))
+        names = self.together.get(name, (name,))
         self._waiting[name] = tensor
         if any(other not in self._waiting for other in names):
             return {}
@@ -108,13 +109,6 @@ def _after_another(
         pair = next((pair for pair in pairs if expected.issuperset(revert_weight_conversion(model, pair))), {})
         found |= dict.fromkeys(pair, tuple(pair))
     return found
-
-
-def stored_layout(model: Any, contents: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors of a plain checkpoint of this model, on the meta device; ``contents`` are the model's own.
-    Raise :class:`CheckpointError` as :class:`AsStored` does.
-    """
-    return AsStored(model, contents).layout
 
 
 def _conversions(model: Any) -> list[Any]:

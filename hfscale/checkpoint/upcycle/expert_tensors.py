@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging
 
 from ..._compat.transformers.classes import class_name, is_distributed_by_host
-from ..._compat.transformers.saving import stored_layout
+from ..._compat.transformers.saving import AsStored
 from ...distributed.files.reader import TensorOnDisk, named_files, open_tensors
 from ...distributed.files.replace import finish_move
 from ...distributed.files.writer import INDEX, WEIGHTS
@@ -189,7 +189,7 @@ class Upcycling:
 
     def contents(self) -> dict[str, Tensor]:
         """Return all tensors of the target's checkpoint, on the meta device, in the dense model's dtypes."""
-        layout = stored_layout(self.model, dict(self.model.named_parameters()))
+        layout = AsStored(self.model, dict(self.model.named_parameters())).layout
         types = {name: self.dense.tensors[found].dtype for name, found in self.stored.items()}
         return {
             name: torch.empty(tensor.shape, dtype=types.get(name, self.dtype), device="meta")

@@ -21,7 +21,6 @@ from ...train.runtime.shards import gather_full
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
 from .adapter_structure import give_back_methods
-from .storage import stored_names
 
 
 def refuse_tied(adapters: Any, plan: Plan) -> None:
@@ -159,9 +158,11 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge adapters into full tensors, weight by weight."""
+    """Merge adapters into full tensors, weight by weight; raise :class:`ConfigError` as :func:`refuse_tied` does."""
 
     def __init__(self, adapters: Any, plan: Plan) -> None:
+        if plan.adapters:
+            refuse_tied(adapters, plan)
         self._adapters, self._plan = adapters, plan
         self.factors = {adapter.name for adapter in plan.adapters}  # names of the adapters' own parameters
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
@@ -177,10 +178,6 @@ class WholeMerge:
             for name in (adapter.base, f"{path}.bias"):
                 if name in plan.by_name:
                     self._path_of[plan.by_name[name].tied_to or name] = path
-
-    def refuse_tied(self) -> None:
-        """Raise :class:`ConfigError` if a weight to merge into is tied to one without the adapter."""
-        refuse_tied(self._adapters, self._plan)
 
     def parts(self, name: str) -> list[str]:
         """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""
@@ -213,8 +210,3 @@ class WholeMerge:
         """Return the name of a weight inside its module; of a tied one, the name that is in this module."""
         names = [p.name for p in self._plan.parameters if base in (p.name, p.tied_to)]
         return next(name for name in names if name.startswith(f"{path}.")).removeprefix(f"{path}.")
-
-    def keys(self) -> dict[str, str]:
-        """Map names of the adapters' parameters to their keys in PEFT's files."""
-        found = stored_names(self._adapters.whole, self._adapters.name, self._plan, False)
-        return {name: key for name, key in found.items() if name in self.factors}

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import warnings
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from ...errors import CheckpointError, ConfigError
 from ...plan import Plan
 from ...plan.quantized import QuantizedPlan
 from ...train.runtime import Runtime
-from ...train.runtime.full_tensors import full_parameters
+from ...train.runtime.full_tensors import full_tensors, tensors_to_save
 from ...train.runtime.parameter_names import stock_name
-from ...train.runtime.writing import atomic_directory, is_writer, not_finite, warn_of_not_finite
+from ...train.runtime.writing import Attempt, atomic_directory, is_writer, not_finite, plainly, warn_of_not_finite
 
 _METHODS = ("LORA", "IA3", "LOHA")
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
@@ -193,23 +194,43 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub
     return shares
 
 
+def adapter_tensors(
+    runtime: Runtime,
+    whole: Any,
+    name: str,
+    to: Sequence[int] = (0,),
+    attempt: Attempt = plainly,
+    among: Set[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an adapter's file by their keys, full, on the ranks ``to``; every rank must exhaust it.
+
+    Args:
+        among: yield no others than the parameters of these names; ``None``: all of the file.
+    """
+    plan, names = runtime.plan, {}
+    only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
+    if is_writer(runtime.mesh):
+        _warn_of_experts(runtime)
+        names = stored_names(whole, name, plan, False if only_factors else "auto")
+    owned: dict[str, list[str]] = {}
+    for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
+        owner = plan.by_name[parameter].tied_to or parameter
+        if among is None or owner in among:
+            owned.setdefault(owner, []).append(key)
+    entries = [entry for entry in tensors_to_save(runtime) if entry.owned in owned]
+    for entry, tensor in full_tensors(runtime, entries, attempt=attempt, to=to):
+        for key in owned[entry.owned] if runtime.mesh.rank in to else ():
+            yield key, tensor.cpu().contiguous()
+
+
 def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
     """Write the adapter; collective, like :func:`hfscale.save_pretrained`. Raise :class:`CheckpointError`, with
     ``target`` unchanged, if it could not be written.
     """
-    writes = is_writer(runtime.mesh)
-    if writes:
-        _warn_of_experts(runtime)
-    names = stored_names(whole, name, runtime.plan, "auto") if writes else {}
-    owned: dict[str, list[str]] = {}
-    for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
-        owned.setdefault(runtime.plan.by_name[parameter].tied_to or parameter, []).append(key)
-    tensors: dict[str, Tensor] = {}
     with atomic_directory(target, runtime.mesh) as staging:
-        for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned, staging.attempt):
-            for key in owned.get(parameter, ()) if writes else ():
-                tensors[key] = tensor.clone()
-        if writes and staging.failure is None:
+        found = adapter_tensors(runtime, whole, name, attempt=staging.attempt)
+        tensors = {key: tensor.clone() for key, tensor in found}
+        if is_writer(runtime.mesh) and staging.failure is None:
             save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             write_adapter_config(whole, name, staging.path)
     warn_of_not_finite(runtime.mesh, not_finite(tensors), str(target))

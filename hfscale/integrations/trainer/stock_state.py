@@ -177,7 +177,7 @@ def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds)
     for key in sorted({key for states in kinds.values() for key in states}):
         types = [(entry, kinds[entry.planned.name].get(key)) for entry in entries if entry.planned]
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
-        for entry, (_, tensor) in zip(typed, full_tensors(runtime, typed, _share(held, key)), strict=True):
+        for entry, tensor in full_tensors(runtime, typed, _share(held, key)):
             if is_writer(runtime.mesh) and entry.planned:
                 found[entry.planned.name][key] = tensor.cpu().clone()
     return found

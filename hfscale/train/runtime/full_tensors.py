@@ -32,6 +32,11 @@ class SavedTensor:
     planned: ParameterPlan | None  # None: a buffer, full on every rank of its stage
 
     @property
+    def owned(self) -> str:
+        """The name in the plan; a tied tensor may be stored under another."""
+        return self.name if self.planned is None else self.planned.name
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the full tensor."""
         return prod(self.shape) * self.dtype.itemsize
@@ -46,15 +51,6 @@ class SavedTensor:
         """Rebuild the entry from the tuple of :meth:`told`, on another rank."""
         name, shape, dtype, home, planned = told
         return cls(name, torch.Size(shape), dtype, home, None if planned is None else plan.by_name[planned])
-
-
-def full_parameters(
-    runtime: Runtime, wanted: Callable[[ParameterPlan], bool], attempt: Attempt = plainly
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield owned parameters by name, one at a time: full on rank 0, empty elsewhere. Every rank must exhaust it."""
-    entries = [entry for entry in tensors_to_save(runtime) if entry.planned and wanted(entry.planned)]
-    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt), strict=True):
-        yield entry.planned.name if entry.planned else entry.name, tensor
 
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
@@ -111,7 +107,7 @@ def full_tensors(
     share_of: Callable[[SavedTensor], Tensor | None] | None = None,
     attempt: Attempt = plainly,
     to: Sequence[int] = (0,),
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[SavedTensor, Tensor]]:
     """Yield every tensor to save, one at a time, in the same order on every rank: full on some ranks, empty elsewhere.
 
     Tensors are gathered in buckets as large as the largest of them, so that many small ones take few messages: each
@@ -122,7 +118,7 @@ def full_tensors(
         attempt: calls all that may fail on one rank alone. After a failure shards are still exchanged, so that no rank
             waits for another, and the tensors' values mean nothing.
     """
-    held = share_of or _shares(runtime)
+    held = share_of or shares(runtime)
     for bucket in _buckets(entries):
         yield from _gather(bucket, held, runtime.mesh, to, attempt)
 
@@ -140,7 +136,8 @@ def _buckets(entries: list[SavedTensor]) -> Iterator[list[SavedTensor]]:
         yield bucket
 
 
-def _shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
+def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
+    """Return the function that returns this rank's shard of an entry, if it holds one."""
     here = {planned.name: parameter for planned, parameter in runtime.parameters()}
     buffers = _buffers(runtime)
 
@@ -189,11 +186,11 @@ def _gather(
     mesh: Mesh,
     to: Sequence[int],
     attempt: Attempt,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[SavedTensor, Tensor]]:
     if mesh.control is None:
-        yield from ((entry.name, _put_together(entry, [], held, attempt)) for entry in bucket)
+        yield from ((entry, _put_together(entry, [], held, attempt)) for entry in bucket)
         return
-    rank, pieces = dist.get_rank(), _pieces(bucket, mesh, to)
+    pieces = _pieces(bucket, mesh, to)
     sent = _exchange(pieces, held, mesh, to, attempt)
     shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
     for source, flat in sent.items():
@@ -201,7 +198,7 @@ def _gather(
             shards.setdefault(id(piece.entry), []).append((piece.ranks, piece.view(flat)))
     for entry in bucket:
         found = shards.get(id(entry), [])
-        yield entry.name, _put_together(entry, found, held, attempt) if rank in to else _nothing(entry)
+        yield entry, _put_together(entry, found, held, attempt) if mesh.rank in to else _nothing(entry)
 
 
 def _exchange(
@@ -212,7 +209,7 @@ def _exchange(
     attempt: Attempt,
 ) -> dict[int, Tensor]:
     """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
-    rank = dist.get_rank()
+    rank = mesh.rank
     sizes = {source: own[-1].stop for source, own in pieces.items()}
     wanted = [source for source in sizes if source != rank] if rank in to else []
     sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
