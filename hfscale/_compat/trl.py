@@ -35,6 +35,50 @@ class DataHooks(_Mixin):
         return super()._precompute_ref_logps(dataset, *rest)
 
 
+class EngineHooks(_Mixin):
+    """Define the private methods of TRL's ``VLLMGeneration``. A subclass has ``check()``, called before the engine
+    starts, and ``weights()``, which yields the full tensors to send, by their names in a checkpoint; collective.
+    """
+
+    accelerator: Any
+
+    def _init_vllm(self) -> None:
+        self.check()
+        if self.mode == "colocate":  # each process has an engine, also those that share a batch
+            self.accelerator = self.accelerator.state
+        super()._init_vllm()
+
+    def _iter_named_params(self) -> Any:
+        return self.weights()
+
+    def sync_weights(self) -> None:
+        """Send the weights; TRL's own writes into parameters that a colocated engine may have packed as it loaded."""
+        if self.mode == "server":
+            super().sync_weights()
+            return
+        if self.enable_sleep_mode:
+            importlib.import_module("trl.generation.vllm_generation").empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        weights = self.weights()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        for _ in weights:  # every rank takes part to the end
+            pass
+        self.llm.reset_prefix_cache()
+
+
+def has_engine(kind: type) -> bool:
+    """Return whether a trainer generates with ``VLLMGeneration``, whose methods :class:`EngineHooks` knows."""
+    found = (getattr(module, "VLLMGeneration", None) for module in _modules(kind))
+    return any(hasattr(engine, "_iter_named_params") for engine in found)
+
+
+def count_microbatch(trainer: Any) -> None:
+    """Count a microbatch as the ``training_step`` of trainers that generate does, which follow it to their next one."""
+    if hasattr(trainer, "_step"):
+        trainer._step += 1
+
+
 def pairs_rows_of_a_batch(trainer: Any) -> bool:
     """Return whether rows are paired within batches before batches are distributed, as in KTO."""
     return bool(getattr(trainer, "calculate_KL", False))
