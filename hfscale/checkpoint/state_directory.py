@@ -174,12 +174,11 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
 
 def _changed(directory: Path, mesh: Mesh) -> list[str]:
     """Return checksum problems of the files that this rank has to read."""
-    rank = mesh.device_mesh.get_rank() if mesh.device_mesh is not None else 0
     try:
         mark = read_mark(directory)
     except CheckpointError as error:
-        return [f"{error} (as rank {rank} sees it)"]
-    return content_problems(directory, mark, sorted(mark.files)[rank :: mesh.layout.total_size])
+        return [f"{error} (as rank {mesh.rank} sees it)"]
+    return content_problems(directory, mark, sorted(mark.files)[mesh.rank :: mesh.layout.total_size])
 
 
 def _listed(wrong: dict[Path, list[str]]) -> str:

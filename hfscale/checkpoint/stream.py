@@ -3,18 +3,18 @@ run.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._compat.transformers.fp8 import Fp8Encoder
 from .._compat.transformers.saving import AsStored
-from ..distributed.mesh import Mesh
 from ..errors import ConfigError, check_switch
 from ..features.adapters import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
+from ..features.adapters.storage import adapter_tensors
 from ..parallel.data import reshard
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
@@ -30,6 +30,7 @@ def stream_weights(
     *,
     ranks: Sequence[int] | Literal["all"] = (0,),
     merge_adapters: bool = False,
+    adapters_only: bool = False,
     quantization_config: Any = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, full tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
@@ -43,6 +44,8 @@ def stream_weights(
         ranks: the global ranks that get the tensors, or ``"all"``.
         merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model is unchanged.
             Otherwise adapters follow the weights, under the keys of PEFT's files.
+        adapters_only: yield the adapter alone: the tensors that PEFT's ``adapter_model.safetensors`` has, by its keys.
+            The weights may be held in 4 or 8 bits.
         quantization_config: a ``transformers.FineGrainedFP8Config``: weights that transformers would quantize on
             loading are yielded in the same 8-bit floating point, bit by bit, each followed by the scales of its blocks
             (``KEY_scale_inv``). ``"as_stored"``: weights that the checkpoint stores quantized are yielded in its form,
@@ -50,32 +53,44 @@ def stream_weights(
 
     Raises:
         ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, a weight is
-            not made of whole blocks, or ``"as_stored"`` is given for a checkpoint that is not quantized.
+            not made of whole blocks, ``"as_stored"`` is given for a checkpoint that is not quantized, or
+            ``adapters_only`` for a model without adapters, or with another of these choices.
     """
     runtime = runtime_of(model)
     reshard(runtime.model)
-    world = runtime.mesh.layout.total_size
     check_switch("merge_adapters", merge_adapters)
-    listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
-    chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
-    if not chosen or any(not 0 <= rank < world for rank in chosen):
-        raise ConfigError(f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}")
+    check_switch("adapters_only", adapters_only)
+    chosen, adapters = _chosen(ranks, runtime.mesh.layout.total_size), runtime.part(Adapters)
+    if adapters_only:
+        if adapters is None or merge_adapters or quantization_config is not None:
+            raise ConfigError(
+                "adapters_only=True must be asked of a model with adapters, without merge_adapters= and "
+                "quantization_config=, which are about its weights: leave it, or them, out"
+            )
+        return _adapter(runtime, adapters, chosen)
     if runtime.plan.quantized is not None:
         raise ConfigError(
             "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
-            "(hfscale.merge_and_unload), or stream a model that is not quantized"
+            "(hfscale.merge_and_unload), stream a model that is not quantized, or the adapters (adapters_only=True)"
         )
-    adapters = runtime.part(Adapters)
     entries = tensors_to_save(runtime)
     merge = None if adapters is None else WholeMerge(adapters, runtime.plan)
     weights = [entry for entry in entries if merge is None or _owned(entry) not in merge.factors]
-    stored = _Stored(runtime, weights, quantization_config, _rank(runtime.mesh) in chosen)
-    if merge is None:
+    stored = _Stored(runtime, weights, quantization_config, runtime.mesh.rank in chosen)
+    if adapters is None or merge is None:
         return stored.of(_whole(runtime, entries, chosen))
     if merge_adapters:
         merge.refuse_tied()
         return stored.of(_merged(runtime, merge, entries, chosen))
-    return _with_adapters(runtime, merge, entries, stored, chosen)
+    return chain(stored.of(_whole(runtime, weights, chosen)), _adapter(runtime, adapters, chosen, factors_only=True))
+
+
+def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
+    listed = isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
+    chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
+    if not chosen or any(not 0 <= rank < world for rank in chosen):
+        raise ConfigError(f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}")
+    return chosen
 
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
@@ -146,29 +161,19 @@ def _merged(
         if name in modules:
             parts = modules[name]
             found = {part: tensor for part, (_, tensor) in zip(parts, arriving, strict=False)}
-            here = _rank(runtime.mesh) in chosen
-            ready |= merge.merged(name, found) if here else dict.fromkeys([name, *parts], _NONE)
+            ready |= merge.merged(name, found) if runtime.mesh.rank in chosen else dict.fromkeys([name, *parts], _NONE)
         yield by_name[name], ready.pop(name)
 
 
-def _with_adapters(
-    runtime: Runtime, merge: WholeMerge, entries: list[SavedTensor], stored: _Stored, chosen: Sequence[int]
+def _adapter(
+    runtime: Runtime, adapters: Adapters, chosen: Sequence[int], factors_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    own = [entry for entry in entries if _owned(entry) in merge.factors]
-    weights = [entry for entry in entries if entry not in own]
-    yield from stored.of(_whole(runtime, weights, chosen))
-    keys = merge.keys()
-    for entry, tensor in _whole(runtime, own, chosen):
-        if _rank(runtime.mesh) in chosen:
-            yield keys[_owned(entry)], tensor
+    for key, tensor in adapter_tensors(runtime, adapters.whole, adapters.name, chosen, factors_only=factors_only):
+        yield key, tensor.cpu().contiguous()
 
 
 def _owned(entry: SavedTensor) -> str:
     return entry.planned.name if entry.planned is not None else entry.name
-
-
-def _rank(mesh: Mesh) -> int:
-    return dist.get_rank() if mesh.control is not None else 0
 
 
 def _whole(runtime: Runtime, entries: list[SavedTensor], chosen: Sequence[int]) -> Iterator[tuple[SavedTensor, Tensor]]:

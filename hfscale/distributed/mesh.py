@@ -49,6 +49,11 @@ class Mesh:
     whole_sequences: dist.ProcessGroup | None = None
 
     @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return 0 if self.device_mesh is None else self.device_mesh.get_rank()
+
+    @property
     def pp_rank(self) -> int:
         """This rank's pipeline rank."""
         return self.ranks["pp"]

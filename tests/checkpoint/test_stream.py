@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, FineGrainedFP8Config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -164,8 +164,53 @@ def test_adapters(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
             assert torch.equal(merged[name], weight), name
 
 
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+ALONE: dict[str, dict[str, Any]] = {**ADAPTERS, "biases": {"target_modules": ["q_proj"], "bias": "all"}}
+
+
+def alone(path: str, adapter: str, layout: str, ranks: Any, four_bits: bool) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if four_bits else {}
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    model = hfscale.from_pretrained(path, parallel=parallel, peft_config=adapter, dtype=torch.float32, **options)
+    return streamed(model, ranks=ranks, adapters_only=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "ranks"),
+    [
+        ("lora", "one", "all"),
+        ("lora", "tp2", (1,)),
+        ("biases", "pp2", (0,)),
+        ("dora", "shard2", "all"),
+        ("copy", "pp2-tp2", (0, 3)),
+        ("experts", "ep2", (1,)),
+        ("experts", "ep2-tp2", "all"),
+        ("four bits", "tp2", (0,)),
+    ],
+)
+def test_the_adapter_alone_is_the_file_that_stock_peft_writes(
+    pools: Pools, tmp_path: Path, kind: str, layout: str, ranks: Any
+) -> None:
+    torch.manual_seed(0)
+    config = qwen3_moe() if kind == "experts" else tiny("llama", attention_bias=True, tie_word_embeddings=False)
+    stock: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    stock.save_pretrained(tmp_path / "base")
+    targets = {"experts": EXPERTS, "four bits": ADAPTERS["lora"]} | ALONE
+    lora = LoraConfig(r=3, init_lora_weights=False, **targets[kind])
+    get_peft_model(stock, lora).save_pretrained(tmp_path / "adapter")
+    world = ParallelConfig(**LAYOUTS[layout]).total_size
+    arguments = (str(tmp_path / "base"), str(tmp_path / "adapter"), layout, ranks, kind == "four bits")
+    found = pools(world).run(alone, *arguments) if world > 1 else [alone(*arguments)]
+    expected = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for rank, tensors in enumerate(found):
+        assert tensors.keys() == (expected.keys() if ranks == "all" or rank in ranks else set())
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
 def test_refusals() -> None:
     model = hfscale.from_config(tiny("llama"))
+    with pytest.raises(ConfigError, match="adapters_only=True must be asked of a model with adapters"):
+        hfscale.stream_weights(model, adapters_only=True)
     with pytest.raises(ConfigError, match="some of the ranks 0 to 0, got"):
         hfscale.stream_weights(model, ranks=(0, 1))
 

@@ -48,7 +48,7 @@ def _refuse_parts(model: Any) -> None:
         raise ConfigError(
             f"{plan.layout.describe()}: PEFT's get_peft_model_state_dict would return only this rank's shard of the "
             "adapter: call hfscale.save_pretrained(model, directory), on every rank, which writes the full one in "
-            "PEFT's format; hfscale.stream_weights(model) yields its tensors under PEFT's keys"
+            "PEFT's format; hfscale.stream_weights(model, adapters_only=True) yields its tensors by PEFT's keys"
         )
 
 

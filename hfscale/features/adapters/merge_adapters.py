@@ -21,7 +21,6 @@ from ...train.runtime.shards import gather_full
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
 from .guard import give_back_methods
-from .storage import stored_names
 
 
 def refuse_tied(adapters: Any, plan: Plan) -> None:
@@ -213,8 +212,3 @@ class WholeMerge:
         """Return the name of a weight inside its module; of a tied one, the name that is in this module."""
         names = [p.name for p in self._plan.parameters if base in (p.name, p.tied_to)]
         return next(name for name in names if name.startswith(f"{path}.")).removeprefix(f"{path}.")
-
-    def keys(self) -> dict[str, str]:
-        """Map names of the adapters' parameters to their keys in PEFT's files."""
-        found = stored_names(self._adapters.whole, self._adapters.name, self._plan, False)
-        return {name: key for name, key in found.items() if name in self.factors}

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ...plan import Plan
 from ...train.runtime import Runtime
 from ...train.runtime.full_tensors import full_parameters
 from ...train.runtime.parameter_names import stock_name
-from ...train.runtime.writing import atomic_directory, is_writer, not_finite, warn_of_not_finite
+from ...train.runtime.writing import Attempt, atomic_directory, is_writer, not_finite, plainly, warn_of_not_finite
 
 _log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
@@ -80,23 +81,41 @@ def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub
     return shares
 
 
+def adapter_tensors(
+    runtime: Runtime,
+    whole: Any,
+    name: str,
+    to: Sequence[int] = (0,),
+    attempt: Attempt = plainly,
+    factors_only: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an adapter's file by their keys, full, on the ranks ``to``; every rank must exhaust it.
+
+    Args:
+        factors_only: leave out the trained biases and the embeddings, which are weights of the model too.
+    """
+    plan, names = runtime.plan, {}
+    if is_writer(runtime.mesh):
+        _warn_of_experts(runtime)
+        names = stored_names(whole, name, plan, False if factors_only else "auto")
+    factors = {adapter.name for adapter in plan.adapters}
+    owned: dict[str, list[str]] = {}
+    for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
+        if parameter in factors or not factors_only:
+            owned.setdefault(plan.by_name[parameter].tied_to or parameter, []).append(key)
+    for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned, attempt, to):
+        for key in owned[parameter] if runtime.mesh.rank in to else ():
+            yield key, tensor
+
+
 def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
     """Write the adapter; collective, like :func:`hfscale.save_pretrained`. Raise :class:`CheckpointError`, with
     ``target`` unchanged, if it could not be written.
     """
-    writes = is_writer(runtime.mesh)
-    if writes:
-        _warn_of_experts(runtime)
-    names = stored_names(whole, name, runtime.plan, "auto") if writes else {}
-    owned: dict[str, list[str]] = {}
-    for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
-        owned.setdefault(runtime.plan.by_name[parameter].tied_to or parameter, []).append(key)
-    tensors: dict[str, Tensor] = {}
     with atomic_directory(target, runtime.mesh) as staging:
-        for parameter, tensor in full_parameters(runtime, lambda planned: planned.name in owned, staging.attempt):
-            for key in owned.get(parameter, ()) if writes else ():
-                tensors[key] = tensor.clone()
-        if writes and staging.failure is None:
+        found = adapter_tensors(runtime, whole, name, attempt=staging.attempt)
+        tensors = {key: tensor.clone() for key, tensor in found}
+        if is_writer(runtime.mesh) and staging.failure is None:
             save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             write_adapter_config(whole, name, staging.path)
     warn_of_not_finite(runtime.mesh, not_finite(tensors), str(target))

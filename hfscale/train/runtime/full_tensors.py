@@ -49,11 +49,16 @@ class SavedTensor:
 
 
 def full_parameters(
-    runtime: Runtime, wanted: Callable[[ParameterPlan], bool], attempt: Attempt = plainly
+    runtime: Runtime,
+    wanted: Callable[[ParameterPlan], bool],
+    attempt: Attempt = plainly,
+    to: Sequence[int] = (0,),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield owned parameters by name, one at a time: full on rank 0, empty elsewhere. Every rank must exhaust it."""
+    """Yield owned parameters by name, one at a time: full on the ranks ``to``, empty elsewhere. Every rank must exhaust
+    it.
+    """
     entries = [entry for entry in tensors_to_save(runtime) if entry.planned and wanted(entry.planned)]
-    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt), strict=True):
+    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt, to=to), strict=True):
         yield entry.planned.name if entry.planned else entry.name, tensor
 
 
@@ -193,7 +198,7 @@ def _gather(
     if mesh.control is None:
         yield from ((entry.name, _put_together(entry, [], held, attempt)) for entry in bucket)
         return
-    rank, pieces = dist.get_rank(), _pieces(bucket, mesh, to)
+    pieces = _pieces(bucket, mesh, to)
     sent = _exchange(pieces, held, mesh, to, attempt)
     shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
     for source, flat in sent.items():
@@ -201,7 +206,7 @@ def _gather(
             shards.setdefault(id(piece.entry), []).append((piece.ranks, piece.view(flat)))
     for entry in bucket:
         found = shards.get(id(entry), [])
-        yield entry.name, _put_together(entry, found, held, attempt) if rank in to else _nothing(entry)
+        yield entry.name, _put_together(entry, found, held, attempt) if mesh.rank in to else _nothing(entry)
 
 
 def _exchange(
@@ -212,7 +217,7 @@ def _exchange(
     attempt: Attempt,
 ) -> dict[int, Tensor]:
     """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
-    rank = dist.get_rank()
+    rank = mesh.rank
     sizes = {source: own[-1].stop for source, own in pieces.items()}
     wanted = [source for source in sizes if source != rank] if rank in to else []
     sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
