@@ -40,7 +40,7 @@ from ...train.runtime import find_runtime, runtime_of
 from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
-from .generations import batches_gathered, count_generations
+from .generations import batches_gathered, count_generations, log_difference
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
 from .seams import Seams, options_of
 from .streams import TrainerRandomStreams
@@ -310,6 +310,10 @@ class TrainerMixin(Checkpoints, DataHooks):
     def check_cached(self, dataset: Any) -> None:
         """Refuse rows whose cached scores the other ranks could not read."""
         check_cached(dataset, started_processes())
+
+    def scored(self, log_probs: Tensor) -> None:
+        """Log how far from an engine's these log-probabilities of completions are."""
+        log_difference(self, log_probs)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

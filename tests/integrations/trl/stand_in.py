@@ -1,24 +1,27 @@
 """An engine in place of vLLM: a stock model that scores completions which are fixed, with the weights it was sent."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 GROUP = 4  # completions of a prompt
 
 
 class _Scores:
     """A stock model, filled as an engine is."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.filled = path, list[int]()
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    def __init__(self, path: str, **given: Any) -> None:
+        self.path = path
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         given = dict(weights)  # kept, as an engine may until a layer is complete
@@ -32,7 +35,6 @@ class _Scores:
             )
             assert not told["missing_keys"]
             assert not told["unexpected_keys"]
-        self.filled.append(len(given))
 
     @torch.no_grad()
     def complete(self, prompt: list[int], number: int) -> tuple[list[int], list[float]]:
@@ -76,8 +78,9 @@ class Client(_Scores):
 class LLM(_Scores):
     """``vllm.LLM`` in this process, which is given whole groups of prompts."""
 
-    def __init__(self, model: str, **_: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: str, quantization: str | None = None, **given: Any) -> None:
+        super().__init__(model, **({} if quantization is None else {"quantization_config": NF4}))
+        self.rank, self.adapter = given.get("max_lora_rank", 0), 0
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert method == "reload_weights"
@@ -86,7 +89,11 @@ class LLM(_Scores):
     def reset_prefix_cache(self) -> None:
         pass
 
-    def generate(self, prompts: list[dict[str, Any]], **_: Any) -> list[Any]:
+    def generate(self, prompts: list[dict[str, Any]], lora_request: Any = None, **_: Any) -> list[Any]:
+        if lora_request is not None and lora_request.number != self.adapter:
+            base = self.model if self.adapter == 0 else self.model.unload()
+            self.model, self.adapter = PeftModel.from_pretrained(base, lora_request.directory), lora_request.number
+            assert self.model.peft_config["default"].r <= self.rank
         found = []
         for place, prompt in enumerate(prompts):
             ids, scores = self.complete(prompt["prompt_token_ids"], place % GROUP)
@@ -94,6 +101,14 @@ class LLM(_Scores):
             output = SimpleNamespace(token_ids=ids, logprobs=logprobs)
             found.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output]))
         return found
+
+
+class LoRARequest(NamedTuple):
+    """vLLM's."""
+
+    name: str
+    number: int
+    directory: str
 
 
 @contextmanager
@@ -107,4 +122,6 @@ def standing_in(path: str) -> Iterator[None]:
             "VLLMClient": client, "LLM": LLM, "SamplingParams": dict, "is_vllm_available": lambda: True
         }.items():  # fmt: skip
             stack.enter_context(patch.object(vllm_generation, name, value, create=True))
+        sys.modules["vllm.lora.request"] = SimpleNamespace(LoRARequest=LoRARequest)  # type: ignore[assignment]
+        stack.callback(sys.modules.pop, "vllm.lora.request")
         yield

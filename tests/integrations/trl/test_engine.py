@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
+import trl
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
+import hfscale
+import hfscale.trl
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
+from ...refusals import refusal_of
 from ...tiny_models import tiny
-from .script import Case, assert_equal, length_reward, run, save_rows, tokenizer
-from .stand_in import GROUP, standing_in
+from .script import Case, assert_equal, length_reward, rows, run, save_rows, tokenizer
+from .stand_in import GROUP, NF4, standing_in
 from .test_parity import GENERATES, LORA
 
 Pools = Callable[[int], RankPool]
@@ -30,6 +34,7 @@ CASES = {
     "grpo": GRPO,
     "mixture": replace(GRPO, arguments={**SERVER, "beta": 0.0, "router_aux_loss_coef": 0.0}),
     "lora": replace(GRPO, lora=LORA),
+    "qlora": replace(GRPO, lora=replace(LORA, init_lora_weights=False), load={"quantization_config": NF4}),
     "rloo": replace(GRPO, trainer="RLOOTrainer"),
 }
 TP2, DP2, PP2, CP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}, {"cp_size": 2}
@@ -87,8 +92,46 @@ def test_logs_equal_one_process(
     case = replace(CASES[name], arguments={**CASES[name].arguments, "vllm_mode": mode})
     size = ParallelConfig(**layout).total_size
     for found in pools(size).run(run_with_engine, case, start_of(name, path), str(tmp_path), layout):
-        assert_equal(found, stock, layout)
         steps = [row for row in found if "loss" in row]
         assert len(steps) == 3
-        if name != "rloo":  # TRL's RLOO drops the engine's log-probabilities
-            assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in steps)
+        assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in steps)
+        if name == "rloo":  # TRL's drops the engine's log-probabilities
+            found = [{key: value for key, value in row.items() if "logp_difference" not in key} for row in found]
+        assert_equal(found, stock, layout)
+
+
+def test_an_engine_serves_adapters_over_weights_in_4_bits(pools: Pools, path: str, tmp_path: Path) -> None:
+    case = replace(CASES["qlora"], arguments={**SERVER, "vllm_mode": "colocate", "learning_rate": 0.3})
+    for found in pools(2).run(run_with_engine, case, path, str(tmp_path), PP2):
+        for row in (row for row in found if "loss" in row):
+            # TRL casts the adapters that train to bfloat16, and PEFT those that it loads to float32.
+            assert row["sampling/sampling_logp_difference/max"] < 2e-2
+
+
+def refused(name: str, path: str, out: str) -> str:
+    def nameless() -> Any:
+        with standing_in(path):
+            model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**TP2))
+            arguments = {
+                **SERVER,
+                "vllm_mode": "colocate",
+                "beta": 0.0,
+                "bf16": False,
+                "use_cpu": True,
+                "report_to": [],
+            }
+            config = trl.GRPOConfig(out, per_device_train_batch_size=4, **arguments)
+            prompts, words = rows(path, "prompt", 1), PreTrainedTokenizerFast.from_pretrained(path)
+            return hfscale.trl.GRPOTrainer(model, length_reward, config, prompts, processing_class=words)
+
+    return refusal_of(lambda: run_with_engine(CASES[name], path, out, TP2) if name else nameless())
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("qlora", "vllm_mode='colocate' without"), ("", "hfscale.from_pretrained")]
+)
+def test_what_an_engine_cannot_be_sent_is_refused(
+    pools: Pools, path: str, name: str, advice: str, tmp_path: Path
+) -> None:
+    for message in pools(2).run(refused, name, path, str(tmp_path)):
+        assert advice in message
