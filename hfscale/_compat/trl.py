@@ -22,9 +22,9 @@ _Mixin: Any = object  # so that type checkers take what a trainer has
 
 
 class DataHooks(_Mixin):
-    """Define the methods that TRL's trainers call as they prepare their data sets. A subclass has
-    ``arguments_of_data(arguments)``, the config by which rows are prepared, and ``check_cached(dataset)``, for rows
-    beside which the first rank is about to cache a reference's scores.
+    """Define the methods that TRL's trainers call as they prepare their data sets and score completions. A subclass has
+    ``arguments_of_data(arguments)``, the config by which rows are prepared; ``check_cached(dataset)``, for rows beside
+    which the first rank is about to cache a reference's scores; and ``scored(log_probs)``, for those of completions.
     """
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
@@ -33,6 +33,75 @@ class DataHooks(_Mixin):
     def _precompute_ref_logps(self, dataset: Any, *rest: Any) -> Any:
         self.check_cached(dataset)
         return super()._precompute_ref_logps(dataset, *rest)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if model is self.model:
+            self.scored(found[0])
+        return found
+
+
+def record(trainer: Any, name: str, value: float) -> None:
+    """Record a number of which the trainer logs the mean since the last log."""
+    trainer._metrics["train" if trainer.model.training else "eval"][name].append(value)
+
+
+class EngineHooks(_Mixin):
+    """Define the private methods of TRL's ``VLLMGeneration``. A subclass has ``check()``, called before the engine
+    starts; ``weights()``, which yields the full tensors to send, by their names in a checkpoint; and, for engines that
+    serve adapters of ``adapter_rank`` instead, ``adapter()``, which returns the directory of one. Both are collective.
+    """
+
+    accelerator: Any
+    adapter_rank = 0
+    _syncs = 0
+
+    def _init_vllm(self) -> None:
+        self.check()
+        if self.mode == "colocate":  # each process has an engine, also those that share a batch
+            self.accelerator = self.accelerator.state
+        serves = {"enable_lora": True, "max_lora_rank": self.adapter_rank} if self.adapter_rank else {}
+        with replaced(type(self), {"LLM": lambda stock, **given: stock(**given, **serves)}):
+            super()._init_vllm()
+
+    def _iter_named_params(self) -> Any:
+        return self.weights()
+
+    def sync_weights(self) -> None:
+        """Send the weights; TRL's own writes into parameters that a colocated engine may have packed as it loaded."""
+        if self.mode == "server":
+            super().sync_weights()
+            return
+        if self.enable_sleep_mode:
+            importlib.import_module("trl.generation.vllm_generation").empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        if self.adapter_rank:
+            self._serve(self.adapter())
+        else:
+            weights = self.weights()
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            for _ in weights:  # every rank takes part to the end
+                pass
+        self.llm.reset_prefix_cache()
+
+    def _serve(self, directory: str) -> None:
+        """Generate with this adapter from now on; an engine knows adapters by a number, and reads each once."""
+        self._syncs += 1
+        request = importlib.import_module("vllm.lora.request").LoRARequest("trained", self._syncs, directory)
+        self.llm.generate = partial(type(self.llm).generate, self.llm, lora_request=request)
+
+
+def has_engine(kind: type) -> bool:
+    """Return whether a trainer generates with ``VLLMGeneration``, whose methods :class:`EngineHooks` knows."""
+    found = (getattr(module, "VLLMGeneration", None) for module in _modules(kind))
+    return any(hasattr(engine, "_iter_named_params") for engine in found)
+
+
+def count_microbatch(trainer: Any) -> None:
+    """Count a microbatch as the ``training_step`` of trainers that generate does, which follow it to their next one."""
+    if hasattr(trainer, "_step"):
+        trainer._step += 1
 
 
 def pairs_rows_of_a_batch(trainer: Any) -> bool:

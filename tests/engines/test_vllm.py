@@ -20,12 +20,16 @@ from hfscale.testing import RankPool
 
 from . import vllm_server
 
+COLOCATED = "tests.engines.colocated"  # imports what only vLLM's environment has
+
 PYTHON = os.environ.get("VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="VLLM_PYTHON names no Python that has vLLM: make test-vllm")
 Pools = Callable[[int], RankPool]
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 3]
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+FOR_CPUS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+FOR_CPUS |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 MIXTURE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen3_moe": Qwen3MoeConfig(**SIZES, **MIXTURE)}
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -43,13 +47,11 @@ class Engine:
     """A running vLLM."""
 
     def __init__(self, directory: Path) -> None:
-        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-        own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [str(PYTHON), vllm_server.__file__, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **own},
+            env={**os.environ, **FOR_CPUS},
             text=True,
         )
 
@@ -99,6 +101,18 @@ def train_and_stream(directory: Path, layout: dict[str, int], lora: bool, out: P
         save_file(streamed, out)
     scores = hfscale.token_scores(model.eval(), {"input_ids": ids[:1], "labels": ids[:1]})
     return [float(each) for each in scores.log_probs[0]]
+
+
+def test_trl_generates_where_it_trains(tmp_path: Path) -> None:
+    """Each step's completions were sampled after a sync: had it failed, the engine would score them otherwise."""
+    command = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, **FOR_CPUS, "PYTHONPATH": str(Path(hfscale.__file__).parents[1])}
+    subprocess.run([*command, "-m", COLOCATED, str(tmp_path)], env=environment, check=True)
+    for name, rows in json.loads((tmp_path / "logs.json").read_text()).items():
+        steps = [row for row in rows if "loss" in row]
+        assert len(steps) == 3
+        for row in steps:
+            assert row["sampling/sampling_logp_difference/max"] < 2e-5, (name, row)
 
 
 @pytest.mark.parametrize(("family", "layout", "lora"), CASES)

@@ -30,7 +30,7 @@ from ..._compat.transformers.trainer import (
     prepared,
     taken_for_adapted,
 )
-from ..._compat.trl import DataHooks, is_trl, pairs_rows_of_a_batch
+from ..._compat.trl import DataHooks, count_microbatch, is_trl, pairs_rows_of_a_batch
 from ...api import build
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
@@ -40,8 +40,9 @@ from ...train.runtime import find_runtime, runtime_of
 from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
-from .refusals import check_cached, check_layout_of, check_model, check_run, check_trainer
-from .seams import Seams, batches_gathered, count_generations, options_of
+from .generations import batches_gathered, count_generations, log_difference
+from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
+from .seams import Seams, options_of
 from .streams import TrainerRandomStreams
 from .trainer_accelerator import TrainerAccelerator
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
@@ -67,6 +68,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
         if arguments is not None:
             check_run(arguments)
+            check_engine(type(self), arguments)
         self._parallel, self._waiting = parallel, list[Any]()
         self._carried: Tensor | float = 0.0  # the loss of a step that the end of the data has cut short
         self._items: Any = None
@@ -180,7 +182,7 @@ class TrainerMixin(Checkpoints, DataHooks):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return a step's batches as Trainer does, without the rows that pad data ranks at the end of an epoch."""
         if self._waiting:  # the data ended within a step: stock Trainer adds these gradients to the next one's
-            self._carried = self._step(self._items)
+            self._carried = self._run_step(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         drops, stream = self.uses_train_step, isinstance(self.train_dataset, IterableDataset)
         if not batches or not (drops or (self._scores_tokens and "labels" in batches[-1])):
@@ -204,14 +206,15 @@ class TrainerMixin(Checkpoints, DataHooks):
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         self._waiting.append(prepared(self, inputs))
+        count_microbatch(self)
         loss, self._carried = self._carried, 0.0
         if self.accelerator.sync_gradients:
-            loss = loss + self._step(num_items_in_batch)
+            loss = loss + self._run_step(num_items_in_batch)
         else:
             self._items = num_items_in_batch
         return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
 
-    def _step(self, num_items_in_batch: Any) -> Tensor:
+    def _run_step(self, num_items_in_batch: Any) -> Tensor:
         """Run forward and backward over the microbatches that wait."""
         batches, self._waiting = self._waiting, []
         args, model, staged = self.args, self.model, self.runtime.plan.stages is not None
@@ -307,6 +310,10 @@ class TrainerMixin(Checkpoints, DataHooks):
     def check_cached(self, dataset: Any) -> None:
         """Refuse rows whose cached scores the other ranks could not read."""
         check_cached(dataset, started_processes())
+
+    def scored(self, log_probs: Tensor) -> None:
+        """Log how far from an engine's these log-probabilities of completions are."""
+        log_difference(self, log_probs)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

@@ -13,6 +13,7 @@ from transformers import DataCollatorWithFlattening
 from ..._compat.torch_device import accelerators
 from ..._compat.transformers.classes import class_name, is_causal_lm
 from ..._compat.transformers.trainer import count_processes_on_cpu, has_stock_loss, use_one_gpu
+from ..._compat.trl import has_engine
 from ...config.environment import started_processes
 from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
@@ -39,8 +40,6 @@ _REFUSED = {
     "would wait for each other: leave it out, and call hfscale.preempted(model) in a "
     "callback's on_step_end, the same on all ranks: if it is true, set "
     "control.should_save = control.should_training_stop = True",
-    "use_vllm": "would give vLLM this rank's shards as full weights: generate with your own engine in "
-    "rollout_func, and give it the weights of hfscale.stream_weights (docs/trainer.md)",
     "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
     "that all nodes see",
 }
@@ -85,6 +84,16 @@ def _check_arguments(arguments: Any) -> None:
         raise ConfigError(
             "gradient_checkpointing_kwargs={'use_reentrant': True} hides layers from autograd, which then does not sum "
             "gradients over ranks: leave it out, or pass False"
+        )
+
+
+def check_engine(kind: type, arguments: Any) -> None:
+    """Refuse an engine of a trainer that fills it by itself, and so with this rank's shards."""
+    if getattr(arguments, "use_vllm", False) and not has_engine(kind):
+        raise ConfigError(
+            f"{kind.__name__} (use_vllm=True) would give vLLM this rank's shards as full weights: use GRPOTrainer or "
+            "RLOOTrainer of hfscale.trl, with TRL 1.16 or later, or an engine of your own, filled with "
+            "hfscale.stream_weights (docs/trainer.md)"
         )
 
 
@@ -135,14 +144,10 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
 def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     """Check a Trainer that has been made: its loss, which may be of token scores, its data and its microbatches."""
     runtime: Runtime = trainer.runtime
-    layout, name = runtime.mesh.layout, type(trainer).__name__
+    name = type(trainer).__name__
     _check_packing(trainer, runtime)
-    if hasattr(trainer, "reward_funcs") and layout.cp > 1:
-        raise ConfigError(
-            f"{layout.describe()}: {name} generates and shuffles its training data, for which context ranks draw "
-            "different random numbers, and they would compute full sequences: use tp_size or dp_shard_size, and "
-            f"{UNCUT_SEQUENCES}"
-        )
+    if hasattr(trainer, "reward_funcs"):
+        _check_generation(trainer, runtime)
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)
     elif runtime.options.mixed_precision == "fp16" and not trainer.uses_train_step:
@@ -161,13 +166,28 @@ def _check_packing(trainer: Any, runtime: Runtime) -> None:
         check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)
 
 
+def _check_generation(trainer: Any, runtime: Runtime) -> None:
+    """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
+    args, layout = trainer.args, runtime.mesh.layout
+    own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
+    if own and layout.pp * layout.cp > 1:
+        raise ConfigError(
+            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, of which a rank "
+            "has some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
+            f"dp_shard_size with pp_size=1 and {UNCUT_SEQUENCES}"
+        )
+    adapts, quantile = getattr(args, "use_adaptive_entropy", False), getattr(args, "top_entropy_quantile", 1.0)
+    if runtime.plan.stages is not None and (adapts or quantile < 1.0):
+        given = "use_adaptive_entropy=True" if adapts else f"top_entropy_quantile={quantile}"
+        raise ConfigError(
+            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, and only the last stage "
+            "has them as the loss is computed: leave it out, or use pp_size=1"
+        )
+
+
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     """Refuse options that need the full model on one rank."""
     layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
-    if hasattr(trainer, "reward_funcs"):
-        raise ConfigError(
-            f"{layout}: {name} generates with the model that it trains, of which a rank has some layers: use pp_size=1"
-        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
             f"{layout}: {name} adds the router's loss, a sum over layers of which each stage has "

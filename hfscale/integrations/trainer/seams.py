@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +19,7 @@ from ...features.adapters import Adapters
 from ...parallel.data import reshard
 from ...train.runtime import Runtime, find_runtime, local_tensor, runtime_of
 from .fused_head import FusedHead
+from .generations import engine_over_layout
 
 
 class Seams:
@@ -41,6 +41,7 @@ class Seams:
                 "get_peft_model": self._get_peft_model,
                 "hash_module": _hash_module,
                 "SyncRefModelCallback": _synchronized,
+                "VLLMGeneration": engine_over_layout,
             },
         )
 
@@ -156,32 +157,3 @@ def _hash_module(stock: Any, module: Any) -> str:
         share = local_tensor(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
         own.update(planned.name.encode() + share.numpy().tobytes())
     return hashlib.sha256("".join(runtime.mesh.all_gather_object(own.hexdigest())).encode()).hexdigest()
-
-
-def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
-    """Let a trainer's calls of Accelerate's gather functions return each distinct batch once in the ``with`` block."""
-
-    def gather(stock: Any, tensor: Any) -> Any:
-        return accelerator.gather(tensor)
-
-    def gather_object(stock: Any, given: Any) -> Any:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (accelerator.process_index, given), group=accelerator.mesh.control)
-        first = dict(reversed(every))
-        return [value for place in sorted(first) for value in first[place]]
-
-    spread = accelerator.mesh.control is not None
-    return replaced(kind, {"gather": gather, "gather_object": gather_object} if spread else {})
-
-
-def count_generations(arguments: Any, batches: int) -> None:
-    """Set the generation batch size of a GRPO or RLOO config, which counts processes that share a batch."""
-    if getattr(arguments, "generation_batch_size", None) is None:
-        return
-    size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
-    if size % arguments.num_generations:
-        raise ConfigError(
-            f"num_generations={arguments.num_generations} does not divide the {size} completions of a generation over "
-            f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
-        )
-    arguments.generation_batch_size = size

@@ -11,7 +11,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainingArguments
 
 import hfscale
-import hfscale.trl
 from hfscale import ParallelConfig
 from hfscale.integrations.trainer.refusals import check_cached
 from hfscale.integrations.trainer.trainer_optimizers import check_optimizer, heard_options
@@ -61,7 +60,11 @@ def test_arguments(pools: Pools, tmp_path: Path) -> None:
 def test_an_engine_is_not_given_shares(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     config = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, report_to=[])
-    message = refusal_of(lambda: hfscale.trl.GRPOTrainer(model=None, reward_funcs=len, args=config))
+
+    class FillsAnother(hfscale.Trainer):
+        """A trainer with an engine of its own."""
+
+    message = refusal_of(lambda: FillsAnother(model=None, args=config))
     assert "use_vllm=True" in message
     assert "hfscale.stream_weights" in message
 

@@ -75,6 +75,8 @@ class Case:
         arguments: of its config; ``batch`` rows of all distinct batches go through one forward pass.
         lora: a PEFT config for the trainer.
         ours: whether a stock trainer is given a model of hfscale's.
+        load: arguments of ``from_pretrained``.
+        more: arguments of the trainer.
     """
 
     trainer: str
@@ -83,6 +85,7 @@ class Case:
     lora: Any = None
     batch: int = 4
     ours: bool = False
+    load: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,7 +107,7 @@ def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
 def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     ranks = case.trainer == "RewardTrainer"
     auto = AutoModelForSequenceClassification if ranks else AutoModelForCausalLM
-    load: dict[str, Any] = {"dtype": torch.float32, **({"num_labels": 1} if ranks else {})}
+    load: dict[str, Any] = {"dtype": torch.float32, **({"num_labels": 1} if ranks else {}), **case.load}
     if layout is None and not case.ours:
         return auto.from_pretrained(path, **load)
     return hfscale.from_pretrained(path, parallel=ParallelConfig(**(layout or {})), auto_class=auto, **load)

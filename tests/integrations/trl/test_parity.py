@@ -51,6 +51,12 @@ CASES = {
     "rollouts": Case(
         "GRPOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward, "rollout_func": rollouts}
     ),
+    "quantile": Case(
+        "GRPOTrainer",
+        "prompt",
+        {**GENERATES, "top_entropy_quantile": 0.5},
+        more={"reward_funcs": length_reward, "rollout_func": rollouts},
+    ),
     "rloo": Case("RLOOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
 }
 
@@ -151,7 +157,7 @@ def test_what_was_not_given_is_not_to_be_left_out(pools: Pools, path: str, tmp_p
         assert "num_microbatches" not in message
 
 
-@pytest.mark.parametrize(("name", "advice"), [("grpo", "generates with the model"), ("reward", "full output")])
+@pytest.mark.parametrize(("name", "advice"), [("grpo", "set use_vllm=True"), ("reward", "full output")])
 def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, advice: str, tmp_path: Path) -> None:
     for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name, PP2):
         assert advice in message
@@ -159,9 +165,14 @@ def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, ad
 
 
 def test_context_ranks_do_not_generate(pools: Pools, path: str, tmp_path: Path) -> None:
-    for message in pools(2).run(refused, path, str(tmp_path), "rollouts", {"cp_size": 2}):
-        assert "draw different random numbers" in message
+    for message in pools(2).run(refused, path, str(tmp_path), "grpo", {"cp_size": 2}):
+        assert "a part of the sequences" in message
         assert "tp_size" in message
+
+
+def test_a_stage_does_not_wait_for_entropies_of_others(pools: Pools, path: str, tmp_path: Path) -> None:
+    for message in pools(2).run(refused, path, str(tmp_path), "quantile", PP2):
+        assert "top_entropy_quantile=0.5" in message
 
 
 def trained_from_a_path(path: str, out: str) -> list[float]:

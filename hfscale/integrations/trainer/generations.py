@@ -1,0 +1,181 @@
+"""Generate in TRL's GRPO and RLOO over the ranks of a layout: once for each distinct batch, by vLLM or the model.
+
+Data flow of a generation with ``use_vllm=True``::
+
+    hfscale.stream_weights: full tensors, adapters merged, by the names of a checkpoint
+        server      --> rank 0 --> TRL's client, over NCCL --> the server's workers
+        colocate    --> every rank --> the engine in its process; LoRA's factors alone where it can serve them
+    the prompts of each distinct batch
+        server      --> rank 0 --> the server --> every rank gets the completions of its distinct batch
+        colocate    --> the ranks that share a batch generate a part of it each --> every one of them gets all parts
+    completions --> TRL, which asks the model for their log-probabilities: the fused head, in any layout
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..._compat.peft import LORA_A, LORA_B
+from ..._compat.trl import EngineHooks, record, replaced
+from ...checkpoint import stream_weights
+from ...errors import ConfigError
+from ...features.adapters import Adapters
+from ...features.adapters.storage import WEIGHTS, write_adapter_config
+from ...train.runtime import find_runtime, runtime_of
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of adapters for which vLLM has room."""
+
+
+class LayoutEngine(EngineHooks):
+    """TRL's engine for a parallelized model; a mixin before ``VLLMGeneration``."""
+
+    _directory: TemporaryDirectory[str] | None = None
+    sampled: Any = None  # its log-probabilities of the latest completions, by row and token, until they are compared
+
+    def check(self) -> None:
+        """Refuse weights that cannot be sent, and a model from no checkpoint, from which an engine would start."""
+        self.adapter_rank = self._adapter_rank()
+        if self.mode == "colocate" and not self.model.name_or_path:
+            raise ConfigError(
+                "vllm_mode='colocate' starts engines from the model's checkpoint, and this model is from none: save it "
+                "(hfscale.save_pretrained), and load it with hfscale.from_pretrained"
+            )
+        if runtime_of(self.model).plan.quantized is not None and not self.adapter_rank:
+            raise ConfigError(
+                "use_vllm=True sends no weights that are held in 4 or 8 bits, and these adapters need merging: use "
+                "vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear layers alone, "
+                "without bias, DoRA, modules_to_save, rank_pattern and alpha_pattern; or load the model in 16 bits"
+            )
+        if not self.adapter_rank:
+            self.weights()
+
+    def _adapter_rank(self) -> int:
+        """Return the rank of adapters that vLLM serves beside weights that do not change; 0 if they must be merged."""
+        runtime = runtime_of(self.model)
+        adapters, factors = runtime.part(Adapters), {each.name: each for each in runtime.plan.adapters}
+        trained = {planned.name for planned, parameter in runtime.parameters() if parameter.requires_grad}
+        others = any(runtime.mesh.all_gather_object(bool(trained - factors.keys())))
+        if adapters is None or others or self.mode == "server" or self.enable_sleep_mode:
+            return 0
+        config = adapters.whole.peft_config[adapters.name]
+        plain = all(
+            each.kept_in in (LORA_A, LORA_B) and len(each.shape) == 2 and not each.experts for each in factors.values()
+        )
+        if not plain or config.rank_pattern or config.alpha_pattern or config.bias != "none":
+            return 0
+        return next((rank for rank in _RANKS if rank >= config.r), 0)
+
+    def adapter(self) -> str:
+        """Write the adapter into a directory of this process, and return it; collective."""
+        adapters = runtime_of(self.model).part(Adapters)
+        assert adapters is not None
+        self._directory = self._directory or TemporaryDirectory()
+        path, found = Path(self._directory.name), stream_weights(self.model, ranks="all", adapters_only=True)
+        save_file({key: tensor.clone() for key, tensor in found}, path / WEIGHTS, metadata={"format": "pt"})
+        write_adapter_config(adapters.whole, adapters.name, path)
+        return str(path)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the full weights, adapters merged; collective as it is iterated. An engine may keep what it gets."""
+        runtime = runtime_of(self.model)
+        ranks: Any = (0,) if self.mode == "server" else "all"
+        merged = runtime.part(Adapters) is not None
+        weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged)
+        return ((name, tensor.to(runtime.mesh.device, copy=True)) for name, tensor in weights)
+
+    def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        """Generate as TRL does, the same completions for all ranks that share a batch."""
+        made = self._generate(prompts, images, num_generations, profiler)
+        self.sampled = made[2]
+        return made
+
+    def _generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
+        if self.mode == "server":
+            with batches_gathered(type(self), self.accelerator):
+                return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
+        group = runtime_of(self.model).mesh.sharing
+        if group is None:
+            return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
+        parts = dist.get_world_size(group)
+        size = -(-len(prompts) // parts)
+        first = dist.get_rank(group) * size
+        own = [min(row, len(prompts) - 1) for row in range(first, first + size)] if prompts else []
+        made = super().generate(
+            [prompts[row] for row in own], images and [images[row] for row in own], num_generations, profiler
+        )
+        every: list[Any] = [None] * parts
+        dist.all_gather_object(every, made, group=group)
+        joined = (None if None in each else list(chain(*each))[: len(prompts)] for each in zip(*every, strict=True))
+        return tuple(joined)
+
+
+def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the engine of a trainer, whose class is ``stock``."""
+    kind = stock if find_runtime(model) is None else type(stock.__name__, (LayoutEngine, stock), {})
+    return kind(model, *args, **kwargs)
+
+
+def log_difference(trainer: Any, log_probs: Tensor) -> None:
+    """Log how far the engine's log-probabilities lie from the trainer's, where TRL drops them, as its RLOO does."""
+    engine = getattr(trainer, "vllm_generation", None)
+    sampled = getattr(engine, "sampled", None)
+    if engine is None or sampled is None or hasattr(trainer, "vllm_importance_sampling_correction"):
+        return
+    engine.sampled = None
+    given = [log_probs.new_tensor([math.nan if each[0] is None else each[0] for each in row]) for row in sampled]
+    apart = torch.cat([(own[: len(row)] - row).abs() for own, row in zip(log_probs.detach(), given, strict=True)])
+    apart = apart[~apart.isnan()]
+    own = torch.stack((apart.sum() / max(len(apart), 1), apart.amax() if len(apart) else apart.sum()))
+    every = trainer.accelerator.gather(own[None])
+    record(trainer, "sampling/sampling_logp_difference/mean", every[:, 0].mean().item())
+    record(trainer, "sampling/sampling_logp_difference/max", every[:, 1].max().item())
+
+
+def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
+    """Let a trainer's calls of Accelerate's gather functions return each distinct batch once in the ``with`` block."""
+
+    def gather(stock: Any, tensor: Any) -> Any:
+        return accelerator.gather(tensor)
+
+    def gather_object(stock: Any, given: Any) -> Any:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (accelerator.process_index, given), group=accelerator.mesh.control)
+        first = dict(reversed(every))
+        return [value for place in sorted(first) for value in first[place]]
+
+    def shuffle(stock: Any, rows: Any) -> Any:
+        """Shuffle as the first of the ranks that share the batch."""
+        mesh = accelerator.mesh
+        if mesh.sharing is None:
+            return stock(rows)
+        state = torch.random.get_rng_state()
+        dist.broadcast(state, group=mesh.sharing, group_src=0)
+        with torch.random.fork_rng(devices=[], enabled=not mesh.speaks_for_batch):
+            torch.random.set_rng_state(state)
+            return stock(rows)
+
+    functions = {"gather": gather, "gather_object": gather_object, "shuffle_sequence_dict": shuffle}
+    return replaced(kind, functions if accelerator.mesh.control is not None else {})
+
+
+def count_generations(arguments: Any, batches: int) -> None:
+    """Set the generation batch size of a GRPO or RLOO config, which counts processes that share a batch."""
+    if getattr(arguments, "generation_batch_size", None) is None:
+        return
+    size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
+    if size % arguments.num_generations:
+        raise ConfigError(
+            f"num_generations={arguments.num_generations} does not divide the {size} completions of a generation over "
+            f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
+        )
+    arguments.generation_batch_size = size
