@@ -26,6 +26,7 @@ def train_step(
     num_items_in_batch: float | Sequence[float] | None = None,
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
+    routes: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
@@ -56,6 +57,9 @@ def train_step(
             (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is their sum, averaged over the
             distinct batches. It is called on the rank that has the head: with stages, the last one.
         temperature: divisor of the logits for ``score_loss``.
+        routes: the experts of every token (Ma et al. 2025, routing replay), ``[rows, tokens, layers, k]`` for a batch,
+            in a list for a list of batches: of the layers that have mixtures alone, in the model's order; -1 where the
+            router chooses. Their weights are the live router's, for these experts. See :func:`hfscale.record_routes`.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules
@@ -65,9 +69,9 @@ def train_step(
     before_step(runtime)
     _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
     if loss_fn is not None:
-        return UserLoss(runtime, loss_fn).run(model, batch, train=True)
+        return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    microbatches, count = prepare(runtime, batch, train=True)
+    microbatches, count = prepare(runtime, batch, train=True, routes=routes)
     objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
     if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
@@ -227,22 +231,6 @@ def batch_rank(model: nn.Module) -> int:
 def batch_world(model: nn.Module) -> int:
     """Return the number of distinct batches of a step; ranks that share one (tensor ranks) have one ``batch_rank``."""
     return runtime_of(model).mesh.batch_world
-
-
-def predict_step(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of :func:`hfscale.eval_step`, and the full logits of this rank's batch, ``[b, s, V]``, as large
-    as in one process: gathered over vocabulary and sequence, and sent from the last stage to all stages.
-    """
-    loss, outputs = eval_step(
-        model, batch, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, return_outputs=True
-    )
-    return loss, outputs.logits
 
 
 def metrics(model: nn.Module) -> dict[str, float]:

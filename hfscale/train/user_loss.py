@@ -22,7 +22,7 @@ from ..errors import ConfigError, check_number
 from .inputs import forward_arguments, prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, local_tensor
-from .runtime.batches import BORDERS, Microbatch
+from .runtime.batches import BORDERS, ROUTES, Microbatch
 from .runtime.shards import add_back, gradients_aside
 from .runtime.writing import sum_or_raise
 
@@ -101,9 +101,9 @@ class UserLoss:
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model))
-        self._taken = {*forward, *(BORDERS if takes_more else ())} - set(_LABELS)
+        self._taken = {ROUTES, *forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
-    def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool) -> Tensor:
+    def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None) -> Tensor:
         """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
         runtime = self._runtime
         layout = runtime.mesh.layout
@@ -113,7 +113,7 @@ class UserLoss:
                 "'zbv'"
             )
         rows: Any = _Rows()
-        self._given, _ = prepare(runtime, batch, train, rows)
+        self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
         if not train:
             with torch.no_grad():

@@ -1,0 +1,78 @@
+"""Read the routes that inference engines return (``--enable-return-routed-experts``) for ``routes=``.
+
+vLLM and SGLang return the experts of every token that they fed to the model: the prompt, and what was sampled but the
+last, which no pass followed. Their arrays have a row for each layer, zeros in dense ones.
+"""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...models.fields import text_config
+from ...models.module_kinds import experts_per_token
+from ...train.runtime import runtime_of
+from .replay import replayed
+
+
+def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Return vLLM's routes of the rows of a batch as ``routes=`` of :func:`hfscale.train_step` takes them.
+
+    Args:
+        outputs: ``routed_experts`` of each row, ``[tokens, layers, k]``, an array (``CompletionOutput``) or what the
+            server sends, base64 of a ``.npy`` file. vLLM 0.21 and 0.22 have the prompt's in ``prompt_routed_experts``:
+            ``np.concatenate`` both.
+        attention_mask: ``[rows, tokens]``, 1 for tokens of prompt and completion, with padding on any side.
+
+    Returns:
+        ``[rows, tokens, layers with mixtures, k]``: -1, the router's own choice, for the last token and padding.
+
+    Raises:
+        ConfigError: a row has other tokens, or the arrays other layers, than the batch and the model.
+    """
+    arrays = [np.load(io.BytesIO(base64.b64decode(each))) if isinstance(each, str) else each for each in outputs]
+    return _aligned(model, arrays, attention_mask)
+
+
+def routes_from_sglang(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Return SGLang's routes of the rows of a batch: see :func:`hfscale.routes_from_vllm`.
+
+    Args:
+        outputs: of each row the response's ``meta_info`` (or ``sgl_ext`` of a choice), its ``routed_experts``, or the
+            flat array that was decoded of that.
+    """
+    config = runtime_of(model).model.config
+    shape = (-1, text_config(config).num_hidden_layers, experts_per_token(config) or 1)
+    return _aligned(model, [_flat(each).reshape(shape) for each in outputs], attention_mask)
+
+
+def _flat(output: Any) -> Any:
+    told = output if isinstance(output, Mapping) else {"routed_experts": output}
+    values = told["routed_experts"]
+    dtype = told.get("routed_experts_dtype") or "int32"
+    return np.frombuffer(base64.b64decode(values), dtype) if isinstance(values, str) else np.asarray(values)
+
+
+def _aligned(model: nn.Module, arrays: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Put the arrays ``[tokens, layers, k]`` of rows at their tokens, without dense layers."""
+    layers = [int(planned.layer.rpartition(".")[2]) for planned in replayed(runtime_of(model))]
+    if len(arrays) != len(attention_mask):
+        raise ConfigError(f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one for each")
+    routes = torch.full((*attention_mask.shape, len(layers), arrays[0].shape[-1]), -1, dtype=torch.int32)
+    for row, (array, mask) in enumerate(zip(arrays, attention_mask.cpu().bool(), strict=True)):
+        places = mask.nonzero().squeeze(-1)
+        if not len(places) - 1 <= len(array) <= len(places):
+            raise ConfigError(
+                f"row {row} has {len(places)} tokens, and its routes are of {len(array)}: the engine returns them for "
+                "prompt and completion, without the last token"
+            )
+        if array.shape[1] not in (len(layers), max(array.shape[1], layers[-1] + 1)):
+            raise ConfigError(f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}")
+        own = array if array.shape[1] == len(layers) else array[:, layers]
+        routes[row, places[: len(array)]] = torch.from_numpy(own.astype(np.int32))
+    return routes
