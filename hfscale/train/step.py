@@ -1,7 +1,7 @@
 """Run training and evaluation steps: the same few lines for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,30 +122,6 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
     yield from runtime_of(model).executor.drain()
 
 
-@overload
-def eval_step(
-    model: nn.Module,
-    batch: Batch | Sequence[Batch],
-    loss_fn: LossOfOutputs | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-    return_outputs: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def eval_step(
-    model: nn.Module,
-    batch: Batch | Sequence[Batch],
-    loss_fn: LossOfOutputs | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-    return_outputs: Literal[True],
-) -> tuple[Tensor, Any]: ...
-
-
 @torch.no_grad()
 def eval_step(
     model: nn.Module,
@@ -155,7 +131,7 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
-) -> Tensor | tuple[Tensor, Any]:
+) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
     that of multi-token prediction.
 
@@ -164,7 +140,7 @@ def eval_step(
         return_outputs: return the model's outputs of this rank's batch as well.
 
     Returns:
-        the loss; with ``return_outputs``, the loss and the outputs: full tensors by the stock model's names
+        the loss, a scalar tensor; with ``return_outputs``, also the outputs: full tensors by the stock model's names
         (``outputs.logits``) on every rank and stage. A list for a list of batches. They are as large as in one process.
     """
     runtime = runtime_of(model)

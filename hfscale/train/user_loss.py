@@ -19,10 +19,11 @@ from .._compat.transformers.classes import class_name, stock_class
 from .._compat.transformers.computing import packing
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import ConfigError, check_number
+from ..plan.feature_plans import ROUTES
 from .inputs import forward_arguments, prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, local_tensor
-from .runtime.batches import BORDERS, ROUTES, Microbatch
+from .runtime.batches import BORDERS, Microbatch
 from .runtime.shards import add_back, gradients_aside
 from .runtime.writing import sum_or_raise
 

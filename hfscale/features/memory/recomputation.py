@@ -26,8 +26,9 @@ from ...models.module_kinds import experts_per_token
 from ...parallel.context.attention_override import attention_configs
 from ...parallel.pipeline.in_flight import most_in_flight
 from ...plan.feature_plans import recomputed
+from ...plan.sequence_split import tokens_of
 from ...train.runtime import Batch, Part, Runtime
-from ...train.runtime.batches import Microbatch, tokens_of
+from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
 
 _PREFIX = "hfscale_recomputed_"

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from ..._compat.transformers.computing import begins_anew, text_positions
 from ...errors import ConfigError
-from ...plan.feature_plans import IDS, TARGETS
-from ...plan.sequence_split import Split
-from ...train.runtime.batches import ROUTES, tokens_of
+from ...plan.feature_plans import IDS, ROUTES, TARGETS
+from ...plan.sequence_split import Split, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {

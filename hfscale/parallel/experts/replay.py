@@ -29,8 +29,10 @@ from ...models.module_kinds import experts_per_token, used_names
 from ...models.names import wild_name
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
+from ...plan.feature_plans import ROUTES
+from ...plan.sequence_split import tokens_of
 from ...train.runtime import Batch, Part, Runtime, runtime_of
-from ...train.runtime.batches import ROUTES, Microbatch, tokens_of
+from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.shards import LocalWeights
 from .expert_routing import has_part_of_tokens

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import class_name, takes_argument
 from ..._compat.transformers.computing import encoder_outputs
 from ...errors import ConfigError
-from ...train.runtime.batches import Microbatch, tokens_of
+from ...plan.sequence_split import tokens_of
+from ...train.runtime.batches import Microbatch
 
 Batch = Mapping[str, Any]
 

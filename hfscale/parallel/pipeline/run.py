@@ -28,8 +28,9 @@ from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
 from ...plan.feature_plans import IDS, TARGETS, TowersPlan, recomputed
+from ...plan.sequence_split import tokens_of
 from ...train.runtime import Executor, Objective, Runtime
-from ...train.runtime.batches import Microbatch, tokens_of
+from ...train.runtime.batches import Microbatch
 from .activation_types import ActivationTypes
 from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv

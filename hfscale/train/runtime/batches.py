@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
 from ...errors import ConfigError
+from ...plan.feature_plans import ROUTES
 from .writing import sum_or_raise
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
@@ -30,7 +31,6 @@ Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 _ALIGNED = 256  # bytes: alignment of the tensors in the buffer that is copied to a device
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
-ROUTES = "routes"  # the experts of each token, which no model sees: see hfscale/parallel/experts/replay.py
 _PLAIN |= {*BORDERS, ROUTES}
 
 
@@ -77,18 +77,6 @@ class Microbatch(dict[str, Any]):
         other = Microbatch(values)
         vars(other).update(vars(self))
         return other
-
-
-def tokens_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample; refuse batches without token ids and embeddings."""
-    for name in ("input_ids", "inputs_embeds"):
-        found = batch.get(name)
-        if isinstance(found, Tensor) and found.ndim > 1:
-            return found.shape[0], found.shape[1]
-    raise ConfigError(
-        f"a batch must have input_ids or inputs_embeds, by whose rows and tokens it is cut, and has only "
-        f"{', '.join(batch)}"
-    )
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
