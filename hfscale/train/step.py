@@ -46,10 +46,8 @@ def train_step(
             ``outputs`` is the model's output for it without ``labels``, with full logits, and ``batch`` all of its
             arguments, also those the model does not take. The step's loss is the sum of sums over the sum of counts, of
             all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
-            one. There a batch may be cut between its rows: pass rows that belong together, such as pairs, as a list of
-            microbatches.
-        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary, as
-            in ``torch.nn.functional.cross_entropy``.
+            one. There a batch may be cut between its rows: pass pairs of rows and the like as a list of microbatches.
+        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary.
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
             their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
             ``[40, 120, 80, 80]`` add up to the mean of their means.
@@ -57,9 +55,7 @@ def train_step(
             (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is their sum, averaged over the
             distinct batches. It is called on the rank that has the head: with stages, the last one.
         temperature: divisor of the logits for ``score_loss``.
-        routes: the experts of every token (Ma et al. 2025, routing replay), ``[rows, tokens, layers, k]`` for a batch,
-            in a list for a list of batches: of the layers that have mixtures alone, in the model's order; -1 where the
-            router chooses. Their weights are the live router's, for these experts. See :func:`hfscale.record_routes`.
+        routes: the experts of every token, or a list of such for a list of batches: see :func:`hfscale.record_routes`.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules

@@ -33,7 +33,7 @@ def token_scores(
         batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
             by default all that are attended to. Ranks that share a batch pass the same one.
         temperature: divisor of the logits.
-        routes: the experts of every token: see :func:`hfscale.train_step`.
+        routes: the experts of every token: see :func:`hfscale.record_routes`.
 
     Returns:
         scores of this rank's batch, ``[b, s]`` each. Position ``i`` scores the token at ``i + 1``; with

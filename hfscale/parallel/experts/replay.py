@@ -192,8 +192,9 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
         loss = hfscale.train_step(model, batch, routes=routes)
 
     Enter and leave it on every rank. At its end the list has, for each batch of the block's steps, whole numbers
-    ``[rows, tokens, layers with mixtures, k]`` on the CPU. Layers that are recomputed in a backward pass inside take
-    the experts that they took first, where rounding could choose others.
+    ``[rows, tokens, layers with mixtures, k]`` on the CPU: the experts of each token, of which ``routes=`` takes any
+    ``k``, or -1 for each where the router is to choose. Their weights, with gradients, are the live router's. Layers
+    that are recomputed inside the block take the experts that they took first, where rounding could choose others.
 
     Raises:
         ConfigError: the model's routers do not choose by one top-k, or ``routing=`` replaces their choice.
