@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .integrations.accelerator import Accelerator
     from .integrations.trainer import Seq2SeqTrainer, Trainer, TrainerMixin
     from .optim import create_optimizer
-    from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load
+    from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load, record_routes
+    from .parallel.experts.engine_routes import routes_from_sglang, routes_from_vllm
     from .parallel.pipeline.record import record_schedule
     from .train import (
         BadStepError,
@@ -96,7 +97,10 @@ __all__ = [
     "parallelize",
     "plan",
     "preempted",
+    "record_routes",
     "record_schedule",
+    "routes_from_sglang",
+    "routes_from_vllm",
     "save_pretrained",
     "save_state",
     "stream_weights",
@@ -120,7 +124,8 @@ _MODULES = {
     ".config.parallel": ["ParallelConfig"],
     ".config.float8": ["Float8Config"],
     ".cost.tools.estimate": ["estimate"],
-    ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load"],
+    ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load", "record_routes"],
+    ".parallel.experts.engine_routes": ["routes_from_sglang", "routes_from_vllm"],
     ".distributed.processes": ["fitting_layout"],
     ".config.routing": ["RoutingConfig"],
     ".cost.tools.memory_report": ["memory_estimate"],

@@ -36,6 +36,7 @@ GROUPS = {
     "Adapters": ["get_peft_model", "merge_and_unload", "coverage_report"],
     "Mixtures of experts": [
         *["RoutingConfig", "expert_load", "ExpertLoad", "ExpertLoadHistory", "verify_experts", "upcycle"],
+        *["record_routes", "routes_from_vllm", "routes_from_sglang"],
     ],
     "Pipelines": ["record_schedule"],
     "Accelerate and Trainer": ["Accelerator", "Trainer", "Seq2SeqTrainer", "TrainerMixin"],

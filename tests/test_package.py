@@ -89,6 +89,7 @@ def test_a_command_line_is_read_without_importing_torch(lines: list[list[str]]) 
 # Kernels of CUDA; names that transformers writes, torch has, or users give.
 _NAME_CUDA = {
     *("features/fp8/scaled_matmul.py", "distributed/ops/grouped_linear.py", "parallel/context/kernels.py"),
+    "distributed/ops/head_cross_entropy.py",
     *(
         "config/options.py",
         "integrations/trainer/streams.py",

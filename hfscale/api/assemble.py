@@ -26,7 +26,7 @@ from ..parallel.context import ContextParallel
 from ..parallel.context.plan import plan_context
 from ..parallel.data import DataParallel
 from ..parallel.data.plan import plan_data
-from ..parallel.experts import ExpertParallel, ExpertRouting
+from ..parallel.experts import ExpertParallel, ExpertRouting, RouteReplay
 from ..parallel.experts.plan import plan_experts
 from ..parallel.pipeline.part import PipelineStages
 from ..parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
@@ -86,6 +86,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         PackedRows(),
         SharedBatch(),
         ExpertRouting(),
+        RouteReplay(),
         MultiTokenPrediction(),
         DataParallel(),
         Float8Gather(),

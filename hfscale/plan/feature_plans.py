@@ -9,6 +9,8 @@ from .contents import Feature, PlanContents
 
 IDS, TARGETS = "mtp_input_ids", "mtp_labels"
 """Arguments of a forward pass, ``[b, depths, s]``, which the model itself never sees."""
+ROUTES = "routes"
+"""Likewise the experts of every token, ``[b, s, layers, k]``."""
 
 
 @dataclass(frozen=True)

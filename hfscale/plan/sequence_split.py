@@ -1,11 +1,15 @@
-"""Assign the tokens of a sequence to ranks: pure arithmetic."""
+"""Assign the tokens of a batch's sequences to ranks: pure arithmetic."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..errors import ConfigError
 
 Interval = tuple[int, int]
 """Tokens from the first to before the second."""
@@ -81,3 +85,14 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
         return method
     fewer = size > 2 / 3 * (heads / key_heads + 1)
     return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"
+
+
+def tokens_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of samples, and of tokens per sample; refuse batches without token ids and embeddings."""
+    for name in ("input_ids", "inputs_embeds"):
+        found = batch.get(name)
+        if isinstance(found, Tensor) and found.ndim > 1:
+            return found.shape[0], found.shape[1]
+    raise ConfigError(
+        f"a batch must have input_ids or inputs_embeds, by whose shape it is cut, and has only {', '.join(batch)}"
+    )

@@ -101,11 +101,11 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        import torch
+        from .._compat.torch_device import accelerators
 
         # Forking this process would copy its threads' locks; a GPU's driver, which the server's imports start, does not
         # outlive a fork; Windows cannot fork at all.
-        forks = "forkserver" in multiprocessing.get_all_start_methods() and not torch.cuda.is_available()
+        forks = "forkserver" in multiprocessing.get_all_start_methods() and not accelerators().is_available()
         method = "forkserver" if forks else "spawn"
         context: Any = multiprocessing.get_context(method)
         if forks:

@@ -2,7 +2,7 @@
 
 from .gradient_norm import BadStepError, BadSteps, clip_grad_norm_
 from .preemption import Preempted, preempted
-from .step import batch_rank, batch_world, drain, eval_step, metrics, predict_step, train_step
+from .step import batch_rank, batch_world, drain, eval_step, metrics, train_step
 from .token_log_probabilities import token_scores
 from .watchdog import watchdog
 
@@ -16,7 +16,6 @@ __all__ = [
     "drain",
     "eval_step",
     "metrics",
-    "predict_step",
     "preempted",
     "token_scores",
     "train_step",

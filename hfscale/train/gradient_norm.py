@@ -62,42 +62,28 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
 
 def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, list[Tensor]]:
     """Group the gradients that this rank counts by the axes over which their parameter is cut."""
-    by_axes: dict[_Axes, list[Tensor]] = {_axes(planned): [] for planned in runtime.plan.owned()}
+    axes = {planned.name: tuple(cut.axis for cut in planned.cuts) for planned in runtime.plan.owned()}
+    by_axes: dict[_Axes, list[Tensor]] = {each: [] for each in axes.values()}
     for planned, gradient in here:
         if runtime.counts(planned):
-            by_axes[_axes(planned)] += _counted(planned, gradient, runtime.mesh.ranks)
+            found = planned.counted(runtime.mesh.ranks)  # the slices that no earlier rank has a replica of
+            dim, spans = found or (0, ())
+            slices = [gradient.narrow(dim, start, stop - start) for start, stop in spans]
+            by_axes[axes[planned.name]] += [gradient] if found is None else slices
     return by_axes
-
-
-def _axes(planned: ParameterPlan) -> _Axes:
-    return tuple(cut.axis for cut in planned.cuts)
-
-
-def _counted(planned: ParameterPlan, grad: Tensor, ranks: dict[str, int]) -> list[Tensor]:
-    """Return the slices of this rank's gradient that no earlier rank has a replica of."""
-    found = planned.counted(ranks)
-    if found is None:
-        return [grad]
-    dim, spans = found
-    return [grad.narrow(dim, start, stop - start) for start, stop in spans]
 
 
 def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the largest norm of ``grads``, or the sum of their powers: a scalar in at least 32 bits."""
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = _norms([grad for grad in grads if grad.numel()], norm_type, wide)
-    if not norms:
+    grads = [grad for grad in grads if grad.numel()]
+    if not grads:
         return torch.zeros((), dtype=wide, device=device)
-    each = torch.stack(norms).to(device)
-    return each.max() if norm_type == float("inf") else each.pow(norm_type).sum()
-
-
-def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the norm of each tensor, in order, by one kernel launch per device and dtype."""
-    found: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     for same in _alike(grads):
-        found.update(zip(same, norms_of([grads[i] for i in same], norm_type, dtype), strict=True))
-    return [found[i] for i in range(len(grads))]
+        norms.update(zip(same, norms_of([grads[i] for i in same], norm_type, wide), strict=True))
+    each = torch.stack([norms[i] for i in range(len(grads))]).to(device)
+    return each.max() if norm_type == float("inf") else each.pow(norm_type).sum()
 
 
 def _alike(tensors: list[Tensor]) -> list[list[int]]:

@@ -14,20 +14,20 @@ from torch.nn.functional import pad
 from .._compat.transformers.classes import class_name, stock_class, takes_argument
 from .._compat.transformers.computing import begins_anew, text_positions, uses_flash_attention
 from ..errors import ConfigError
-from ..plan.feature_plans import IDS, TARGETS
+from ..plan.feature_plans import IDS, ROUTES, TARGETS
 from .guards import check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
-from .runtime.batches import BORDERS, Counts, Microbatch, agree, known, look_at, to_device, total_of, with_borders
+from .runtime.batches import BORDERS, Counts, Microbatch, agree, look_at, to_device, total_of, with_borders
 
 _INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
-_TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels")
+_TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels", ROUTES)
 _WHOLE = (torch.int64, torch.int32)
-_IGNORED = -100
+_FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # where not 0
 _NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt one
 
 
-def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the microbatches of a step's ``batch``, a mapping or a list of mappings, as a list of dictionaries."""
+def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[dict[str, Any]]:
+    """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries with ``routes`` among them."""
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
     found = list(listed) if hasattr(listed, "__iter__") and not isinstance(listed, str | Tensor) else [listed]
     for each in found:
@@ -39,7 +39,12 @@ def microbatches_of(batch: Batch | Sequence[Batch]) -> list[dict[str, Any]]:
             )
     if not found:
         raise ConfigError("a step got an empty list of microbatches: pass at least one")
-    return [dict(each) for each in found]
+    if routes is None:
+        return [dict(each) for each in found]
+    given = [routes] if isinstance(routes, Tensor) else list(routes)
+    if len(given) != len(found):
+        raise ConfigError(f"routes= has {len(given)} tensors for {len(found)} batches: give one for each")
+    return [{**each, ROUTES: experts} for each, experts in zip(found, given, strict=True)]
 
 
 def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
@@ -78,7 +83,7 @@ def _check_documents(batch: Mapping[str, Any]) -> None:
 
 
 def _check_names(batch: Mapping[str, Any], names: frozenset[str], takes_more: bool) -> None:
-    for name in batch.keys() - names:
+    for name in batch.keys() - names - {ROUTES}:
         close = difflib.get_close_matches(name, names, 1, _NEAR)
         if close or not takes_more:
             meant = (
@@ -107,7 +112,7 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
 
 def _check_types(batch: Mapping[str, Any], loss: StepLoss) -> None:
     labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
-    for name in (*_INDICES, *labels):
+    for name in (*_INDICES, *labels, ROUTES):
         value = batch.get(name)
         if value is not None and value.dtype not in _WHOLE:
             raise ConfigError(f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()")
@@ -166,7 +171,7 @@ def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool
 
 
 def prepare(
-    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, loss: StepLoss | None = None
+    runtime: Runtime, batch: Batch | Sequence[Batch], train: bool, loss: StepLoss | None = None, routes: Any = None
 ) -> tuple[list[Microbatch], Tensor]:
     """Return the microbatches on this rank's device, and the number of valid labels for ``loss`` (by default the
     model's) in the whole step, at least 1. Raise :class:`ConfigError` on every rank, if one refuses its batch or the
@@ -178,12 +183,13 @@ def prepare(
     mesh, rows, refused = runtime.mesh, list[Counts](), None
     microbatches = list[Microbatch]()
     try:
-        given, rows = _agreed(runtime, loss, batch, train)
+        given, rows = _agreed(runtime, loss, batch, train, routes)
         _refuse_outside(runtime, sum(row.outside for row in rows))
-        microbatches = [known(each, row) for each, row in zip(given, rows, strict=True)]
-        if packed := [each for each, row in zip(microbatches, rows, strict=True) if row.packed]:
+        for each, row in zip(given, rows, strict=True):
+            each.learn(row)
+        if packed := [each for each, row in zip(given, rows, strict=True) if row.packed]:
             check_packed_rows(runtime.model, packed)
-        microbatches = [runtime.context.shard_batch(each) for each in microbatches]
+        microbatches = [runtime.context.shard_batch(each) for each in given]
     except ConfigError as error:  # ranks with other batches must not wait for this one
         refused = error
     valid = sum(row.valid for row in rows)
@@ -201,15 +207,15 @@ def prepare(
 
 
 def _agreed(
-    runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool
-) -> tuple[list[dict[str, Any]], list[Counts]]:
+    runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool, routes: Any
+) -> tuple[list[Microbatch], list[Counts]]:
     """Return the microbatches, checked and compared with the ranks that share them, and their counts."""
     executor, sharing = runtime.executor, runtime.mesh.sharing
     agrees = executor.agrees(train)
-    given, seen, refused = list[dict[str, Any]](), None, None
+    given, seen, refused = list[Microbatch](), None, None
     told: tuple[list[int], list[Tensor]] = [], []
     try:
-        given = _microbatches(runtime, batch, loss)
+        given = _microbatches(runtime, microbatches_of(batch, routes), loss)
         told = executor.tell(train) if agrees else told
         seen = look_at(given, loss.look, hashed=sharing is not None, tokens=_vocabulary(runtime, given))
     except ConfigError as error:  # the others must not wait for this rank
@@ -257,18 +263,19 @@ def _refuse_outside(runtime: Runtime, outside: int) -> None:
         )
 
 
-def _microbatches(runtime: Runtime, batch: Batch | Sequence[Batch], loss: StepLoss) -> list[dict[str, Any]]:
-    """Check the given batch and return the microbatches that go through the model."""
-    given = microbatches_of(batch)
+def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> list[Microbatch]:
+    """Check the given batches and return the microbatches that go through the model."""
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
     filled = [_without_gaps(runtime, microbatch) for microbatch in given]
     if not loss.needs_labels and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError("this rank's batch has no rows for loss_fn: pass at least one row")
-    given = runtime.executor.share_out([dict(microbatch) for microbatch in filled])
+    shared = [Microbatch(each) for each in runtime.executor.share_out([dict(microbatch) for microbatch in filled])]
+    for microbatch in shared:
+        microbatch.parts = len(shared) // len(given)
     for part in runtime.parts:
-        part.check_step(runtime, given, user_loss=not loss.needs_labels)
-    return given
+        part.check_step(runtime, shared, user_loss=not loss.needs_labels)
+    return shared
 
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -292,7 +299,7 @@ def _filled(name: str, value: Any, rows: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
         return value
     _, length, *others = value.shape
-    return value.new_full((rows, max(2, length), *others), _IGNORED if name in ("labels", "shift_labels") else 0)
+    return value.new_full((rows, max(2, length), *others), _FILLERS.get(name, 0))
 
 
 def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Run training and evaluation steps: the same few lines for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ def train_step(
     num_items_in_batch: float | Sequence[float] | None = None,
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
+    routes: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
@@ -45,10 +46,8 @@ def train_step(
             ``outputs`` is the model's output for it without ``labels``, with full logits, and ``batch`` all of its
             arguments, also those the model does not take. The step's loss is the sum of sums over the sum of counts, of
             all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
-            one. There a batch may be cut between its rows: pass rows that belong together, such as pairs, as a list of
-            microbatches.
-        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary, as
-            in ``torch.nn.functional.cross_entropy``.
+            one. There a batch may be cut between its rows: pass pairs of rows and the like as a list of microbatches.
+        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary.
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
             their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
             ``[40, 120, 80, 80]`` add up to the mean of their means.
@@ -56,6 +55,7 @@ def train_step(
             (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is their sum, averaged over the
             distinct batches. It is called on the rank that has the head: with stages, the last one.
         temperature: divisor of the logits for ``score_loss``.
+        routes: the experts of every token, or a list of such for a list of batches: see :func:`hfscale.record_routes`.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules
@@ -65,9 +65,9 @@ def train_step(
     before_step(runtime)
     _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
     if loss_fn is not None:
-        return UserLoss(runtime, loss_fn).run(model, batch, train=True)
+        return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    microbatches, count = prepare(runtime, batch, train=True)
+    microbatches, count = prepare(runtime, batch, train=True, routes=routes)
     objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
     if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
@@ -118,30 +118,6 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
     yield from runtime_of(model).executor.drain()
 
 
-@overload
-def eval_step(
-    model: nn.Module,
-    batch: Batch | Sequence[Batch],
-    loss_fn: LossOfOutputs | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-    return_outputs: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def eval_step(
-    model: nn.Module,
-    batch: Batch | Sequence[Batch],
-    loss_fn: LossOfOutputs | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-    return_outputs: Literal[True],
-) -> tuple[Tensor, Any]: ...
-
-
 @torch.no_grad()
 def eval_step(
     model: nn.Module,
@@ -151,7 +127,7 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
-) -> Tensor | tuple[Tensor, Any]:
+) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
     that of multi-token prediction.
 
@@ -160,7 +136,7 @@ def eval_step(
         return_outputs: return the model's outputs of this rank's batch as well.
 
     Returns:
-        the loss; with ``return_outputs``, the loss and the outputs: full tensors by the stock model's names
+        the loss, a scalar tensor; with ``return_outputs``, also the outputs: full tensors by the stock model's names
         (``outputs.logits``) on every rank and stage. A list for a list of batches. They are as large as in one process.
     """
     runtime = runtime_of(model)
@@ -227,22 +203,6 @@ def batch_rank(model: nn.Module) -> int:
 def batch_world(model: nn.Module) -> int:
     """Return the number of distinct batches of a step; ranks that share one (tensor ranks) have one ``batch_rank``."""
     return runtime_of(model).mesh.batch_world
-
-
-def predict_step(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of :func:`hfscale.eval_step`, and the full logits of this rank's batch, ``[b, s, V]``, as large
-    as in one process: gathered over vocabulary and sequence, and sent from the last stage to all stages.
-    """
-    loss, outputs = eval_step(
-        model, batch, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, return_outputs=True
-    )
-    return loss, outputs.logits
 
 
 def metrics(model: nn.Module) -> dict[str, float]:

@@ -19,7 +19,9 @@ LossOfScores = Callable[[TokenScores, int], Tensor]
 """Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
 
 
-def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0) -> TokenScores:
+def token_scores(
+    model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0, routes: Tensor | None = None
+) -> TokenScores:
     """Return log-probability, entropy and the like of every token of a batch, in any layout, without full logits.
 
     They are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages ``log_probs``
@@ -31,6 +33,7 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
         batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
             by default all that are attended to. Ranks that share a batch pass the same one.
         temperature: divisor of the logits.
+        routes: the experts of every token: see :func:`hfscale.record_routes`.
 
     Returns:
         scores of this rank's batch, ``[b, s]`` each. Position ``i`` scores the token at ``i + 1``; with
@@ -41,7 +44,7 @@ def token_scores(model: nn.Module, batch: Mapping[str, Any], *, temperature: flo
     """
     runtime = runtime_of(model)
     check_number("temperature", temperature, above=0)
-    microbatches, count = prepare(runtime, _with_labels(batch), train=False)
+    microbatches, count = prepare(runtime, _with_labels(batch), train=False, routes=routes)
     kept: dict[int, TokenScores] = {}
 
     def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:

@@ -19,6 +19,7 @@ from .._compat.transformers.classes import class_name, stock_class
 from .._compat.transformers.computing import packing
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import ConfigError, check_number
+from ..plan.feature_plans import ROUTES
 from .inputs import forward_arguments, prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, local_tensor
@@ -101,9 +102,9 @@ class UserLoss:
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model))
-        self._taken = {*forward, *(BORDERS if takes_more else ())} - set(_LABELS)
+        self._taken = {ROUTES, *forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
-    def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool) -> Tensor:
+    def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None) -> Tensor:
         """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
         runtime = self._runtime
         layout = runtime.mesh.layout
@@ -113,7 +114,7 @@ class UserLoss:
                 "'zbv'"
             )
         rows: Any = _Rows()
-        self._given, _ = prepare(runtime, batch, train, rows)
+        self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
         if not train:
             with torch.no_grad():

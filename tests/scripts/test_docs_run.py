@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -85,6 +86,7 @@ def context(directory: Path, layout: dict[str, Any], config: Any) -> dict[str, A
         "ids": batch["input_ids"],
         "mask": batch["attention_mask"],
         "classes": torch.zeros(8, dtype=torch.long),
+        "routed_experts": [np.array([[[0, 1], [3, 2]]] * 7)] * 8,
         "Block": Block,
         "Blueprint": Blueprint,
         "engine": type("Engine", (), {"update": staticmethod(lambda name, tensor: None)}),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch import triton_works
+from ..._compat.torch_device import is_accelerator
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -50,4 +51,4 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def is_fused(device: torch.device) -> bool:
     """Return whether functions are fused for tensors on ``device``."""
-    return device.type == "cuda" and triton_works()
+    return is_accelerator(device) and triton_works()

@@ -23,9 +23,9 @@ from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation
 from ...models.module_kinds import experts_per_token
 from ...parallel.context.attention_override import attention_configs
-from ...parallel.context.cut_batch import shape_of
 from ...parallel.pipeline.in_flight import most_in_flight
 from ...plan.feature_plans import recomputed
+from ...plan.sequence_split import tokens_of
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
@@ -79,7 +79,7 @@ class Recomputation(Part):
             self._choose_for(runtime, [{**named, **kwargs}])
 
     def _choose_for(self, runtime: Runtime, batches: Sequence[Batch]) -> None:
-        shapes = [shape_of(batch) for batch in batches]
+        shapes = [tokens_of(batch) for batch in batches]
         most = max(rows * length for rows, length in shapes), max(length for _, length in shapes)
         # Ranks that exchange tokens in a layer must all recompute it, or none.
         tokens, sequence = runtime.mesh.largest(*most)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ..._compat.transformers.attention import and_masks, causal_mask_function, keep_documents_apart, leave_out_padding
 from ..._compat.transformers.computing import begins_anew, text_positions
 from ...errors import ConfigError
-from ...plan.feature_plans import IDS, TARGETS
-from ...plan.sequence_split import Interval, Split
+from ...plan.feature_plans import IDS, ROUTES, TARGETS
+from ...plan.sequence_split import Interval, Split, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {
@@ -33,12 +33,13 @@ _TOKENS_ALONG = {
     "per_layer_inputs": 1,
     IDS: -1,
     TARGETS: -1,
+    ROUTES: 1,
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 """Lists of tensors with a row for each token that a mask of whole sequences marks."""
 CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
 """Of what models of text are given besides embeddings where there are pictures, what can be cut."""
-LABELS = ("labels", "shift_labels", IDS, TARGETS)
+CUT_FIRST = ("labels", "shift_labels", IDS, TARGETS, ROUTES)
 _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_batch", "output_attentions")
 
 
@@ -85,9 +86,9 @@ def cut_batch(
 
     Args:
         shift: how far behind its token a label is that it predicts: 1 for causal language models.
-        inside: whether only labels are cut here, and the rest where the text begins.
+        inside: whether only what the text model is not given is cut here, and the rest where the text begins.
     """
-    samples, total = shape_of(batch)
+    samples, total = tokens_of(batch)
     if total < size:
         raise ConfigError(
             f"sequences of {total} tokens are cut over cp_size={size} ranks, and some would have none: use longer "
@@ -104,7 +105,7 @@ def cut_batch(
         whole["labels"] = F.pad(whole["labels"], (0, shift), value=-100)[..., shift:]
     known = CutBatch(split, rank, padding, positions, documents)
     if inside:
-        return known, {**whole, **cut_inputs(known, {name: whole[name] for name in LABELS if name in whole})}
+        return known, {**whole, **cut_inputs(known, {name: whole[name] for name in CUT_FIRST if name in whole})}
     if takes_positions and positions is None:
         whole["position_ids"] = torch.arange(total)[None]
     return known, cut_inputs(known, whole)
@@ -120,15 +121,6 @@ def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = _part(name, value, total, places)
     return found
-
-
-def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of rows and of tokens per row."""
-    for name in ("input_ids", "inputs_embeds"):
-        found = batch.get(name)
-        if isinstance(found, Tensor):
-            return found.shape[0], found.shape[1]
-    raise ConfigError(f"cutting sequences needs input_ids or inputs_embeds, and the batch has only {', '.join(batch)}")
 
 
 def _padding(mask: Any) -> Tensor | None:

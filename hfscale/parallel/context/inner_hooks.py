@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
 from .attention_override import AttentionCall, current_batch, learn
-from .cut_batch import LABELS, CutBatch, MaskBlocks, cut_inputs
+from .cut_batch import CUT_FIRST, CutBatch, MaskBlocks, cut_inputs
 from .engine import OwnBlocks
 from .methods import read
 
@@ -138,7 +138,7 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
         if "position_ids" in names and given.get("position_ids") is None:
             given["position_ids"] = torch.arange(batch.split.total, device=_device(given))[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
-        passed_on = {name: given.pop(name) for name in LABELS if name in given}  # which are cut already
+        passed_on = {name: given.pop(name) for name in CUT_FIRST if name in given}  # which are cut already
         return (), {**cut_inputs(batch, given), **passed_on}
 
     return text.register_forward_pre_hook(before, with_kwargs=True)

@@ -101,7 +101,7 @@ class ContextParallel(Part, ContextAxis):
             )
         own = Microbatch({**part, _BATCH: whole})
         own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump
-        own.tokens = whole.split.length(whole.rank)
+        own.tokens, own.parts = whole.split.length(whole.rank), batch.parts
         return own
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:

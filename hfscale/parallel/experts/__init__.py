@@ -3,6 +3,7 @@
 from .load_report import ExpertLoad, ExpertLoadHistory, LayerLoad, expert_load
 from .mixture import Mixture
 from .part import ExpertParallel, ExpertRouting
+from .replay import RouteReplay, record_routes
 
 __all__ = [
     "ExpertLoad",
@@ -11,5 +12,7 @@ __all__ = [
     "ExpertRouting",
     "LayerLoad",
     "Mixture",
+    "RouteReplay",
     "expert_load",
+    "record_routes",
 ]

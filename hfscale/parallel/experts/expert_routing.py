@@ -1,5 +1,7 @@
 """Find routers and their biases, and give every layer its routing."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -42,10 +44,13 @@ def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number
         if any("tp" in runtime.plan.by_name[f"{name}.{p}"].partial for p, _ in router.named_parameters()):
             times = 1 / layout.tp
 
-    def is_cut() -> bool:
-        return layout.slices_tokens and runtime.sequence.is_seq_sharded(planned.layer)
-
+    is_cut = partial(has_part_of_tokens, runtime, planned)
     return LayerRouting(planned, number, routing, is_cut, logits, scores, times)
+
+
+def has_part_of_tokens(runtime: Runtime, planned: ExpertsPlan) -> bool:
+    """Return whether the mixture's router gets this tensor rank's tokens alone, in the present forward pass."""
+    return runtime.mesh.layout.slices_tokens and runtime.sequence.is_seq_sharded(planned.layer)
 
 
 def _check(runtime: Runtime, options: RoutingConfig) -> None:

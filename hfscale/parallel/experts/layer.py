@@ -127,7 +127,10 @@ class Routing:
         """Update the router biases from the loads of all batches, equally on every rank with a layer."""
         counters = [self.counters[name] for name in self.biases]
         flat = torch.cat(
-            [counter.wanted_on(bias.device) for counter, bias in zip(counters, self.biases.values(), strict=True)]
+            [
+                torch.zeros(counter.count, dtype=torch.int64, device=bias.device) + counter.wanted
+                for counter, bias in zip(counters, self.biases.values(), strict=True)
+            ]
         )
         for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
@@ -193,7 +196,7 @@ class LayerRouting:
             by_token = logits.view(*own.real.shape, self.planned.count)
             loss = self._loss(now, expert_sums(by_token, by_sample, own.real, self.scores))
         if options.bias_update_rate and counts:
-            self.counter.add_wanted(expert_counts(by_sample, self.planned.count, own.real).sum(0))
+            self.counter.wanted = self.counter.wanted + expert_counts(by_sample, self.planned.count, own.real).sum(0)
         if options.force_balanced:
             index = round_robin(index, self.planned.count)
         choice = Choice(index, weights, loss=loss)

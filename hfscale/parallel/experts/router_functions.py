@@ -12,7 +12,7 @@ Sums for losses are over the real tokens of a sequence and add up over ranks: un
 
 import math
 from collections.abc import Sequence
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -67,13 +67,10 @@ def widened(x: Tensor) -> Tensor:
 
 
 _ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11
+_Number = TypeVar("_Number", int, Tensor)
 
 
-@overload
-def room(tokens: int, factor: float, k: int, count: int) -> int: ...
-@overload
-def room(tokens: Tensor, factor: float, k: int, count: int) -> Tensor: ...
-def room(tokens: int | Tensor, factor: float, k: int, count: int) -> int | Tensor:
+def room(tokens: _Number, factor: float, k: int, count: int) -> _Number:
     """Return the capacity of each expert's queue for sequences of ``tokens`` (or ``[b]`` of several): ``factor`` times
     the mean number of routes, rounded up, at most the number of tokens.
     """

@@ -19,10 +19,10 @@ class LayerCounter:
 
     count: int
     counts: list[int] = field(init=False)  # routes to each expert that were counted on the host
-    on_device: Tensor | None = None  # routes to each expert that were counted on the device
+    on_device: Tensor | int = 0  # routes to each expert that were counted on the device
     # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
     numbers: Tensor | None = None
-    wanted: Tensor | None = None  # routes of real tokens to each expert, for the update of its bias
+    wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias
 
     def __post_init__(self) -> None:
         self.counts = [0] * self.count
@@ -30,12 +30,12 @@ class LayerCounter:
     def reset(self) -> None:
         """Set all counts to zero."""
         self.counts = [0] * self.count
-        self.on_device = self.numbers = self.wanted = None
+        self.on_device, self.wanted, self.numbers = 0, 0, None
 
     def add(self, counts: Sequence[int] | Tensor) -> None:
         """Add routes to each expert."""
         if isinstance(counts, Tensor):
-            self.on_device = counts if self.on_device is None else self.on_device + counts
+            self.on_device = self.on_device + counts
         else:
             self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
@@ -45,17 +45,7 @@ class LayerCounter:
             self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
         self.numbers[place : place + len(values)] += torch.stack([value.detach().double() for value in values])
 
-    def add_wanted(self, counts: Tensor) -> None:
-        """Add a value to ``wanted``."""
-        self.wanted = counts if self.wanted is None else self.wanted + counts
-
-    def wanted_on(self, device: torch.device) -> Tensor:
-        """Return ``wanted``, zeros if nothing was added."""
-        return torch.zeros(self.count, dtype=torch.int64, device=device) if self.wanted is None else self.wanted
-
     def total(self, device: torch.device) -> Tensor:
         """Return all counts but ``wanted`` as ``[experts + 4]``."""
-        counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
-        if self.on_device is not None:
-            counts = counts + self.on_device
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=device) + self.on_device
         return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))

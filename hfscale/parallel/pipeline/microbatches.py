@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import class_name, takes_argument
 from ..._compat.transformers.computing import encoder_outputs
 from ...errors import ConfigError
+from ...plan.sequence_split import tokens_of
 from ...train.runtime.batches import Microbatch
 
 Batch = Mapping[str, Any]
@@ -71,18 +72,6 @@ def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
 def rows_of(batch: Batch) -> int:
     """Return the number of samples in one batch."""
     return tokens_of(batch)[0]
-
-
-def tokens_of(batch: Batch) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample; refuse batches without token ids and embeddings."""
-    for name in ("input_ids", "inputs_embeds"):
-        found = batch.get(name)
-        if isinstance(found, Tensor) and found.ndim > 1:
-            return found.shape[0], found.shape[1]
-    raise ConfigError(
-        f"a batch must have input_ids or inputs_embeds, by whose rows a pipeline splits it, and has only "
-        f"{', '.join(batch)}"
-    )
 
 
 def _cut(batch: Batch, rows: int, parts: int) -> list[dict[str, Any]]:

@@ -28,11 +28,12 @@ from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError, PlanError
 from ...plan import Plan, Stage
 from ...plan.feature_plans import IDS, TARGETS, TowersPlan, recomputed
+from ...plan.sequence_split import tokens_of
 from ...train.runtime import Executor, Objective, Runtime
 from ...train.runtime.batches import Microbatch
 from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv
-from .microbatches import Batch, hidden_shape, is_of_towers, share_out, targets_of, tokens_of, with_targets
+from .microbatches import Batch, hidden_shape, is_of_towers, share_out, targets_of, with_targets
 from .orders import check, order
 from .placeholders import run_stages_apart
 from .split import splits_exactly

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
 from ...errors import ConfigError
+from ...plan.feature_plans import ROUTES
 from .writing import sum_or_raise
 
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
@@ -30,7 +31,7 @@ Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 _ALIGNED = 256  # bytes: alignment of the tensors in the buffer that is copied to a device
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
-_PLAIN |= {*BORDERS}
+_PLAIN |= {*BORDERS, ROUTES}
 
 
 class Counts(NamedTuple):
@@ -59,6 +60,7 @@ class Microbatch(dict[str, Any]):
     shifted: bool = False  # whether its labels are already shifted: each is the target of the token beside it
     # tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them
     tokens: int | None = None
+    parts: int = 1  # into how many microbatches the batch that was given is cut
 
     @property
     def packed(self) -> bool | None:
@@ -66,18 +68,15 @@ class Microbatch(dict[str, Any]):
         # Models may derive other positions from inputs that are not text.
         return self.restarts if self.restarts or self.keys() <= _PLAIN or self.shifted else None
 
+    def learn(self, counts: Counts) -> None:
+        """Take the facts that :func:`agree` returned for it."""
+        self.valid, self.restarts = counts.valid, bool(counts.packed) and told_apart_by(self) == "positions"
+
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
         """Return a microbatch of other arguments with the attributes of this one."""
         other = Microbatch(values)
-        other.valid, other.restarts, other.shifted, other.tokens = self.valid, self.restarts, self.shifted, self.tokens
+        vars(other).update(vars(self))
         return other
-
-
-def known(batch: Mapping[str, Any], counts: Counts) -> Microbatch:
-    """Return a :class:`Microbatch` with the facts that :func:`agree` returned for it."""
-    microbatch = Microbatch(batch)
-    microbatch.valid, microbatch.restarts = counts.valid, bool(counts.packed) and told_apart_by(batch) == "positions"
-    return microbatch
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.testing import RankPool
-from hfscale.train.runtime.batches import Counts, agree, known, look_at, to_device
+from hfscale.train.runtime.batches import Counts, Microbatch, agree, look_at, to_device
 
 from ...tiny_models import tiny
 
@@ -81,6 +81,12 @@ def test_plain_loops_compare_their_first_batch(pools: Pools) -> None:
     assert all("given different batches" in error for error in pools(2).run(_plain_loop))
 
 
+def known(batch: dict[str, Any], counts: Counts) -> Microbatch:
+    microbatch = Microbatch(batch)
+    microbatch.learn(counts)
+    return microbatch
+
+
 def test_a_look_at_several_microbatches() -> None:
     packed = {**SAME, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]] * 2)}
     unpacked = {**SAME, "position_ids": torch.arange(12)[None]}
@@ -90,7 +96,7 @@ def test_a_look_at_several_microbatches() -> None:
     rows, told = agree(batches, seen, True, None)
     assert [row[0] for row in rows] == [int(IDS.sum())] * 4
     assert not told[0]
-    moved = to_device(list(map(known, batches, rows)), torch.device("cpu"))
+    moved = to_device([known(batch, row) for batch, row in zip(batches, rows, strict=True)], torch.device("cpu"))
     assert [each.packed for each in moved] == [False, True, False, None]
 
 

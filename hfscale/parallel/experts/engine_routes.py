@@ -1,0 +1,68 @@
+"""Read the routes that inference engines return (``--enable-return-routed-experts``) for ``routes=``.
+
+vLLM and SGLang return the experts of every token that they fed to the model: the prompt, and what they sampled but the
+last token, which no pass followed. Their arrays have an entry for each layer, zeros for dense ones.
+"""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...models.fields import text_config
+from ...models.module_kinds import experts_per_token
+from ...train.runtime import runtime_of
+from .replay import replayed
+
+
+def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Return vLLM's routes of the rows of a batch as ``routes=`` of :func:`hfscale.train_step` takes them.
+
+    Args:
+        outputs: ``routed_experts`` of each row: an array ``[tokens, layers, k]`` or, from a server, base64 of a
+            ``.npy`` file. vLLM 0.21 and 0.22 have the prompt's apart: ``np.concatenate`` the two.
+        attention_mask: ``[rows, tokens]``, 1 for prompt and completion; padding may be on any side.
+
+    Returns:
+        ``[rows, tokens, layers with mixtures, k]``: -1, the router's own choice, for last tokens and padding.
+
+    Raises:
+        ConfigError: the arrays have other tokens or layers than the rows and the model.
+    """
+    arrays = [np.load(io.BytesIO(base64.b64decode(each))) if isinstance(each, str) else each for each in outputs]
+    layers = [int(planned.layer.rpartition(".")[2]) for planned in replayed(runtime_of(model))]
+    if len(arrays) != len(attention_mask):
+        raise ConfigError(f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one for each")
+    routes = torch.full((*attention_mask.shape, len(layers), arrays[0].shape[-1]), -1, dtype=torch.int32)
+    for row, (array, mask) in enumerate(zip(arrays, attention_mask.cpu().bool(), strict=True)):
+        places = mask.nonzero().squeeze(-1)
+        if len(array) not in (len(places), len(places) - 1):
+            raise ConfigError(
+                f"row {row} has {len(places)} tokens, and its routes are of {len(array)}: engines return them for "
+                "prompt and completion, without the last token"
+            )
+        if array.shape[1] != len(layers) and array.shape[1] <= layers[-1]:
+            raise ConfigError(f"row {row} has routes of {array.shape[1]} layers, and the model {layers[-1] + 1}")
+        own = array if array.shape[1] == len(layers) else array[:, layers]
+        routes[row, places[: len(array)]] = torch.from_numpy(own.astype(np.int32))
+    return routes
+
+
+def routes_from_sglang(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Return SGLang's routes of the rows of a batch: see :func:`hfscale.routes_from_vllm`.
+
+    Args:
+        outputs: of each row ``meta_info`` (``sgl_ext`` of a choice), its ``routed_experts``, or those decoded, flat.
+    """
+    config, arrays = runtime_of(model).model.config, []
+    for each in outputs:
+        told = each if isinstance(each, Mapping) else {"routed_experts": each}
+        values, dtype = told["routed_experts"], told.get("routed_experts_dtype") or "int32"
+        flat = np.frombuffer(base64.b64decode(values), dtype) if isinstance(values, str) else np.asarray(values)
+        arrays.append(flat.reshape(-1, text_config(config).num_hidden_layers, experts_per_token(config) or 1))
+    return routes_from_vllm(model, arrays, attention_mask)

@@ -1,0 +1,286 @@
+"""Replay given routes through a model's own routers, and record those that it takes (Ma et al. 2025, routing replay).
+
+A stock router chooses with ``torch.topk``, and makes its weights of what that returns. Only that call is answered
+otherwise: with the given experts, and the live router's scores for them. Softmax or sigmoid, normalization, scaling and
+gradients stay the family's own code::
+
+    batch["routes"] [b, s, layers, k] --cut like ids--> pass --this layer, own tokens--> [n, k]
+    logits --stock scores--> topk: given index, scores at it --stock weights--> experts(hidden, index, weights)
+
+The routes are an argument of the forward pass that the model never sees, so they travel as ids do: to microbatches,
+context ranks and stages. A layer that is recomputed takes the experts that it took first.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.prediction import PREDICTION
+from ...distributed.ops.collectives import all_gather
+from ...errors import ConfigError
+from ...models.module_kinds import experts_per_token, used_names
+from ...models.names import wild_name
+from ...plan import ExpertsPlan
+from ...plan.cut import share_evenly
+from ...plan.feature_plans import ROUTES
+from ...plan.sequence_split import tokens_of
+from ...train.runtime import Batch, Part, Runtime, runtime_of
+from ...train.runtime.batches import Microbatch
+from ...train.runtime.forward_passes import ForwardPasses
+from ...train.runtime.shards import LocalWeights
+from .expert_routing import has_part_of_tokens
+
+_CHOOSES, _HIDES = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
+
+
+class _Choice(TorchFunctionMode):
+    """Answer the top-k over ``count`` experts in one layer's pass: by ``given [n, k]`` where that is not negative, and
+    by its first answer when the layer is recomputed.
+    """
+
+    def __init__(self, count: int, given: Tensor | None, is_part: bool) -> None:
+        super().__init__()
+        self.count, self.given, self.is_part = count, given, is_part
+        self.index: Tensor | None = None  # the latest answer
+        self.made: Tensor | None = None  # ``[n, k]``, the one that the experts got
+        self._hidden: tuple[Any, Any] = (None, None)  # scores without those of groups that lost, and with them
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _HIDES:
+            self._hidden = (result, args[0])
+        if func not in _CHOOSES or args[0].shape[-1] != self.count:
+            return result
+        scores, own, given = args[0], result[1], self.given if self.made is None else self.made
+        if given is not None and (given.shape[-1], given.numel()) != (own.shape[-1], own.numel()):
+            return result  # over groups of experts
+        given = own if given is None else given.view_as(own).to(own.dtype)
+        self.index = given.where(given >= 0, own)
+        scores, self._hidden = self._hidden[1] if scores is self._hidden[0] else scores, (None, None)
+        return torch.return_types.topk((scores.gather(-1, self.index), self.index))
+
+
+@dataclass
+class _Pass:
+    """Hold the routes of one forward pass, given and taken."""
+
+    given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens
+    batch: Microbatch | None  # its arguments, if it is recorded
+    choices: dict[int, _Choice] = field(default_factory=dict)  # by the layer's index among those with mixtures
+
+
+class RouteReplay(Part):
+    """Replay and record routes. Nothing is installed before the first use."""
+
+    _passes: ForwardPasses[_Pass | None]
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._recorded: list[_Pass] | None = None
+
+    def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
+        """Refuse routes that do not fit the batch or the model."""
+        for batch in batches:
+            if batch.get(ROUTES) is not None:
+                self._hook(runtime)
+                _check(runtime, batch, batch[ROUTES])
+
+    @contextmanager
+    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+        """Give every microbatch its record, to which all stages of this rank add; forget the passes at the end."""
+        if self._recorded is not None:
+            for microbatch in microbatches:
+                microbatch[ROUTES] = self._new_pass(microbatch.get(ROUTES), microbatch)
+        yield
+        if self._handles and not runtime.executor.under_way:
+            self._passes.clear()
+            self._passes.begin(None)
+
+    @contextmanager
+    def record(self, runtime: Runtime) -> Iterator[list[Tensor]]:
+        """Record the passes of the with block: see :func:`hfscale.record_routes`."""
+        if self._recorded is not None:
+            raise ConfigError("the routes of this model are being recorded already: leave the first record_routes")
+        self._hook(runtime)
+        self._recorded, routes = [], list[Tensor]()
+        try:
+            yield routes
+            whole = [_whole(runtime, each, each.batch) for each in self._recorded if each.batch is not None]
+        finally:
+            self._recorded = None
+        while whole:
+            parts = whole[0][1]
+            routes.append(torch.cat([each for each, _ in whole[:parts]]).cpu())
+            del whole[:parts]
+
+    def _hook(self, runtime: Runtime) -> None:
+        if self._handles:
+            return
+        _refuse(runtime)
+        self._passes, model = ForwardPasses(), runtime.model
+        self._passes.begin(None)
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = kwargs.pop(ROUTES, None)
+            self._passes.begin(given if isinstance(given, _Pass) else self._new_pass(given, Microbatch(kwargs)))
+            return args, kwargs
+
+        def end(*_: Any) -> None:
+            self._passes.begin(None)
+
+        self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+        self._handles.append(model.register_forward_hook(end, always_call=True))
+        for number, planned in _local_mixtures(runtime):
+            self._hook_mixture(runtime, number, planned)
+
+    def _new_pass(self, given: Tensor | None, batch: Microbatch) -> _Pass:
+        if self._recorded is None:
+            return _Pass(given, None)
+        self._recorded.append(_Pass(given, batch))
+        return self._recorded[-1]
+
+    def _hook_mixture(self, runtime: Runtime, number: int, planned: ExpertsPlan) -> None:
+        experts, block = map(runtime.model.get_submodule, (planned.name, planned.name.rpartition(".")[0]))
+        running: list[_Choice] = []
+
+        def enter(*_: Any) -> None:
+            now = self._passes.current()
+            if now is not None and (now.given is not None or now.batch is not None):
+                if number not in now.choices:
+                    now.choices[number] = _choice(runtime, number, planned, now.given)
+                running.append(now.choices[number].__enter__())
+
+        def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            now = self._passes.current()
+            if now is None or number not in now.choices:
+                return
+            choice, got = now.choices[number], [*args, *kwargs.values()][1]
+            made = choice.index
+            if made is None or (made.data_ptr() != got.data_ptr() and not torch.equal(made.view_as(got), got)):
+                raise ConfigError(
+                    f"{wild_name(planned.name)}: the experts of {runtime.plan.family!r} are not those of one top-k of "
+                    f"{choice.count} scores, so routes cannot be replayed or recorded: leave routes out"
+                )
+            choice.made = made.flatten(0, -2)
+
+        def leave(*_: Any) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        self._handles.append(block.register_forward_pre_hook(enter))
+        self._handles.append(experts.register_forward_pre_hook(check, with_kwargs=True))
+        self._handles.append(block.register_forward_hook(leave, always_call=True))
+
+
+def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
+    """Record the experts of every token inside the with block, in the form that ``routes=`` takes::
+
+        with hfscale.record_routes(model) as routes:
+            before = hfscale.token_scores(model, batch)
+        loss = hfscale.train_step(model, batch, routes=routes)
+
+    Enter and leave it on every rank. At its end the list has, for each batch of the block's steps, whole numbers
+    ``[rows, tokens, layers with mixtures, k]`` on the CPU: the experts of each token, of which ``routes=`` takes any
+    ``k``, or -1 for each where the router is to choose. Their weights, with gradients, are the live router's. Layers
+    that are recomputed inside the block take the experts that they took first, where rounding could choose others.
+
+    Raises:
+        ConfigError: the model's routers do not choose by one top-k, or ``routing=`` replaces their choice.
+    """
+    runtime = runtime_of(model)
+    part = runtime.part(RouteReplay)
+    assert part is not None
+    return part.record(runtime)
+
+
+def replayed(runtime: Runtime) -> list[ExpertsPlan]:
+    """Return the mixtures that routes are of, in the model's order: not those of multi-token prediction."""
+    return [planned for planned in runtime.plan.mixtures if not planned.name.startswith(f"{PREDICTION}.")]
+
+
+def _local_mixtures(runtime: Runtime) -> list[tuple[int, ExpertsPlan]]:
+    return [(number, planned) for number, planned in enumerate(replayed(runtime)) if runtime.is_local(planned.name)]
+
+
+def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor | None) -> _Choice:
+    """Return the choice of one layer's own tokens."""
+    is_part, mesh = has_part_of_tokens(runtime, planned), runtime.mesh
+    if given is not None:
+        lengths = share_evenly(given.shape[1], mesh.layout.tp) if is_part else [given.shape[1]]
+        rank = mesh.tp_rank if is_part else 0
+        given = given.narrow(1, sum(lengths[:rank]), lengths[rank])[:, :, number].flatten(0, 1)
+    return _Choice(planned.count, given, is_part)
+
+
+def _refuse(runtime: Runtime) -> None:
+    """Refuse a model whose routes cannot be replayed."""
+    model, options, mixtures, family = runtime.model, runtime.options.routing, replayed(runtime), runtime.plan.family
+    if not mixtures or getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{class_name(model)} has no decoder whose layers call experts with the index of each token's "
+            "(transformers' use_experts_implementation), so it takes no routes: leave them out"
+        )
+    if options is not None and (options.router != "model" or options.force_balanced):
+        raise ConfigError(f"routes are for the model's own router, and routing={options} replaces it: leave one out")
+    if len({planned.layer for planned in mixtures}) < len(mixtures):
+        raise ConfigError(f"{family!r} has several mixtures in a layer, each for some tokens: leave routes out")
+    for _, planned in _local_mixtures(runtime):
+        block = model.get_submodule(planned.name.rpartition(".")[0])
+        if not any("topk" in used_names(type(module)) for module in block.modules()):
+            raise ConfigError(
+                f"{wild_name(planned.name)}: the router of {family!r} chooses experts otherwise than by top-k, at "
+                "random or by token, so routes cannot be replayed or recorded: leave routes out"
+            )
+
+
+def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
+    """Refuse routes of another shape than the batch's, and experts that no router would choose."""
+    mixtures, place = replayed(runtime), tokens_of(batch)
+    k = experts_per_token(runtime.model.config) or routes.shape[-1]
+    if routes.shape != (*place, len(mixtures), k):
+        raise ConfigError(
+            f"routes are {list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} layers with "
+            f"mixtures of {k} experts per token: give {[*place, len(mixtures), k]}"
+        )
+    counts = torch.tensor([planned.count for planned in mixtures], device=routes.device).unsqueeze(-1)
+    ordered = routes.sort(-1).values
+    unlike = ordered.diff(dim=-1).bool().all(-1) & (ordered >= 0).all(-1)
+    strange = ~((unlike & (routes < counts).all(-1)) | (routes == -1).all(-1))
+    if bool(strange.any()):
+        row, token, layer = strange.nonzero()[0].tolist()
+        raise ConfigError(
+            f"routes[{row}, {token}, {layer}] is {routes[row, token, layer].tolist()}, and must be {k} different of "
+            f"{mixtures[layer].count} experts, or -1 for each where the router chooses. Engines return zeros from "
+            "kernels that do not record routes"
+        )
+
+
+@torch.no_grad()
+def _whole(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, int]:
+    """Return a pass's routes ``[b, s, layers, k]`` of all ranks, and the number of passes of its batch; collective."""
+    mesh, (samples, length) = runtime.mesh, tokens_of(batch)
+    tokens = batch.tokens or length
+    taken = {number: choice.made for number, choice in made.choices.items() if choice.made is not None}
+    k = max((index.shape[-1] for index in taken.values()), default=experts_per_token(runtime.model.config) or 0)
+    own = torch.zeros(samples, tokens, len(replayed(runtime)), k, dtype=torch.int32, device=mesh.device)
+    for number, index in taken.items():
+        found = index.to(torch.int32).view(samples, -1, k)
+        if made.choices[number].is_part and mesh.tp_group is not None:
+            found = all_gather(found, share_evenly(tokens, mesh.layout.tp), 1, mesh.tp_group)
+        own[:, :, number] = found
+    whole = runtime.context.gather_tokens(batch, own)
+    for group in mesh.stage_groups:
+        dist.all_reduce(whole, group=group)
+    return whole, batch.parts
