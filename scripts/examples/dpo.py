@@ -12,7 +12,7 @@ from trl import DPOConfig
 import hfscale
 from hfscale.trl import DPOTrainer
 
-STEPS = 40
+STEPS = 60
 
 path = small.llama()  # your model: what supervised fine-tuning has made
 parallel = hfscale.ParallelConfig(tp_size=2)  # 8 GPUs: tp_size=2, dp_shard_size=4
@@ -21,10 +21,10 @@ args = DPOConfig(
     output_dir="runs/examples/dpo",
     max_steps=STEPS,
     per_device_train_batch_size=8,
-    learning_rate=1e-3,
+    learning_rate=3e-3,
     beta=0.1,
     bf16=False,  # on GPUs: True
-    logging_steps=10,
+    logging_steps=20,
     report_to="none",
 )
 data = small.preferences()  # your rows of "prompt", "chosen" and "rejected"

@@ -47,5 +47,6 @@ while step < STEPS:
         if step == STEPS:
             break
 
-accelerator.print(hfscale.expert_load(model))  # tokens of each expert in the last step
+for layer in hfscale.expert_load(model).layers:  # of the last step; call it on every rank
+    accelerator.print(f"{layer.name}: tokens of each expert {layer.tokens}")
 hfscale.save_pretrained(model, "runs/examples/moe")

@@ -90,3 +90,12 @@ def test_an_example_says_how_to_launch_it(name: str) -> None:
 def test_every_example_is_on_the_page_of_tasks() -> None:
     page = (EXAMPLES.parents[1] / "docs" / "tasks.md").read_text()
     assert sorted(set(re.findall(r"two_processes\.yaml scripts/examples/(\w+)\.py", page))) == NAMES
+
+
+def test_code_on_the_page_is_the_examples_own() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "tasks.md").read_text()
+    shown = re.findall(r"(?ms)^<!-- not run: lines of scripts/examples/(\w+)\.py, [^\n]*\n```python\n(.*?)^```", page)
+    assert sorted(name for name, _ in shown) == NAMES
+    for name, code in shown:
+        lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+        assert [line for line in code.splitlines() if line not in lines] == []
