@@ -5,7 +5,7 @@ A run of your own has the id of a model on the Hub where an example calls ``smal
 """
 
 import os
-import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,14 @@ def llava() -> str:
 
 
 def _written(name: str, build: Any, processor: Any) -> str:
-    """Write a model with random weights once, whichever rank is first."""
+    """Let the first rank write a model with random weights, and the others wait for it."""
     path = Path("runs/examples/start") / name
-    if not path.is_dir():
-        own = path.with_name(f"{name}-{os.getpid()}")
+    if os.environ.get("RANK", "0") == "0" and not path.is_dir():
+        unfinished = path.with_name(f"{name}-unfinished")
         torch.manual_seed(0)
-        build().save_pretrained(own)
-        processor.save_pretrained(own)
-        try:
-            own.rename(path)
-        except OSError:  # another rank was faster; it has written the same
-            shutil.rmtree(own)
+        build().save_pretrained(unfinished)
+        processor.save_pretrained(unfinished)
+        unfinished.rename(path)
+    while not path.is_dir():
+        time.sleep(0.1)
     return str(path)

@@ -25,7 +25,7 @@ from hfscale.testing import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small")
-SLOWER = {"classify", "dpo", "lora", "pretrain", "reward", "vision"}
+SLOWER = {"classify", "dpo", "grpo", "lora", "pretrain", "reward", "vision"}
 ADAPTERS = {"lora", "qlora"}
 
 
@@ -97,5 +97,5 @@ def test_code_on_the_page_is_the_examples_own() -> None:
     shown = re.findall(r"(?ms)^<!-- not run: lines of scripts/examples/(\w+)\.py, [^\n]*\n```python\n(.*?)^```", page)
     assert sorted(name for name, _ in shown) == NAMES
     for name, code in shown:
-        lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-        assert [line for line in code.splitlines() if line not in lines] == []
+        lines = {line.strip() for line in (EXAMPLES / f"{name}.py").read_text().splitlines()}
+        assert [line for line in code.splitlines() if line.strip() not in lines] == []
