@@ -144,6 +144,7 @@ docs: setup
 # The documentation as a site, build/site/index.html; any warning is an error.
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open $(CURDIR)/build/site/index.html"
 
 bench: setup
 	$(BIN)/python scripts/bench/tensor_parallel.py --out scripts/bench/results/tensor_parallel.json

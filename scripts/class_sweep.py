@@ -283,9 +283,9 @@ HEAD = f"""# Classes of models
 
 Written by `scripts/class_sweep.py`: a tiny model of every family that transformers {transformers.__version__} has of a
 class, as far as stock code trains one, in four layouts against one process in float64 (loss, every gradient, norm,
-weights after two steps, saved checkpoint). A percentage is the share of all numbers that the fullest rank holds: 50% is
-an even cut in two, 100% none at all. Buffers (running statistics of batch norms), which every data rank has of its own
-batches as under DDP, are not compared there. planned: planned, and not run yet; stock: stock code cannot train it.
+weights after two steps, saved checkpoint). A percentage is the share of the parameters on the rank that holds most:
+50% is an even cut in two, 100% no cut at all. Buffers (running statistics of batch norms) differ between data ranks, as
+under DDP, and are not compared there. planned: planned, and not run yet; stock: stock code cannot train it.
 """
 
 

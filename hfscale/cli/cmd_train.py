@@ -9,7 +9,7 @@ from .look import show
 
 HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
 DESCRIPTION = (
-    "Carry out a recipe, a YAML file: pretraining where it has a model, fine-tuning where it has a base. Starts "
+    "Run a recipe, a YAML file: `model:` pretrains from random weights, `base:` fine-tunes a checkpoint. Starts "
     "accelerate launch with as many processes as the recipe's layout needs on this machine; under a launcher it is one "
     "of its processes. Results go to runs/<name>."
 )

@@ -29,7 +29,7 @@ from ..tiny_models import tiny
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 _BLOCK = re.compile(r"(?ms)^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```")
-_RUN_ELSEWHERE = {"tutorial.md"}  # tests/scripts/test_docs_site.py, as it is printed
+_RUN_ELSEWHERE = {"quickstart.md", "tutorial.md"}  # tests/scripts/test_docs_site.py, as they are printed
 _LONG = {"finetuning.md", "testing.md"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {

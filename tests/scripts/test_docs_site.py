@@ -11,6 +11,7 @@ import docs_site
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from hfscale.testing import RankPool
@@ -77,6 +78,45 @@ def test_the_tutorial_does_what_it_says(
     shutil.rmtree(tmp_path / "two" / "out")
     pools(2).run(_run_tutorial, str(tmp_path / "two"), {"PARALLELISM_CONFIG_PP_SIZE": "2"})
     _assert_equal(load_file(tmp_path / "two" / "out" / "model.safetensors"), expected)
+
+
+def _run_quickstart(directory: str, stock: bool) -> list[dict[str, float]]:
+    """The page's script with fewer steps, or the stock one that the page's diff says it was."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (script,) = (block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "trainer.train()" in block)
+    before, after = re.findall(r"(?m)^[-+](trainer = .*)$", page)
+    assert script.count(after) == script.count("import hfscale\n") == script.count("max_steps=30, ") == 1
+    if stock:
+        script = script.replace(after, "from transformers import Trainer\n" + before)
+    short = script.replace("max_steps=30, ", "max_steps=2, ").replace(
+        "logging_steps=10", "logging_steps=1, use_cpu=True"
+    )
+    known: dict[str, Any] = {"__name__": "__main__"}
+    here = Path.cwd()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.chdir(directory)
+    try:
+        exec(compile(short, "train.py", "exec"), known)
+    finally:
+        os.chdir(here)
+    return [row for row in known["trainer"].state.log_history if "loss" in row]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_quickstart_does_what_it_says(
+    pools: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    expected = _run_quickstart(str(tmp_path / "one"), True)
+    for found in pools(2).run(_run_quickstart, str(tmp_path / "two"), False):
+        assert len(found) == 2
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+    one, two = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("one", "two"))
+    _assert_equal(two, one)
 
 
 def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

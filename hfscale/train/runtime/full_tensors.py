@@ -231,10 +231,10 @@ def _nothing(entry: SavedTensor) -> Tensor:
 
 def _copy(pieces: list[_Piece], held: Callable[[SavedTensor], Tensor | None]) -> Tensor:
     """Return the bytes of this rank's shards on the CPU: one copy off the device."""
-    shares = [held(piece.entry) for piece in pieces]
-    found = [share for share in shares if share is not None]
+    filled = [piece for piece in pieces if piece.stop > piece.start]  # an optimizer has no state of an empty shard
+    found = [share for piece in filled if (share := held(piece.entry)) is not None]
     flat = torch.empty(pieces[-1].stop, dtype=torch.uint8, device=found[0].device)
-    for piece, share in zip(pieces, found, strict=True):
+    for piece, share in zip(filled, found, strict=True):
         piece.view(flat).copy_(share)
     return flat.cpu()
 

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import GradScalerKwargs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import hfscale
+from hfscale import ParallelConfig
+from hfscale.integrations.trainer import stock_state
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 from ...tiny_models import tiny
 from .script import Case, assert_equal, run
@@ -121,3 +125,22 @@ def test_stock_trainer_refuses_a_state_that_it_cannot_read(pools: Pools, start: 
     pools(2).run(run, case, start, str(tmp_path), TP2)
     with pytest.raises(ValueError, match="parameter group"):
         run(replace(case, resume=str(tmp_path / "checkpoint-2")), start, str(tmp_path / "stock"), None)
+
+
+def save_optimizer_of_a_score(directory: str) -> None:
+    config = tiny("llama", num_labels=1, pad_token_id=0)
+    auto, layout = AutoModelForSequenceClassification, ParallelConfig(dp_shard_size=2)
+    model = hfscale.from_config(config, parallel=layout, auto_class=auto, dtype=torch.float32).train()
+    optimizer = hfscale.create_optimizer(model, "adamw_torch_fused", lr=1e-3)
+    model(input_ids=torch.arange(2, 14).view(2, 6)).logits.sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    stock_state.write(runtime_of(model), Path(directory), optimizer, schedule)
+
+
+def test_a_weight_of_which_a_data_rank_has_nothing_is_written(pools: Pools, tmp_path: Path) -> None:
+    """A head of one row: an optimizer has no state of its empty shard."""
+    pools(2).run(save_optimizer_of_a_score, str(tmp_path))
+    states = torch.load(tmp_path / stock_state.OPTIMIZER)["state"].values()
+    (score,) = (state for state in states if state["exp_avg"].shape == (1, 32))
+    assert score["exp_avg"].any()
