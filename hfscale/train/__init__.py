@@ -1,6 +1,7 @@
 """Training and evaluation steps, gradient clipping, preemption and the watchdog, in any layout."""
 
 from .bad_steps import BadStepError, BadSteps
+from .distillation import Teacher
 from .gradient_norm import clip_grad_norm_
 from .preemption import Preempted, preempted
 from .step import batch_rank, batch_world, drain, eval_step, metrics, predict_step, train_step
@@ -11,6 +12,7 @@ __all__ = [
     "BadStepError",
     "BadSteps",
     "Preempted",
+    "Teacher",
     "batch_rank",
     "batch_world",
     "clip_grad_norm_",

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
 from ..plan.feature_plans import PredictionPlan
+from .distillation import Teacher
 from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
 from .token_log_probabilities import LossOfScores, loss_of_scores
-from .user_loss import LossOfOutputs, UserFunction, UserLoss
+from .user_loss import LossOfOutputs, UserFunction, UserLoss, refuse_without_flush
 
 
 def train_step(
@@ -26,6 +27,7 @@ def train_step(
     num_items_in_batch: float | Sequence[float] | None = None,
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
@@ -56,6 +58,7 @@ def train_step(
             (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is their sum, averaged over the
             distinct batches. It is called on the rank that has the head: with stages, the last one.
         temperature: divisor of the logits for ``score_loss``.
+        teacher: makes the loss of a label the divergence from this teacher's distribution of it.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules
@@ -64,11 +67,14 @@ def train_step(
     runtime = runtime_of(model)
     before_step(runtime)
     _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
+    _check_teacher(runtime, teacher, loss_fn or score_loss, label_smoothing)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
+    states = None if teacher is None else teacher.hidden_states(batch)
     microbatches, count = prepare(runtime, batch, train=True)
-    objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
+    divisors = _divisors(count, num_items_in_batch, len(microbatches))
+    objective = _objective(runtime, divisors, label_smoothing, teacher, states)
     if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
         objective = loss_of_scores(runtime, count, scored, temperature, given, len(microbatches))
@@ -94,6 +100,29 @@ def _check_losses(
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
         raise ConfigError(f"temperature={temperature} needs a score_loss, and there is none: leave it out")
+
+
+def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: Any, label_smoothing: float) -> None:
+    """Refuse a teacher beside another loss, of another student, and where microbatches end in later steps."""
+    if teacher is None:
+        return
+    teacher.check(runtime)
+    if other or label_smoothing or runtime.plan.feature(PredictionPlan) is not None:
+        _refuse_beside("teacher", "loss_fn, score_loss, label_smoothing and mtp_loss_weight")
+    refuse_without_flush(runtime, "teacher")
+
+
+def _objective(
+    runtime: Runtime,
+    divisors: list[Tensor],
+    label_smoothing: float,
+    teacher: Teacher | None,
+    states: Sequence[Tensor] | None,
+) -> Objective:
+    """Return the objective of the model's own loss, or of its divergence from a teacher with these ``states``."""
+    if teacher is None or states is None:
+        return token_mean(runtime, divisors, label_smoothing)
+    return teacher.objective(states, divisors)
 
 
 def _refuse_beside(loss: str, names: str) -> None:
@@ -127,6 +156,7 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: Literal[False] = False,
+    teacher: Teacher | None = None,
 ) -> Tensor: ...
 
 
@@ -139,6 +169,7 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: Literal[True],
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, Any]: ...
 
 
@@ -151,12 +182,13 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
+    teacher: Teacher | None = None,
 ) -> Tensor | tuple[Tensor, Any]:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
     that of multi-token prediction.
 
     Args:
-        loss_fn, label_smoothing, num_items_in_batch: as for :func:`train_step`.
+        loss_fn, label_smoothing, num_items_in_batch, teacher: as for :func:`train_step`.
         return_outputs: return the model's outputs of this rank's batch as well.
 
     Returns:
@@ -166,14 +198,17 @@ def eval_step(
     runtime = runtime_of(model)
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_switch("return_outputs", return_outputs)
+    _check_teacher(runtime, teacher, loss_fn, label_smoothing)
     kept = KeptOutputs(runtime) if return_outputs else None
     if loss_fn is not None:
         if label_smoothing or num_items_in_batch is not None:
             _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
+        states = None if teacher is None else teacher.hidden_states(batch)
         microbatches, count = prepare(runtime, batch, train=False)
-        mean = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
+        divisors = _divisors(count, num_items_in_batch, len(microbatches))
+        mean = _objective(runtime, divisors, label_smoothing, teacher, states)
         objective = mean if kept is None else _keeping(mean, kept)
         with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
             loss = runtime.executor.run(model, microbatches, objective, backward=False)

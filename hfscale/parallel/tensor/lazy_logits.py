@@ -8,6 +8,7 @@ graph. The operations are recorded and not listed by family, so that classes in 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -53,8 +54,9 @@ class LazyLogits(Tensor):
 
     hidden: Tensor
     head: Pointwise  # maps ``[n, h]`` to ``[n, V/t]``
-    # applies the pointwise operations recorded since to the head's output; ``None`` if there were none
-    finish: Pointwise | None
+    # applies the pointwise operations recorded since to the head's output, and can be sent to other ranks; ``None`` if
+    # there were none
+    finish: "_Step | None"
     reusable: bool  # whether no operation saves the result of ``finish`` for its gradient
     sample: Tensor  # logits of zero rows, which show the dtype after each operation
     graph: bool
@@ -136,13 +138,8 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     name, replayed = _REPLAYED[func]
     # Clone scalar tensors, which may change before the operation is replayed.
     kept = tuple(value.clone() if type(value) is Tensor else None if value is lazy else value for value in args)
-    place, before = positions[0], lazy.finish
-
-    def step(logits: Tensor) -> Tensor:
-        result: Tensor = replayed(*kept[:place], logits, *kept[place + 1 :], **kwargs)
-        return result
-
-    sample = step(lazy.sample)
+    step = _Step(lazy.finish, replayed, positions[0], kept, kwargs)
+    sample = step.alone(lazy.sample)
     if sample is lazy.sample:  # e.g. .to() with their own dtype
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
@@ -151,16 +148,26 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
         lazy = LazyLogits(lazy.hidden, lazy.head, sample, lazy.graph)
     elif sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
-    lazy.sample, lazy.finish, lazy.reusable = (
-        sample,
-        _after(before, step),
-        name != "tanh",
-    )  # which saves its result for its gradient
+    # tanh saves its result for its gradient.
+    lazy.sample, lazy.finish, lazy.reusable = sample, step, name != "tanh"
     return lazy
 
 
-def _after(before: Pointwise | None, step: Pointwise) -> Pointwise:
-    return step if before is None else lambda logits: step(before(logits))
+@dataclass(frozen=True)
+class _Step:
+    """A recorded operation, ``function(*args)`` with the logits at ``place``, behind those ``before`` it."""
+
+    before: "_Step | None"
+    function: Callable[..., Tensor]
+    place: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.alone(logits if self.before is None else self.before(logits))
+
+    def alone(self, logits: Tensor) -> Tensor:
+        return self.function(*self.args[: self.place], logits, *self.args[self.place + 1 :], **self.kwargs)
 
 
 def _plain(value: Any) -> bool:

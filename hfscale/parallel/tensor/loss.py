@@ -12,10 +12,10 @@ labels, or in evaluation, the head runs as always, and its slices of the logits 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
+from ...distributed.ops.divergence import TeacherRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
@@ -35,7 +36,9 @@ from ...train.runtime.objective import KeepsOutputs
 from .edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
 from .sequence_region import SequenceRegion
-from .vocabulary_scores import Scoring
+from .vocabulary_scores import HeadInputs, Scoring
+
+Reader = TypeVar("Reader", Scoring, HeadInputs)
 
 
 @dataclass
@@ -80,7 +83,8 @@ class VocabParallelLoss(KeepsOutputs):
         self._with_labels, self._shows_logits = False, True
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
-        self._scoring: Scoring | None = None
+        self._scoring: Scoring | HeadInputs | None = None  # what takes the logits instead of the loss
+        self._teacher: TeacherRows | None = None
         self.ahead: RowsAhead | None = None  # of the current pass
 
     def trains(self, model: nn.Module) -> bool:
@@ -118,14 +122,30 @@ class VocabParallelLoss(KeepsOutputs):
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 
-    @contextmanager
-    def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
+    def scoring(self, temperature: float = 1.0) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
-        self._scoring = Scoring(temperature)
+        return self._taken_by(Scoring(temperature))
+
+    def head_inputs(self) -> AbstractContextManager[HeadInputs]:
+        """Keep the head's hidden rows in a forward pass with labels, inside the with block: see ``HeadInputs``."""
+        return self._taken_by(HeadInputs())
+
+    @contextmanager
+    def _taken_by(self, reader: Reader) -> Iterator[Reader]:
+        self._scoring = reader
         try:
-            yield self._scoring
+            yield reader
         finally:
             self._scoring = None
+
+    @contextmanager
+    def distilling(self, teacher: TeacherRows) -> Iterator[None]:
+        """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
+        self._teacher = teacher
+        try:
+            yield
+        finally:
+            self._teacher = None
 
     def __call__(
         self,
@@ -185,10 +205,16 @@ class VocabParallelLoss(KeepsOutputs):
                 valid=valid,
                 expected=self.expected_gradient,
                 hits=hits,
+                teacher=self._teacher,
             )
         if isinstance(logits, LazyLogits):
             logits = logits.materialize()
         rows = logits.reshape(-1, logits.shape[-1])
+        if self._teacher is not None:
+            as_they_are = AnyRows(torch.clone, [], None, rows.requires_grad)
+            return head_cross_entropy(
+                rows, targets, as_they_are, vocabulary=vocabulary, divisor=count, teacher=self._teacher
+            )
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:
             found = Targets.of(targets, vocabulary, rows.shape[1])

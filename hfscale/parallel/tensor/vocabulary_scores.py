@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...distributed.ops.token_scores import TokenScores, token_scores
 from ...distributed.ops.vocab_cross_entropy import VocabularySlice, compute_dtype
+from ...errors import ConfigError
 from .lazy_logits import LazyLogits
 
 _IGNORED = -100
@@ -59,3 +60,20 @@ class Scoring:
             return logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
         real = logits.materialize() if isinstance(logits, LazyLogits) else logits
         return real.reshape(-1, real.shape[-1]), lambda rows: rows
+
+
+class HeadInputs:
+    """Keep the hidden rows that a forward pass with labels gives to the head, and compute no loss."""
+
+    hidden: Tensor  # ``[b, s, h]``
+    finish: Callable[[Tensor], Tensor] | None  # pointwise operations behind the head
+
+    def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
+        """Keep what makes ``logits``, which must be lazy; return 0."""
+        if not isinstance(logits, LazyLogits) or logits.value is not None:
+            raise ConfigError(
+                "a teacher's logits must be its head's, scaled or capped one by one, and its class does something "
+                "else with them before its loss: use another teacher"
+            )
+        self.hidden, self.finish = logits.hidden, logits.finish
+        return torch.zeros((), dtype=compute_dtype(logits.dtype), device=logits.device)
