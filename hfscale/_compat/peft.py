@@ -6,12 +6,13 @@ Read and run with PEFT 0.21. Imported on first use only: most runs have no adapt
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .replaced import attribute_replaced
 from .torch import own_modules
 
 # Attributes of PEFT's wrappers.
@@ -65,15 +66,10 @@ def is_wrapper(module: nn.Module | None) -> bool:
 @contextmanager
 def adapters_switched_off(model: nn.Module) -> Iterator[None]:
     """Let wrappers compute what they wrap inside the ``with`` block; unlike PEFT's, leave ``requires_grad`` alone."""
-    wrappers = [each for each in model.modules() if is_wrapper(each)]
-    before = [each._disable_adapters for each in wrappers]
-    try:
-        for each in wrappers:
-            each._disable_adapters = True  # type: ignore[assignment]
+    with ExitStack() as stack:
+        for each in filter(is_wrapper, model.modules()):
+            stack.enter_context(attribute_replaced(each, "_disable_adapters", True))
         yield
-    finally:
-        for each, value in zip(wrappers, before, strict=True):
-            each._disable_adapters = value
 
 
 def wrapped_by_peft(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from .bad_steps import BadStepError, BadSteps
 from .distillation import Teacher
 from .gradient_norm import clip_grad_norm_
 from .preemption import Preempted, preempted
-from .step import batch_rank, batch_world, drain, eval_step, metrics, predict_step, train_step
+from .step import batch_rank, batch_world, drain, eval_step, metrics, train_step
 from .token_log_probabilities import token_scores
 from .watchdog import watchdog
 
@@ -19,7 +19,6 @@ __all__ = [
     "drain",
     "eval_step",
     "metrics",
-    "predict_step",
     "preempted",
     "token_scores",
     "train_step",

@@ -74,7 +74,7 @@ def train_step(
     states = None if teacher is None else teacher.hidden_states(batch)
     microbatches, count = prepare(runtime, batch, train=True)
     divisors = _divisors(count, num_items_in_batch, len(microbatches))
-    objective = _objective(runtime, divisors, label_smoothing, teacher, states)
+    objective = token_mean(runtime, divisors, label_smoothing, teacher, states)
     if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
         objective = loss_of_scores(runtime, count, scored, temperature, given, len(microbatches))
@@ -103,26 +103,12 @@ def _check_losses(
 
 
 def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: Any, label_smoothing: float) -> None:
-    """Refuse a teacher beside another loss, of another student, and where microbatches end in later steps."""
     if teacher is None:
         return
     teacher.check(runtime)
+    refuse_without_flush(runtime, "teacher")
     if other or label_smoothing or runtime.plan.feature(PredictionPlan) is not None:
         _refuse_beside("teacher", "loss_fn, score_loss, label_smoothing and mtp_loss_weight")
-    refuse_without_flush(runtime, "teacher")
-
-
-def _objective(
-    runtime: Runtime,
-    divisors: list[Tensor],
-    label_smoothing: float,
-    teacher: Teacher | None,
-    states: Sequence[Tensor] | None,
-) -> Objective:
-    """Return the objective of the model's own loss, or of its divergence from a teacher with these ``states``."""
-    if teacher is None or states is None:
-        return token_mean(runtime, divisors, label_smoothing)
-    return teacher.objective(states, divisors)
 
 
 def _refuse_beside(loss: str, names: str) -> None:
@@ -208,7 +194,7 @@ def eval_step(
         states = None if teacher is None else teacher.hidden_states(batch)
         microbatches, count = prepare(runtime, batch, train=False)
         divisors = _divisors(count, num_items_in_batch, len(microbatches))
-        mean = _objective(runtime, divisors, label_smoothing, teacher, states)
+        mean = token_mean(runtime, divisors, label_smoothing, teacher, states)
         objective = mean if kept is None else _keeping(mean, kept)
         with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
             loss = runtime.executor.run(model, microbatches, objective, backward=False)
@@ -246,8 +232,18 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 
-def token_mean(runtime: Runtime, counts: Sequence[Tensor], label_smoothing: float) -> Objective:
-    """Return the objective of the model's own loss: the sum over labels, each microbatch's divided by its count."""
+def token_mean(
+    runtime: Runtime,
+    counts: Sequence[Tensor],
+    label_smoothing: float,
+    teacher: Teacher | None = None,
+    states: Sequence[Tensor] | None = None,
+) -> Objective:
+    """Return the objective of the model's own loss, or of the divergence from a teacher with these hidden ``states``:
+    the sum over labels, each microbatch's divided by its count.
+    """
+    if teacher is not None and states is not None:
+        return teacher.objective(states, counts)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
@@ -262,22 +258,6 @@ def batch_rank(model: nn.Module) -> int:
 def batch_world(model: nn.Module) -> int:
     """Return the number of distinct batches of a step; ranks that share one (tensor ranks) have one ``batch_rank``."""
     return runtime_of(model).mesh.batch_world
-
-
-def predict_step(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of :func:`hfscale.eval_step`, and the full logits of this rank's batch, ``[b, s, V]``, as large
-    as in one process: gathered over vocabulary and sequence, and sent from the last stage to all stages.
-    """
-    loss, outputs = eval_step(
-        model, batch, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, return_outputs=True
-    )
-    return loss, outputs.logits
 
 
 def metrics(model: nn.Module) -> dict[str, float]:

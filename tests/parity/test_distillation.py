@@ -137,8 +137,8 @@ def test_products(pools: Pools, layout: Layout, teacher: Layout) -> None:
 
 @pytest.mark.slow
 def test_data_ranks_that_the_teacher_groups_unevenly(pools: Pools) -> None:
-    teacher = {"tp_size": 2, "dp_shard_size": 3}
-    assert_layout_equal(case(teacher_layout=teacher), ParallelConfig(tp_size=3, dp_shard_size=2), pools(6))
+    teacher, layout = {"tp_size": 2, "dp_shard_size": 3}, ParallelConfig(dp_shard_size=2, cp_size=3)
+    assert_layout_equal(case(teacher_layout=teacher), layout, pools(6))
 
 
 def evaluated(layout: Layout, teacher: Layout, empty: bool) -> list[float]:
@@ -158,8 +158,9 @@ def evaluated(layout: Layout, teacher: Layout, empty: bool) -> list[float]:
     assert outputs.logits.shape[-1] == 67
     losses = [first, second, third]
     if not {"pp_size", "cp_size"} & layout.keys() and not empty:
-        losses.append(taught.loss(own).detach())
-        assert taught.loss(own, divisor=1).requires_grad
+        loss, _, count = taught.loss(own)
+        losses += [loss.detach(), taught.loss(own, divisor=1)[0].detach() / count]
+        assert loss.requires_grad
     return [float(loss) for loss in losses]
 
 

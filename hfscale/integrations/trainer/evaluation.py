@@ -26,7 +26,7 @@ from ...config.parallel import UNCUT_SEQUENCES
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...parallel.pipeline.microbatches import rows_of
-from ...train import eval_step, predict_step
+from ...train import eval_step
 from ...train.runtime import Executor, Runtime
 from .trainer_batches import Batch, first_examples, first_of_chunks, pieces, with_rows
 
@@ -102,8 +102,8 @@ def _by_steps(trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, los
         return _by_pieces(trainer, model, inputs, pieces(trainer.runtime.executor, [full], 1, most)[0], loss_only)
     if loss_only:
         return eval_step(model, full, **given).float() if labelled else None, None, None
-    loss, logits = predict_step(model, full, **given)
-    logits = convert_to_fp32(logits)[:rows]
+    loss, outputs = eval_step(model, full, return_outputs=True, **given)
+    logits = convert_to_fp32(outputs.logits)[:rows]
     if not labelled:
         return None, logits, None
     # Repeated examples that are packed into one row have no labels.

@@ -136,7 +136,7 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     runtime: Runtime = trainer.runtime
     layout, name = runtime.mesh.layout, type(trainer).__name__
     _check_packing(trainer, runtime)
-    if hasattr(trainer, "reward_funcs") and layout.cp > 1:
+    if hasattr(trainer, "generation_config") and layout.cp > 1:
         raise ConfigError(
             f"{layout.describe()}: {name} generates and shuffles its training data, for which context ranks draw "
             "different random numbers, and they would compute full sequences: use tp_size or dp_shard_size, and "
@@ -163,7 +163,7 @@ def _check_packing(trainer: Any, runtime: Runtime) -> None:
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     """Refuse options that need the full model on one rank."""
     layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
-    if hasattr(trainer, "reward_funcs"):
+    if hasattr(trainer, "generation_config"):
         raise ConfigError(
             f"{layout}: {name} generates with the model that it trains, of which a rank has some layers: use pp_size=1"
         )

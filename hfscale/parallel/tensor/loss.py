@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,7 @@ from ...train.runtime.objective import KeepsOutputs
 from .edges import install_head_edge
 from .lazy_logits import LazyLogits, defer_logits
 from .sequence_region import SequenceRegion
-from .vocabulary_scores import HeadInputs, Scoring
-
-Reader = TypeVar("Reader", Scoring, HeadInputs)
+from .vocabulary_scores import Scoring
 
 
 @dataclass
@@ -83,7 +81,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._with_labels, self._shows_logits = False, True
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
-        self._scoring: Scoring | HeadInputs | None = None  # what takes the logits instead of the loss
+        self._scoring: Scoring | None = None
         self._teacher: TeacherRows | None = None
         self.ahead: RowsAhead | None = None  # of the current pass
 
@@ -122,30 +120,21 @@ class VocabParallelLoss(KeepsOutputs):
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 
-    def scoring(self, temperature: float = 1.0) -> AbstractContextManager[Scoring]:
+    def scoring(self, temperature: float | None = 1.0) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
-        return self._taken_by(Scoring(temperature))
+        return self._holding("_scoring", Scoring(temperature))
 
-    def head_inputs(self) -> AbstractContextManager[HeadInputs]:
-        """Keep the head's hidden rows in a forward pass with labels, inside the with block: see ``HeadInputs``."""
-        return self._taken_by(HeadInputs())
-
-    @contextmanager
-    def _taken_by(self, reader: Reader) -> Iterator[Reader]:
-        self._scoring = reader
-        try:
-            yield reader
-        finally:
-            self._scoring = None
-
-    @contextmanager
-    def distilling(self, teacher: TeacherRows) -> Iterator[None]:
+    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[TeacherRows]:
         """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
-        self._teacher = teacher
+        return self._holding("_teacher", teacher)
+
+    @contextmanager
+    def _holding(self, name: str, value: Any) -> Iterator[Any]:
+        setattr(self, name, value)
         try:
-            yield
+            yield value
         finally:
-            self._teacher = None
+            setattr(self, name, None)
 
     def __call__(
         self,
@@ -210,11 +199,9 @@ class VocabParallelLoss(KeepsOutputs):
         if isinstance(logits, LazyLogits):
             logits = logits.materialize()
         rows = logits.reshape(-1, logits.shape[-1])
-        if self._teacher is not None:
-            as_they_are = AnyRows(torch.clone, [], None, rows.requires_grad)
-            return head_cross_entropy(
-                rows, targets, as_they_are, vocabulary=vocabulary, divisor=count, teacher=self._teacher
-            )
+        if (teacher := self._teacher) is not None:
+            head = AnyRows(torch.clone, [], None, rows.requires_grad)
+            return head_cross_entropy(rows, targets, head, vocabulary=vocabulary, divisor=count, teacher=teacher)
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:
             found = Targets.of(targets, vocabulary, rows.shape[1])

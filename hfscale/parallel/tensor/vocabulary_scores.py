@@ -22,22 +22,32 @@ _IGNORED = -100
 
 
 class Scoring:
-    """Compute per-token scores in a forward pass with labels, instead of the mean loss."""
+    """Compute per-token scores in a forward pass with labels, instead of the mean loss; without a temperature, keep
+    the lazy logits only, of which ``logits.hidden`` is what the head reads.
+    """
 
-    def __init__(self, temperature: float = 1.0) -> None:
+    logits: Tensor
+
+    def __init__(self, temperature: float | None = 1.0) -> None:
         self.temperature = temperature
         self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
         """Keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies, which is a
-        part of every rank's graph, also where nothing has a target.
+        part of every rank's graph, also where nothing has a target; 0 without a temperature.
         """
+        temperature = self.temperature
+        if temperature is None:
+            if not isinstance(logits, LazyLogits) or logits.value is not None:
+                raise ConfigError("a teacher's class must scale or cap its head's logits one by one: use another one")
+            self.logits = logits
+            return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
         rows, project = self._projection(logits)
         valid = (targets != _IGNORED).nonzero().squeeze(1)
         compute, shape = compute_dtype(logits.dtype), logits.shape[:-1]
 
         def chunk(given: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
-            return token_scores(project(given).to(compute) / self.temperature, wanted, vocabulary).each()
+            return token_scores(project(given).to(compute) / temperature, wanted, vocabulary).each()
 
         made = []
         for chosen in valid.split(rows_per_chunk(len(valid), vocabulary.widest, rows.device)) if len(valid) else ():
@@ -60,20 +70,3 @@ class Scoring:
             return logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
         real = logits.materialize() if isinstance(logits, LazyLogits) else logits
         return real.reshape(-1, real.shape[-1]), lambda rows: rows
-
-
-class HeadInputs:
-    """Keep the hidden rows that a forward pass with labels gives to the head, and compute no loss."""
-
-    hidden: Tensor  # ``[b, s, h]``
-    finish: Callable[[Tensor], Tensor] | None  # pointwise operations behind the head
-
-    def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-        """Keep what makes ``logits``, which must be lazy; return 0."""
-        if not isinstance(logits, LazyLogits) or logits.value is not None:
-            raise ConfigError(
-                "a teacher's logits must be its head's, scaled or capped one by one, and its class does something "
-                "else with them before its loss: use another teacher"
-            )
-        self.hidden, self.finish = logits.hidden, logits.finish
-        return torch.zeros((), dtype=compute_dtype(logits.dtype), device=logits.device)

@@ -49,16 +49,11 @@ class SavedTensor:
 
 
 def full_parameters(
-    runtime: Runtime,
-    wanted: Callable[[ParameterPlan], bool],
-    attempt: Attempt = plainly,
-    to: Sequence[int] = (0,),
+    runtime: Runtime, wanted: Callable[[ParameterPlan], bool], attempt: Attempt = plainly
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield owned parameters by name, one at a time: full on the ranks in ``to``, empty elsewhere. Every rank must
-    exhaust it.
-    """
+    """Yield owned parameters by name, one at a time: full on rank 0, empty elsewhere. Every rank must exhaust it."""
     entries = [entry for entry in tensors_to_save(runtime) if entry.planned and wanted(entry.planned)]
-    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt, to=to), strict=True):
+    for entry, (_, tensor) in zip(entries, full_tensors(runtime, entries, attempt=attempt), strict=True):
         yield entry.planned.name if entry.planned else entry.name, tensor
 
 

@@ -39,15 +39,12 @@ class StepLoss(Protocol):
     def check_smoothing(self, label_smoothing: float) -> None:
         """Raise :class:`ConfigError`, on all ranks alike, if its labels cannot be smoothed."""
 
-    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
-        """Let forward passes inside the `with` block compute token scores; the loss they return does not count."""
-
-    def head_inputs(self) -> AbstractContextManager[Any]:
-        """Keep the hidden rows that forward passes inside the `with` block give to the head, as ``hidden``, and what
-        the model does to its logits, as ``finish``; the loss they return is 0.
+    def scoring(self, temperature: float | None) -> AbstractContextManager[Any]:
+        """Let forward passes inside the `with` block compute token scores, or keep their lazy logits only, without a
+        temperature; the loss they return does not count.
         """
 
-    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[None]:
+    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[Any]:
         """Let the loss be the divergence from a teacher inside the `with` block."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
@@ -121,7 +118,7 @@ class OwnLoss(KeepsOutputs):
             f"token scores and distillation need a causal language model's loss, and {self._name} has another"
         )
 
-    head_inputs = distilling = scoring
+    distilling = scoring
 
 
 @dataclass(frozen=True)
