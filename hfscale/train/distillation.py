@@ -75,12 +75,14 @@ class Teacher:
         """Return the teacher's last hidden states, ``[b, s, h]``, for each of this rank's batches; collective."""
         model, itself, found = self._teacher.model, self._teacher is self._student, dict[int, list[Tensor]]()
         training = model.training
+        given = self._shared(batch)
         with adapters_switched_off(model) if itself else nullcontext():
             model.eval()
-            given = self._shared(batch)
-            for turn in self._turns:
-                found[turn] = self._run(given[turn])
-            model.train(training)
+            try:
+                for turn in self._turns:
+                    found[turn] = self._run(given[turn])
+            finally:
+                model.train(training)
         if self._head is None:
             self._head = self._copied_head()
         return found[self._student.mesh.batch_rank]

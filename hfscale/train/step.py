@@ -32,11 +32,11 @@ def train_step(
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
     Loss and gradients are those of the mean over *all* valid labels of the step: every microbatch of every distinct
-    batch counts by its number of labels, so the result does not depend on how the step was divided. Models that compute
-    their own loss are weighted by rows or by labels, whichever that loss averages; ``print(plan)`` says which. The
-    losses that :class:`hfscale.RoutingConfig` adds are means over the tokens of the step: they are in the gradients,
-    but not in the returned loss; see :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients
-    add to ``.grad``: zero them between steps.
+    batch counts by its number of labels, however the step was divided. Models with a loss of their own are weighted by
+    rows or by labels, whichever it averages; ``print(plan)`` says which. Losses that :class:`hfscale.RoutingConfig`
+    adds are means over the tokens of the step: in the gradients, not in the returned loss; see
+    :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients add to ``.grad``: zero them between
+    steps.
 
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
@@ -49,8 +49,7 @@ def train_step(
             all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
             one. There a batch may be cut between its rows: pass rows that belong together, such as pairs, as a list of
             microbatches.
-        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary, as
-            in ``torch.nn.functional.cross_entropy``.
+        label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary.
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
             their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
             ``[40, 120, 80, 80]`` add up to the mean of their means.
@@ -66,15 +65,11 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
-    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
-    _check_teacher(runtime, teacher, loss_fn or score_loss, label_smoothing)
+    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    states = None if teacher is None else teacher.hidden_states(batch)
-    microbatches, count = prepare(runtime, batch, train=True)
-    divisors = _divisors(count, num_items_in_batch, len(microbatches))
-    objective = token_mean(runtime, divisors, label_smoothing, teacher, states)
+    microbatches, count, objective = _prepared(runtime, batch, True, num_items_in_batch, label_smoothing, teacher)
     if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
         objective = loss_of_scores(runtime, count, scored, temperature, given, len(microbatches))
@@ -86,14 +81,21 @@ def train_step(
 
 
 def _check_losses(
-    runtime: Runtime, loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float
+    runtime: Runtime,
+    loss_fn: Any,
+    score_loss: Any,
+    smoothing: float,
+    items: Any,
+    temperature: float,
+    teacher: Teacher | None,
 ) -> None:
     """Refuse combinations of arguments that belong to different losses."""
+    _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
     if (loss_fn or score_loss) and runtime.plan.feature(PredictionPlan) is not None:
         _refuse_beside("loss_fn or score_loss", "mtp_loss_weight of hfscale.from_pretrained")
-    check_number("label_smoothing", label_smoothing, least=0, most=1)
+    check_number("label_smoothing", smoothing, least=0, most=1)
     check_number("temperature", temperature, above=0)
-    divided = bool(label_smoothing) or items is not None
+    divided = bool(smoothing) or items is not None
     if loss_fn is not None and (divided or score_loss is not None or temperature != 1):
         _refuse_beside("loss_fn", "label_smoothing, num_items_in_batch, score_loss and temperature")
     if score_loss is not None and divided:
@@ -102,12 +104,12 @@ def _check_losses(
         raise ConfigError(f"temperature={temperature} needs a score_loss, and there is none: leave it out")
 
 
-def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: Any, label_smoothing: float) -> None:
+def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: bool) -> None:
     if teacher is None:
         return
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
-    if other or label_smoothing or runtime.plan.feature(PredictionPlan) is not None:
+    if other or runtime.plan.feature(PredictionPlan) is not None:
         _refuse_beside("teacher", "loss_fn, score_loss, label_smoothing and mtp_loss_weight")
 
 
@@ -184,17 +186,14 @@ def eval_step(
     runtime = runtime_of(model)
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_switch("return_outputs", return_outputs)
-    _check_teacher(runtime, teacher, loss_fn, label_smoothing)
+    _check_teacher(runtime, teacher, bool(loss_fn or label_smoothing))
     kept = KeptOutputs(runtime) if return_outputs else None
     if loss_fn is not None:
         if label_smoothing or num_items_in_batch is not None:
             _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
-        states = None if teacher is None else teacher.hidden_states(batch)
-        microbatches, count = prepare(runtime, batch, train=False)
-        divisors = _divisors(count, num_items_in_batch, len(microbatches))
-        mean = token_mean(runtime, divisors, label_smoothing, teacher, states)
+        microbatches, _, mean = _prepared(runtime, batch, False, num_items_in_batch, label_smoothing, teacher)
         objective = mean if kept is None else _keeping(mean, kept)
         with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
             loss = runtime.executor.run(model, microbatches, objective, backward=False)
@@ -232,22 +231,20 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 
-def token_mean(
-    runtime: Runtime,
-    counts: Sequence[Tensor],
-    label_smoothing: float,
-    teacher: Teacher | None = None,
-    states: Sequence[Tensor] | None = None,
-) -> Objective:
-    """Return the objective of the model's own loss, or of the divergence from a teacher with these hidden ``states``:
-    the sum over labels, each microbatch's divided by its count.
-    """
+def _prepared(
+    runtime: Runtime, batch: Any, train: bool, items: Any, label_smoothing: float, teacher: Teacher | None
+) -> tuple[list[Microbatch], Tensor, Objective]:
+    """Return microbatches, the number of labels, and the objective: the model's own loss, or that of a teacher."""
+    states = None if teacher is None else teacher.hidden_states(batch)
+    microbatches, count = prepare(runtime, batch, train)
+    divisors = _divisors(count, items, len(microbatches))
     if teacher is not None and states is not None:
-        return teacher.objective(states, counts)
+        return microbatches, count, teacher.objective(states, divisors)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
-    return Objective(lambda model, batch, index: loss.of(model, batch, counts[index], label_smoothing))
+    mean = Objective(lambda model, batch, index: loss.of(model, batch, divisors[index], label_smoothing))
+    return microbatches, count, mean
 
 
 def batch_rank(model: nn.Module) -> int:

@@ -216,17 +216,14 @@ def _loss_and_gradients(
     chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
     losses: list[Tensor] = []
     by_hidden = torch.zeros_like(hidden) if gradients and hidden.requires_grad else None
-    step = rows_per_chunk(len(chosen), vocabulary.widest * (1 if teacher is None else 2), hidden.device)
+    step = rows_per_chunk(len(chosen), vocabulary.widest * (1 + (teacher is not None)), hidden.device)
     places: list[Targets] = []
     for number, rows in enumerate(chosen.split(step) if len(chosen) else ()):
         logits = head.logits(hidden.index_select(0, rows), gradients)
         places = places or Targets.of(
             targets.index_select(0, chosen), vocabulary, logits.shape[1], known is not None
         ).split(step)
-        if teacher is None:
-            terms: RowTerms | DivergenceTerms = RowTerms(logits, places[number], vocabulary, keep=gradients)
-        else:
-            terms = teacher.terms(logits, rows, vocabulary)
+        terms = _terms(logits, rows, places[number], vocabulary, gradients, teacher)
         losses.append(terms.losses())
         if hits is not None and isinstance(terms, RowTerms):
             hits.index_copy_(0, rows, terms.hits(logits))
@@ -240,6 +237,19 @@ def _loss_and_gradients(
         del logits, terms  # before the next ones are made
     total = torch.cat(losses).sum() * scale if losses else scale.new_zeros(())
     return total, by_hidden, tuple(head.sums()) if gradients else ()
+
+
+def _terms(
+    logits: Tensor,
+    rows: Tensor,
+    places: Targets,
+    vocabulary: VocabularySlice,
+    keep: bool,
+    teacher: TeacherRows | None,
+) -> RowTerms | DivergenceTerms:
+    if teacher is not None:
+        return teacher.terms(logits, rows, vocabulary)
+    return RowTerms(logits, places, vocabulary, keep=keep)
 
 
 @contextmanager

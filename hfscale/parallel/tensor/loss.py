@@ -181,12 +181,18 @@ class VocabParallelLoss(KeepsOutputs):
         hits: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the cross entropies of rows with a target ``[N]``, divided by ``count`` or their number."""
-        if isinstance(logits, LazyLogits) and logits.value is None:
+        if isinstance(logits, LazyLogits) and logits.value is not None:
+            logits = logits.materialize()
+        if isinstance(logits, LazyLogits) or self._teacher is not None:
             assert self.head is not None
+            if isinstance(logits, LazyLogits):
+                head, hidden = _rows_of(self.head, logits), logits.hidden
+            else:
+                head, hidden = AnyRows(torch.clone, [], None, logits.requires_grad), logits
             return head_cross_entropy(
-                logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+                hidden.reshape(-1, hidden.shape[-1]),
                 targets,
-                _rows_of(self.head, logits),
+                head,
                 vocabulary=vocabulary,
                 divisor=count,
                 ignore_index=ignore_index,
@@ -196,12 +202,7 @@ class VocabParallelLoss(KeepsOutputs):
                 hits=hits,
                 teacher=self._teacher,
             )
-        if isinstance(logits, LazyLogits):
-            logits = logits.materialize()
         rows = logits.reshape(-1, logits.shape[-1])
-        if (teacher := self._teacher) is not None:
-            head = AnyRows(torch.clone, [], None, rows.requires_grad)
-            return head_cross_entropy(rows, targets, head, vocabulary=vocabulary, divisor=count, teacher=teacher)
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:
             found = Targets.of(targets, vocabulary, rows.shape[1])
