@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         BadStepError,
         BadSteps,
         Preempted,
+        Teacher,
         batch_rank,
         batch_world,
         clip_grad_norm_,
@@ -72,6 +73,7 @@ __all__ = [
     "RoutingConfig",
     "SaveCheck",
     "Seq2SeqTrainer",
+    "Teacher",
     "TokenScores",
     "Trainer",
     "TrainerMixin",
@@ -136,7 +138,7 @@ _MODULES = {
     ".parallel.pipeline.record": ["record_schedule"],
     ".integrations.trainer": ["Seq2SeqTrainer", "Trainer", "TrainerMixin"],
     ".train": [
-        *["BadStepError", "BadSteps", "Preempted", "preempted", "watchdog"],
+        *["BadStepError", "BadSteps", "Preempted", "Teacher", "preempted", "watchdog"],
         *[
             "batch_rank",
             "batch_world",

@@ -8,9 +8,11 @@ import importlib
 from typing import Any
 
 from .errors import ConfigError
-from .integrations.trainer import TrainerMixin
+from .integrations.trainer.mixin import DistillationMixin, TrainerMixin
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]  # noqa: F822
+__all__ = [
+    *("DPOTrainer", "DistillationTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer")
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,7 +24,8 @@ def __getattr__(name: str) -> Any:
         raise ConfigError(
             f"hfscale.trl.{name} needs TRL 1.15 or later ({error}): pip install 'hfscale[trl]'"
         ) from error
-    made = type(name, (TrainerMixin, stock), {"__module__": __name__, "__doc__": f"``trl.{name}`` in any layout."})
+    mixin = DistillationMixin if name == "DistillationTrainer" else TrainerMixin
+    made = type(name, (mixin, stock), {"__module__": __name__, "__doc__": f"``trl.{name}`` in any layout."})
     globals()[name] = made
     return made
 

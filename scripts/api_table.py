@@ -16,7 +16,7 @@ GROUPS = {
     "Layout and plan": ["ParallelConfig", "MemoryConfig", "Float8Config", "plan", "memory_estimate", "estimate"],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
     "Train": [
-        *["train_step", "eval_step", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
+        *["train_step", "eval_step", "Teacher", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
         *["create_optimizer", "batch_rank", "batch_world"],
     ],
     "Save and resume": [

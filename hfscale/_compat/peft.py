@@ -6,11 +6,13 @@ Read and run with PEFT 0.21. Imported on first use only: most runs have no adapt
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .replaced import attribute_replaced
 from .torch import own_modules
 
 # Attributes of PEFT's wrappers.
@@ -59,6 +61,15 @@ def is_wrapper(module: nn.Module | None) -> bool:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     return isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+
+
+@contextmanager
+def adapters_switched_off(model: nn.Module) -> Iterator[None]:
+    """Let wrappers compute what they wrap inside the ``with`` block; unlike PEFT's, leave ``requires_grad`` alone."""
+    with ExitStack() as stack:
+        for each in filter(is_wrapper, model.modules()):
+            stack.enter_context(attribute_replaced(each, "_disable_adapters", True))
+        yield
 
 
 def wrapped_by_peft(model: nn.Module) -> bool:

@@ -12,11 +12,19 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from .replaced import attribute_replaced
 
 _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
 """Attributes in which a trainer records metrics of its losses."""
 
+
+_GENERATED = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch", "tool_mask"),
+    *("num_images", "num_tiles"),
+)
+"""What a generated batch has that no model takes."""
 
 _Mixin: Any = object  # so that type checkers take what a trainer has
 
@@ -102,6 +110,28 @@ def count_microbatch(trainer: Any) -> None:
     """Count a microbatch as the ``training_step`` of trainers that generate does, which follow it to their next one."""
     if hasattr(trainer, "_step"):
         trainer._step += 1
+
+
+class DistillationHooks(_Mixin):
+    """Compute the loss of TRL's DistillationTrainer, which reads full hidden states and heads. A subclass has
+    ``distilled(batch, divisor)``: the loss of labelled tokens, the sum of the student's entropies, and their number.
+    """
+
+    @property
+    def _forward_redirection(self) -> Any:
+        return lambda wrapper, model, method, *args, **kwargs: method(*args, **kwargs)
+
+    @_forward_redirection.setter
+    def _forward_redirection(self, _: Any) -> None:
+        """Ignore TRL's, which runs the loss as the forward pass of a wrapper."""
+
+    def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+        batch = {name: value for name, value in inputs.items() if name not in _GENERATED}
+        ids, mask = ([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")] for kind in ("ids", "mask"))
+        trained = mask[1] * inputs.get("tool_mask", 1)
+        labels = torch.cat((torch.full_like(ids[0], -100), ids[1].masked_fill(trained == 0, -100)), 1)
+        batch |= {"input_ids": torch.cat(ids, 1), "attention_mask": torch.cat(mask, 1), "labels": labels}
+        return self.distilled(batch, num_items_in_batch)
 
 
 def pairs_rows_of_a_batch(trainer: Any) -> bool:

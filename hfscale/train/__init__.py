@@ -1,5 +1,6 @@
 """Training and evaluation steps, gradient clipping, preemption and the watchdog, in any layout."""
 
+from .distillation import Teacher
 from .gradient_norm import BadStepError, BadSteps, clip_grad_norm_
 from .preemption import Preempted, preempted
 from .step import batch_rank, batch_world, drain, eval_step, metrics, train_step
@@ -10,6 +11,7 @@ __all__ = [
     "BadStepError",
     "BadSteps",
     "Preempted",
+    "Teacher",
     "batch_rank",
     "batch_world",
     "clip_grad_norm_",

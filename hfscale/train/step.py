@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
 from ..plan.feature_plans import PredictionPlan
+from .distillation import Teacher
 from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
 from .token_log_probabilities import LossOfScores, loss_of_scores
-from .user_loss import LossOfOutputs, UserFunction, UserLoss
+from .user_loss import LossOfOutputs, UserFunction, UserLoss, refuse_without_flush
 
 
 def train_step(
@@ -27,15 +28,16 @@ def train_step(
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
     routes: Tensor | Sequence[Tensor] | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
     Loss and gradients are those of the mean over *all* valid labels of the step: every microbatch of every distinct
-    batch counts by its number of labels, so the result does not depend on how the step was divided. Models that compute
-    their own loss are weighted by rows or by labels, whichever that loss averages; ``print(plan)`` says which. The
-    losses that :class:`hfscale.RoutingConfig` adds are means over the tokens of the step: they are in the gradients,
-    but not in the returned loss; see :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients
-    add to ``.grad``: zero them between steps.
+    batch counts by its number of labels, however the step was divided. Models with a loss of their own are weighted by
+    rows or by labels, whichever it averages; ``print(plan)`` says which. Losses that :class:`hfscale.RoutingConfig`
+    adds are means over the tokens of the step: in the gradients, not in the returned loss; see
+    :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients add to ``.grad``: zero them between
+    steps.
 
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
@@ -46,7 +48,8 @@ def train_step(
             ``outputs`` is the model's output for it without ``labels``, with full logits, and ``batch`` all of its
             arguments, also those the model does not take. The step's loss is the sum of sums over the sum of counts, of
             all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
-            one. There a batch may be cut between its rows: pass pairs of rows and the like as a list of microbatches.
+            one. There a batch may be cut between its rows: pass rows that belong together, such as pairs, as a list of
+            microbatches.
         label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary.
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
             their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
@@ -56,6 +59,7 @@ def train_step(
             distinct batches. It is called on the rank that has the head: with stages, the last one.
         temperature: divisor of the logits for ``score_loss``.
         routes: the experts of every token, or a list of such for a list of batches: see :func:`hfscale.record_routes`.
+        teacher: makes the loss of a label the divergence from this teacher's distribution of it.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules
@@ -63,12 +67,13 @@ def train_step(
     """
     runtime = runtime_of(model)
     before_step(runtime)
-    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature)
+    _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    microbatches, count = prepare(runtime, batch, train=True, routes=routes)
-    objective = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
+    microbatches, count, objective = _prepared(
+        runtime, batch, True, num_items_in_batch, label_smoothing, teacher, routes
+    )
     if scored is not None:
         given = 1 if isinstance(batch, Mapping) else len(batch)
         objective = loss_of_scores(runtime, count, scored, temperature, given, len(microbatches))
@@ -80,20 +85,36 @@ def train_step(
 
 
 def _check_losses(
-    runtime: Runtime, loss_fn: Any, score_loss: Any, label_smoothing: float, items: Any, temperature: float
+    runtime: Runtime,
+    loss_fn: Any,
+    score_loss: Any,
+    smoothing: float,
+    items: Any,
+    temperature: float,
+    teacher: Teacher | None,
 ) -> None:
     """Refuse combinations of arguments that belong to different losses."""
+    _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
     if (loss_fn or score_loss) and runtime.plan.feature(PredictionPlan) is not None:
         _refuse_beside("loss_fn or score_loss", "mtp_loss_weight of hfscale.from_pretrained")
-    check_number("label_smoothing", label_smoothing, least=0, most=1)
+    check_number("label_smoothing", smoothing, least=0, most=1)
     check_number("temperature", temperature, above=0)
-    divided = bool(label_smoothing) or items is not None
+    divided = bool(smoothing) or items is not None
     if loss_fn is not None and (divided or score_loss is not None or temperature != 1):
         _refuse_beside("loss_fn", "label_smoothing, num_items_in_batch, score_loss and temperature")
     if score_loss is not None and divided:
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
         raise ConfigError(f"temperature={temperature} needs a score_loss, and there is none: leave it out")
+
+
+def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: bool) -> None:
+    if teacher is None:
+        return
+    teacher.check(runtime)
+    refuse_without_flush(runtime, "teacher")
+    if other or runtime.plan.feature(PredictionPlan) is not None:
+        _refuse_beside("teacher", "loss_fn, score_loss, label_smoothing and mtp_loss_weight")
 
 
 def _refuse_beside(loss: str, names: str) -> None:
@@ -127,12 +148,13 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
+    teacher: Teacher | None = None,
 ) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
     that of multi-token prediction.
 
     Args:
-        loss_fn, label_smoothing, num_items_in_batch: as for :func:`train_step`.
+        loss_fn, label_smoothing, num_items_in_batch, teacher: as for :func:`train_step`.
         return_outputs: return the model's outputs of this rank's batch as well.
 
     Returns:
@@ -142,14 +164,14 @@ def eval_step(
     runtime = runtime_of(model)
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_switch("return_outputs", return_outputs)
+    _check_teacher(runtime, teacher, bool(loss_fn or label_smoothing))
     kept = KeptOutputs(runtime) if return_outputs else None
     if loss_fn is not None:
         if label_smoothing or num_items_in_batch is not None:
             _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
-        microbatches, count = prepare(runtime, batch, train=False)
-        mean = token_mean(runtime, _divisors(count, num_items_in_batch, len(microbatches)), label_smoothing)
+        microbatches, _, mean = _prepared(runtime, batch, False, num_items_in_batch, label_smoothing, teacher)
         objective = mean if kept is None else _keeping(mean, kept)
         with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
             loss = runtime.executor.run(model, microbatches, objective, backward=False)
@@ -187,12 +209,26 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 
-def token_mean(runtime: Runtime, counts: Sequence[Tensor], label_smoothing: float) -> Objective:
-    """Return the objective of the model's own loss: the sum over labels, each microbatch's divided by its count."""
+def _prepared(
+    runtime: Runtime,
+    batch: Any,
+    train: bool,
+    items: Any,
+    label_smoothing: float,
+    teacher: Teacher | None,
+    routes: Any = None,
+) -> tuple[list[Microbatch], Tensor, Objective]:
+    """Return microbatches, the number of labels, and the objective: the model's own loss, or that of a teacher."""
+    states = None if teacher is None else teacher.hidden_states(batch)
+    microbatches, count = prepare(runtime, batch, train, routes=routes)
+    divisors = _divisors(count, items, len(microbatches))
+    if teacher is not None and states is not None:
+        return microbatches, count, teacher.objective(states, divisors)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
-    return Objective(lambda model, batch, index: loss.of(model, batch, counts[index], label_smoothing))
+    mean = Objective(lambda model, batch, index: loss.of(model, batch, divisors[index], label_smoothing))
+    return microbatches, count, mean
 
 
 def batch_rank(model: nn.Module) -> int:

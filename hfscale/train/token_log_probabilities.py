@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.schedules import ASYNCHRONOUS
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from .inputs import prepare
 from .outputs import from_last_stage
 from .runtime import Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .user_loss import UserFunction
+from .user_loss import UserFunction, refuse_without_flush
 
 LossOfScores = Callable[[TokenScores, int], Tensor]
 """Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
@@ -67,9 +66,7 @@ def loss_of_scores(
     schedules without a flush, and numbers of microbatches that differ: ``given`` by the user, and ``passes`` of the
     model.
     """
-    schedule = runtime.mesh.layout.pipeline_schedule
-    if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
-        raise ConfigError(f"{schedule} takes no score_loss, whose microbatches end in later steps: use '1f1b' or 'zbv'")
+    refuse_without_flush(runtime, "score_loss")
     if given != passes:
         raise ConfigError(
             f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "

@@ -63,6 +63,13 @@ class UserFunction:
         return value.reshape(())
 
 
+def refuse_without_flush(runtime: Runtime, loss: str) -> None:
+    """Refuse a loss under a schedule without a flush, whose microbatches end in later steps."""
+    schedule = runtime.mesh.layout.pipeline_schedule
+    if runtime.plan.stages is not None and schedule in ASYNCHRONOUS:
+        raise ConfigError(f"{schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'")
+
+
 def _takes(function: Callable[..., Any], count: int) -> bool:
     try:
         inspect.signature(function).bind(*range(count))
@@ -107,12 +114,7 @@ class UserLoss:
     def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None) -> Tensor:
         """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
         runtime = self._runtime
-        layout = runtime.mesh.layout
-        if runtime.plan.stages is not None and layout.pipeline_schedule in ASYNCHRONOUS:
-            raise ConfigError(
-                f"{layout.pipeline_schedule} takes no loss_fn, whose microbatches end in later steps: use '1f1b' or "
-                "'zbv'"
-            )
+        refuse_without_flush(runtime, "loss_fn")
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_keeps_graph
+from .divergence import DivergenceTerms, TeacherRows
 from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -212,6 +213,7 @@ def _loss_and_gradients(
     gradients: bool,
     expected: float,
     hits: Tensor | None,
+    teacher: TeacherRows | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden`` and those by the head's parameters, both times ``expected``."""
     # Equal on all tensor ranks, and so are the chunks.
@@ -219,16 +221,20 @@ def _loss_and_gradients(
     chosen = (valid.nonzero() if known is None else valid.nonzero_static(size=known)).squeeze(1)
     losses: list[Tensor] = []
     by_hidden = torch.zeros_like(hidden) if gradients and hidden.requires_grad else None
-    step = rows_per_chunk(len(chosen), vocabulary.widest, hidden.device)
+    step = rows_per_chunk(len(chosen), vocabulary.widest * (1 + (teacher is not None)), hidden.device)
     places: list[Targets] = []
     for number, rows in enumerate(chosen.split(step) if len(chosen) else ()):
         logits = head.logits(hidden.index_select(0, rows), gradients)
         places = places or Targets.of(
             targets.index_select(0, chosen), vocabulary, logits.shape[1], known is not None
         ).split(step)
-        terms = RowTerms(logits, places[number], vocabulary)
+        terms: RowTerms | DivergenceTerms
+        if teacher is None:
+            terms = RowTerms(logits, places[number], vocabulary)
+        else:
+            terms = teacher.terms(logits, rows, vocabulary)
         losses.append(terms.losses())
-        if hits is not None:
+        if hits is not None and isinstance(terms, RowTerms):
             hits.index_copy_(0, rows, terms.hits(logits))
         if gradients:
             gradient = terms.gradient(logits, scale * expected, reuse=head.reusable)
@@ -286,6 +292,7 @@ def head_cross_entropy(
     valid: int | None = None,
     expected: float = 1.0,
     hits: Tensor | None = None,
+    teacher: TeacherRows | None = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``.
 
@@ -297,6 +304,7 @@ def head_cross_entropy(
         expected: the gradient of the loss with which the backward pass will begin (a loss scale): gradients in 16 bits
             are taken of the loss times this.
         hits: ``[N]`` of bool, set where a row has a target and no logit above its own.
+        teacher: makes the loss of a row its divergence from this teacher's, whatever the target; excludes ``hits``.
 
     Returns:
         a scalar, float32 (float64 for float64 logits), equal on all ranks.
@@ -307,7 +315,7 @@ def head_cross_entropy(
     scale = scale.reciprocal() if scale.device == hidden.device else scale.to(hidden.device).reciprocal()
     trains = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.parameters))
     loss, by_hidden, by_head = _loss_and_gradients(
-        hidden, targets, scale, ignore_index, vocabulary, head, valid, trains, expected, hits
+        hidden, targets, scale, ignore_index, vocabulary, head, valid, trains, expected, hits, teacher
     )
     if not trains:
         return loss

@@ -30,12 +30,12 @@ from ..._compat.transformers.trainer import (
     prepared,
     taken_for_adapted,
 )
-from ..._compat.trl import DataHooks, count_microbatch, is_trl, pairs_rows_of_a_batch
+from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, pairs_rows_of_a_batch
 from ...api import build
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...train import metrics, train_step
+from ...train import Teacher, metrics, train_step
 from ...train.runtime import find_runtime, runtime_of
 from . import evaluation
 from .files import Checkpoints, resumed_from
@@ -314,6 +314,18 @@ class TrainerMixin(Checkpoints, DataHooks):
     def scored(self, log_probs: Tensor) -> None:
         """Log how far from an engine's these log-probabilities of completions are."""
         log_difference(self, log_probs)
+
+
+class DistillationMixin(DistillationHooks, TrainerMixin):
+    """The mixin for TRL's DistillationTrainer: student and teacher may have layouts of their own."""
+
+    _taught: Teacher | None = None
+
+    def distilled(self, batch: Mapping[str, Any], divisor: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the divergence of a batch from the teacher, the sum of the student's entropies, and the labels."""
+        if self._taught is None:
+            self._taught = Teacher(self.teacher_model, self.model, beta=self.beta, temperature=self.temperature)
+        return self._taught.loss(batch, divisor)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

@@ -146,7 +146,7 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
     _check_packing(trainer, runtime)
-    if hasattr(trainer, "reward_funcs"):
+    if hasattr(trainer, "generation_config"):
         _check_generation(trainer, runtime)
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)
@@ -170,6 +170,8 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
     """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
     args, layout = trainer.args, runtime.mesh.layout
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
+    if not hasattr(trainer, "reward_funcs"):
+        own = True  # distillation: a loss that looks at the model's head itself
     if own and layout.pp * layout.cp > 1:
         raise ConfigError(
             f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, of which a rank "

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from ..._compat.torch_fsdp import cast_shards
-from ..._compat.trl import replaced
+from ..._compat.trl import DistillationHooks, replaced
 from ...api import adapt, build
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
@@ -29,10 +29,12 @@ class Seams:
         self.layout, self.options = layout, options
         self.heads: list[FusedHead] = []  # the fused heads of its models; the first belongs to the trained model
         self._policy: Runtime | None = None
+        self._teaches = False  # whether a second model is a teacher, and no reference
         self._made_of: list[tuple[nn.Parameter, Tensor]] = []
 
     def while_made(self, kind: type) -> AbstractContextManager[None]:
         """Patch the functions that a trainer of this class calls while it is constructed, inside the ``with`` block."""
+        self._teaches = issubclass(kind, DistillationHooks)
         return replaced(
             kind,
             {
@@ -96,7 +98,7 @@ class Seams:
         given = {name: value for name, value in kwargs.items() if name != "device_map" and value is not None}
         dtype = given.pop("dtype", torch.float32)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if self._policy is not None:  # this model is its reference, which it equals before the first step
+        if self._policy is not None and not self._teaches:  # this is its reference, equal to it before the first step
             given |= reference_of(self._policy)
             if dtype == self._policy.model.dtype:  # that of this rank's first parameter, perhaps an adapter's
                 dtype = self._policy.plan.parameters[0].dtype

@@ -110,6 +110,10 @@ class ContextParallel(Part, ContextAxis):
         assert group is not None
         return gather_sequences(own, batch[_BATCH], group)
 
+    def own_tokens(self, batch: Microbatch, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of full sequences."""
+        return whole.index_select(1, batch[_BATCH].places.to(whole.device))
+
     def local_view(self, module: str) -> str | None:
         """Return a sentence on how the tokens of ``module`` are local to this rank; ``None`` where they are not."""
         if self._attend is None:

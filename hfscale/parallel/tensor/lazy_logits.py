@@ -8,6 +8,7 @@ graph. The operations are recorded and not listed by family, so that classes in 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..._compat.torch import as_plain_tensors, tensor_without_memory, tree_map
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...distributed.ops.token_scores import TokenScores, token_scores
 from ...distributed.ops.vocab_cross_entropy import VocabularySlice, compute_dtype
+from ...errors import ConfigError
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -57,8 +59,9 @@ class LazyLogits(Tensor):
 
     hidden: Tensor
     head: Pointwise  # maps ``[n, h]`` to ``[n, V/t]``
-    # applies the pointwise operations recorded since to the head's output; ``None`` if there were none
-    finish: Pointwise | None
+    # applies the pointwise operations recorded since to the head's output, and can be sent to other ranks; ``None`` if
+    # there were none
+    finish: "_Step | None"
     reusable: bool  # whether no operation saves the result of ``finish`` for its gradient
     sample: Tensor  # logits of zero rows, which show the dtype after each operation
     graph: bool
@@ -140,13 +143,8 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     name, replayed = _REPLAYED[func]
     # Clone scalar tensors, which may change before the operation is replayed.
     kept = tuple(value.clone() if type(value) is Tensor else None if value is lazy else value for value in args)
-    place, before = positions[0], lazy.finish
-
-    def step(logits: Tensor) -> Tensor:
-        result: Tensor = replayed(*kept[:place], logits, *kept[place + 1 :], **kwargs)
-        return result
-
-    sample = step(lazy.sample)
+    step = _Step(lazy.finish, replayed, positions[0], kept, kwargs)
+    sample = step.alone(lazy.sample)
     if sample is lazy.sample:  # e.g. .to() with their own dtype
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
@@ -155,16 +153,26 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
         lazy = LazyLogits(lazy.hidden, lazy.head, sample, lazy.graph)
     elif sample.dtype != lazy.dtype:  # an in-place operation keeps the dtype
         return None
-    lazy.sample, lazy.finish, lazy.reusable = (
-        sample,
-        _after(before, step),
-        name != "tanh",
-    )  # which saves its result for its gradient
+    # tanh saves its result for its gradient.
+    lazy.sample, lazy.finish, lazy.reusable = sample, step, name != "tanh"
     return lazy
 
 
-def _after(before: Pointwise | None, step: Pointwise) -> Pointwise:
-    return step if before is None else lambda logits: step(before(logits))
+@dataclass(frozen=True)
+class _Step:
+    """A recorded operation, ``function(*args)`` with the logits at ``place``, behind those ``before`` it."""
+
+    before: "_Step | None"
+    function: Callable[..., Tensor]
+    place: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.alone(logits if self.before is None else self.before(logits))
+
+    def alone(self, logits: Tensor) -> Tensor:
+        return self.function(*self.args[: self.place], logits, *self.args[self.place + 1 :], **self.kwargs)
 
 
 def _plain(value: Any) -> bool:
@@ -177,7 +185,8 @@ _IGNORED = -100
 
 
 class Scoring:
-    """Compute per-token scores in a forward pass with labels, instead of the mean loss, by chunks of labelled rows.
+    """Compute per-token scores in a forward pass with labels, instead of the mean loss, by chunks of labelled rows;
+    without a temperature, keep the lazy logits only, of which ``logits.hidden`` is what the head reads.
 
     ::
 
@@ -185,20 +194,28 @@ class Scoring:
                                                       ^------ made again in the backward pass ------|
     """
 
-    def __init__(self, temperature: float = 1.0) -> None:
+    logits: Tensor
+
+    def __init__(self, temperature: float | None = 1.0) -> None:
         self.temperature = temperature
         self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
         """Keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies, which is a
-        part of every rank's graph, also where nothing has a target.
+        part of every rank's graph, also where nothing has a target; 0 without a temperature.
         """
+        temperature = self.temperature
+        if temperature is None:
+            if not isinstance(logits, LazyLogits) or logits.value is not None:
+                raise ConfigError("a teacher's class must scale or cap its head's logits one by one: use another one")
+            self.logits = logits
+            return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
         rows, project = self._projection(logits)
         valid = (targets != _IGNORED).nonzero().squeeze(1)
         compute, shape = compute_dtype(logits.dtype), logits.shape[:-1]
 
         def chunk(given: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
-            return token_scores(project(given).to(compute) / self.temperature, wanted, vocabulary).each()
+            return token_scores(project(given).to(compute) / temperature, wanted, vocabulary).each()
 
         made = []
         for chosen in valid.split(rows_per_chunk(len(valid), vocabulary.widest, rows.device)) if len(valid) else ():

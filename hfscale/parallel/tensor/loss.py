@@ -12,7 +12,7 @@ labels, or in evaluation, the head runs as always, and its slices of the logits 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
+from ...distributed.ops.divergence import TeacherRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
@@ -80,6 +81,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
         self._scoring: Scoring | None = None
+        self._teacher: TeacherRows | None = None
         self.ahead: RowsAhead | None = None  # of the current pass
 
     def trains(self, model: nn.Module) -> bool:
@@ -117,14 +119,21 @@ class VocabParallelLoss(KeepsOutputs):
         loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
         return loss
 
-    @contextmanager
-    def scoring(self, temperature: float = 1.0) -> Iterator[Scoring]:
+    def scoring(self, temperature: float | None = 1.0) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
-        self._scoring = Scoring(temperature)
+        return self._holding("_scoring", Scoring(temperature))
+
+    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[TeacherRows]:
+        """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
+        return self._holding("_teacher", teacher)
+
+    @contextmanager
+    def _holding(self, name: str, value: Any) -> Iterator[Any]:
+        setattr(self, name, value)
         try:
-            yield self._scoring
+            yield value
         finally:
-            self._scoring = None
+            setattr(self, name, None)
 
     def __call__(
         self,
@@ -171,12 +180,18 @@ class VocabParallelLoss(KeepsOutputs):
         hits: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the cross entropies of rows with a target ``[N]``, divided by ``count`` or their number."""
-        if isinstance(logits, LazyLogits) and logits.value is None:
+        if isinstance(logits, LazyLogits) and logits.value is not None:
+            logits = logits.materialize()
+        if isinstance(logits, LazyLogits) or self._teacher is not None:
             assert self.head is not None
+            if isinstance(logits, LazyLogits):
+                head, hidden = _rows_of(self.head, logits), logits.hidden
+            else:
+                head, hidden = AnyRows(torch.clone, [], None, logits.requires_grad), logits
             return head_cross_entropy(
-                logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+                hidden.reshape(-1, hidden.shape[-1]),
                 targets,
-                _rows_of(self.head, logits),
+                head,
                 vocabulary=vocabulary,
                 divisor=count,
                 ignore_index=ignore_index,
@@ -184,9 +199,8 @@ class VocabParallelLoss(KeepsOutputs):
                 valid=valid,
                 expected=self.expected_gradient,
                 hits=hits,
+                teacher=self._teacher,
             )
-        if isinstance(logits, LazyLogits):
-            logits = logits.materialize()
         rows = logits.reshape(-1, logits.shape[-1])
         total = vocab_cross_entropy(rows, targets, ignore_index=ignore_index, vocabulary=vocabulary)
         if hits is not None:

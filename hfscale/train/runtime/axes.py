@@ -32,6 +32,10 @@ class ContextAxis:
         """All-gather a per-token output ``[b, s_local, ...]`` into ``[b, s, ...]``: the inverse of `shard_batch`."""
         return own
 
+    def own_tokens(self, batch: Microbatch, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of ``whole [b, s, ...]``: the inverse of `gather_tokens`."""
+        return whole
+
 
 class SequenceAxis:
     """Shard the hidden states between blocks over the tensor axis (sequence parallelism)."""

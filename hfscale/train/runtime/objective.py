@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
+from ...distributed.ops.divergence import TeacherRows
 from ...errors import ConfigError
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
@@ -38,8 +39,13 @@ class StepLoss(Protocol):
     def check_smoothing(self, label_smoothing: float) -> None:
         """Raise :class:`ConfigError`, on all ranks alike, if its labels cannot be smoothed."""
 
-    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
-        """Let forward passes inside the `with` block compute token scores; the loss they return does not count."""
+    def scoring(self, temperature: float | None) -> AbstractContextManager[Any]:
+        """Let forward passes inside the `with` block compute token scores, or keep their lazy logits only, without a
+        temperature; the loss they return does not count.
+        """
+
+    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[Any]:
+        """Let the loss be the divergence from a teacher inside the `with` block."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
         """Append the model's output of each microbatch in the `with` block to the list, with logits ``[b, s, V]``."""
@@ -106,9 +112,13 @@ class OwnLoss(KeepsOutputs):
         # All ranks sum their losses, so the dtype must not depend on whether a rank has labels.
         return loss.to(torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32)
 
-    def scoring(self, temperature: float) -> AbstractContextManager[Any]:
-        """Refuse token scores: they are defined for causal language models."""
-        raise ConfigError(f"token scores need a causal language model's loss, and {self._name} has another")
+    def scoring(self, *_: Any) -> AbstractContextManager[Any]:
+        """Refuse token scores and distillation: they are defined for causal language models."""
+        raise ConfigError(
+            f"token scores and distillation need a causal language model's loss, and {self._name} has another"
+        )
+
+    distilling = scoring
 
 
 @dataclass(frozen=True)

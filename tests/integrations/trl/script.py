@@ -87,6 +87,7 @@ class Case:
     ours: bool = False
     load: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    taught: bool = False  # by the model in the folder ``teacher``
 
 
 def length_reward(completions: list[str], **_: Any) -> list[float]:
@@ -142,6 +143,7 @@ def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[
         eval_dataset=rows(path, case.data, 2) if "eval_strategy" in given else None,
         processing_class=PreTrainedTokenizerFast.from_pretrained(path),
         **adapters,
+        **({"teacher_model": f"{path}/teacher"} if case.taught else {}),
         **case.more,
     )
     trainer.train()

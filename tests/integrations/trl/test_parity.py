@@ -35,6 +35,10 @@ GENERATES = {
     "optim": "sgd",
     "learning_rate": 0.1,
 }
+DISTILLS = {
+    **{"max_completion_length": 6, "temperature": 1.3, "optim": "sgd", "learning_rate": 0.1},
+    **{"teacher_model_init_kwargs": {"dtype": "float32"}, **EVALUATED},
+}
 CASES = {
     "sft": Case("SFTTrainer", "text", EVALUATED),
     "completion": Case("SFTTrainer", "completion", {"loss_type": "dft", "gradient_checkpointing": True}),
@@ -57,6 +61,8 @@ CASES = {
         {**GENERATES, "top_entropy_quantile": 0.5},
         more={"reward_funcs": length_reward, "rollout_func": rollouts},
     ),
+    "distillation": Case("DistillationTrainer", "prompt", DISTILLS, taught=True),
+    "distillation_lora": Case("DistillationTrainer", "prompt", {**DISTILLS, "beta": 0.5}, lora=LORA, taught=True),
     "rloo": Case("RLOOTrainer", "prompt", GENERATES, more={"reward_funcs": length_reward}),
 }
 
@@ -81,6 +87,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         for kind in {case.data for case in CASES.values()}:
             save_rows(place, kind, 24, 1)
             save_rows(place, kind, 9, 2)  # which two data ranks cannot share evenly
+    wider = tiny("llama", num_hidden_layers=3, hidden_size=48, **tokens)
+    AutoModelForCausalLM.from_config(wider, dtype=torch.float32).save_pretrained(made / "teacher")
     ranker = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     ranker.save_pretrained(made / "ranker")
     return str(made)
@@ -119,6 +127,8 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         ("reward", TP2),
         ("grpo", TP2),
         ("rollouts", BOTH),
+        ("distillation", TP2),
+        pytest.param("distillation_lora", TP2, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in RARER),
     ],
 )
@@ -132,11 +142,12 @@ def test_logs_equal_one_process(
         assert_equal(found, stock, layout)
 
 
-@pytest.mark.parametrize("layout", [DP2])
-def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, layout: Layout, tmp_path: Path) -> None:
-    one, other = pools(2).run(run, CASES["grpo"], path, str(tmp_path), layout)
+@pytest.mark.parametrize("name", ["grpo", "distillation"])
+def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, name: str, tmp_path: Path) -> None:
+    one, other = pools(2).run(run, CASES[name], path, str(tmp_path), DP2)
     assert one == other
-    assert all(row["completions/mean_length"] > 0 for row in one if "loss" in row)
+    length = "completions/mean_length" if name == "grpo" else "entropy"
+    assert all(row[length] > 0 for row in one if "loss" in row)
 
 
 def refused(path: str, out: str, name: str, layout: Layout) -> str:
@@ -157,7 +168,10 @@ def test_what_was_not_given_is_not_to_be_left_out(pools: Pools, path: str, tmp_p
         assert "num_microbatches" not in message
 
 
-@pytest.mark.parametrize(("name", "advice"), [("grpo", "set use_vllm=True"), ("reward", "full output")])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("grpo", "set use_vllm=True"), ("distillation", "generates with"), ("reward", "full output")],
+)
 def test_what_stages_cannot_do_is_refused(pools: Pools, path: str, name: str, advice: str, tmp_path: Path) -> None:
     for message in pools(2).run(refused, start_of(name, path), str(tmp_path), name, PP2):
         assert advice in message

@@ -1,0 +1,218 @@
+"""Distill a teacher, which has a layout, precision and quantization of its own, into a student on the same ranks.
+
+The teacher runs first, up to its head; its last hidden states move to the ranks that have the student's head, never
+logits. Its head is copied there once, cut over the vocabulary as the student's is::
+
+    batches --teacher's layout--> hidden states [b, s, h] --rows and tokens of this rank--+--> chunks of rows: both
+    microbatches --student's layout--> hidden states of this rank's rows and tokens ------+    heads, divergence
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from .._compat.peft import adapters_switched_off
+from .._compat.torch import tree_map
+from .._compat.transformers.classes import class_name
+from ..config.options import MIXED_PRECISIONS
+from ..distributed.ops.divergence import TeacherRows
+from ..errors import ConfigError, check_number
+from .inputs import prepare
+from .outputs import KeptOutputs
+from .runtime import Batch, Objective, Runtime, StepLoss, runtime_of
+from .runtime.batches import Microbatch
+from .runtime.full_tensors import full_tensors, tensors_to_save
+
+
+class Teacher:
+    """Teach a student the distribution of every labelled token, by a divergence over the full vocabulary.
+
+    It is the generalized Jensen-Shannon divergence (Agarwal et al. 2024) of logits divided by ``temperature``: forward
+    KL at ``beta=0``, reverse KL at ``beta=1``. Make it on every rank. It copies the teacher's head, so the teacher must
+    not train.
+
+    Args:
+        model: a parallelized causal language model, in any layout of these ranks. Or the student itself, where only
+            adapters train: its teacher is then the model without them.
+        student: the model that trains.
+        beta: weight of the teacher in the mixture of both distributions, 0 to 1.
+        temperature: divisor of both models' logits.
+
+    Raises:
+        ConfigError: the models have different vocabularies, or one of them has no head that a loss runs on.
+    """
+
+    def __init__(self, model: nn.Module, student: nn.Module, *, beta: float = 0.5, temperature: float = 1.0) -> None:
+        check_number("beta", beta, least=0, most=1)
+        check_number("temperature", temperature, above=0)
+        self.beta, self.temperature = beta, temperature
+        self._teacher, self._student = runtime_of(model), runtime_of(student)
+        self._its_loss, self._loss = _loss_over_vocabulary(self._teacher), _loss_over_vocabulary(self._student)
+        self._head: TeacherRows | None = None  # without rows; made behind the first pass
+        self._finish: tuple[Any] | None = None  # the operations behind the teacher's head, where this rank has it
+        self._check_vocabularies()
+        self._check_adapters()
+        # Which distinct batches of the student's this rank runs: all that the ranks of the teacher's batch have.
+        mesh, own, turns = self._teacher.mesh, self._student.mesh.batch_rank, dict[int, dict[int, None]]()
+        for group, batch in mesh.all_gather_object((mesh.batch_rank, own)):
+            turns.setdefault(group, {})[batch] = None
+        self._turns = list(turns[mesh.batch_rank])
+        self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))  # as many on every rank
+
+    def check(self, runtime: Runtime) -> None:
+        """Refuse to teach another model than the student."""
+        if runtime is not self._student:
+            raise ConfigError("teacher was made for another student: make hfscale.Teacher(teacher, model) for this one")
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Batch | Sequence[Batch]) -> list[Tensor]:
+        """Return the teacher's last hidden states, ``[b, s, h]``, for each of this rank's batches; collective."""
+        model, itself, found = self._teacher.model, self._teacher is self._student, dict[int, list[Tensor]]()
+        training = model.training
+        given = self._shared(batch)
+        with adapters_switched_off(model) if itself else nullcontext():
+            model.eval()
+            try:
+                for turn in self._turns:
+                    found[turn] = self._run(given[turn])
+            finally:
+                model.train(training)
+        if self._head is None:
+            self._head = self._copied_head()
+        return found[self._student.mesh.batch_rank]
+
+    def objective(self, states: Sequence[Tensor], counts: Sequence[Tensor]) -> Objective:
+        """Return the objective of a step: the sum of divergences, each microbatch's divided by its count."""
+        pieces = len(counts) // len(states)  # microbatches that the schedule cuts of a batch
+
+        def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+            with self._loss.distilling(self._rows(states[index // pieces], microbatch, index % pieces)):
+                return self._loss.of(called, microbatch, counts[index], 0.0)
+
+        return Objective(loss)
+
+    def loss(self, batch: Batch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss of one batch, for a loop that calls ``loss.backward()``: the sum over labels, divided by
+        their number or ``divisor``; the sum of the entropies of the student's distributions; and the number of labels.
+        """
+        device = self._student.mesh.device
+        if self._student.plan.stages is not None or self._student.mesh.layout.cp > 1:
+            raise ConfigError("pipeline stages and context ranks need hfscale.train_step(model, batch, teacher=...)")
+        states = self.hidden_states(batch)[0]
+        (microbatch,), _ = prepare(self._student, batch, train=False)
+        labels = self._loss.look(microbatch)[0]
+        entropy = torch.zeros(microbatch["labels"].numel(), dtype=torch.float64, device=device)
+        with self._loss.distilling(replace(self._rows(states, microbatch, 0), entropy=entropy)):
+            count = torch.as_tensor(labels.clamp(min=1) if divisor is None else divisor, device=device)
+            loss = self._loss.of(self._student.model, microbatch, count, 0.0)
+        return loss, entropy.sum(), labels
+
+    def _rows(self, states: Tensor, batch: Microbatch, piece: int) -> TeacherRows:
+        """Return the teacher's rows for a microbatch, the given ``piece`` of a batch."""
+        assert self._head is not None  # since the hidden states were made
+        count = len(batch["labels"])
+        own = self._student.context.own_tokens(batch, states[piece * count : (piece + 1) * count])
+        return replace(self._head, hidden=own.flatten(0, 1))
+
+    def _shared(self, batch: Any) -> dict[int, Any]:
+        """Return the student's distinct batches that this rank runs, by number."""
+        own, group = self._student.mesh.batch_rank, self._teacher.mesh.sharing
+        if group is None or set(self._turns) == {own}:
+            return {own: batch}
+        every: list[Any] = [None] * dist.get_world_size(group)
+        sent = tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch)
+        dist.all_gather_object(every, (own, sent), group=group)
+        return dict(every)
+
+    def _run(self, batch: Batch | Sequence[Batch]) -> list[Tensor]:
+        """Run the teacher up to its head; return the hidden states of each batch on all ranks that share it."""
+        runtime, kept, loss = self._teacher, KeptOutputs(self._teacher), self._its_loss
+        microbatches, count = prepare(runtime, batch, train=False)
+
+        def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+            with loss.scoring(None) as seen:
+                nothing = loss.of(called, microbatch, count, 0.0)
+            self._finish = (seen.logits.finish,)
+            kept.keep({"hidden": seen.logits.hidden.to(_computes_in(runtime))}, microbatch, index)
+            return nothing
+
+        with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
+            runtime.executor.run(runtime.model, microbatches, Objective(keep), backward=False)
+        return [each["hidden"] for each in kept.gathered(1 if isinstance(batch, Mapping) else len(batch))]
+
+    def _copied_head(self) -> TeacherRows:
+        """Return the teacher's head over the student's slice of the vocabulary, on ranks with its head; collective."""
+        runtime, student, mesh = self._teacher, self._student, self._student.mesh
+        told = mesh.all_gather_object((student.is_local(str(student.plan.head)), self._finish))
+        to = [rank for rank, (has_head, _) in enumerate(told) if has_head]
+        planned = [runtime.plan.by_name.get(f"{runtime.plan.head}.{part}") for part in ("weight", "bias")]
+        names = [each.tied_to or each.name for each in planned if each is not None]
+        entries = [each for each in tensors_to_save(runtime) if each.planned and each.planned.name in names]
+        cut, found = student.plan.by_name[f"{student.plan.head}.weight"].cut_over("tp"), dict[str, Tensor]()
+        for entry, (_, whole) in zip(entries, full_tensors(runtime, entries, to=to), strict=True):
+            if entry.planned and whole.numel():
+                own = whole if cut is None else cut.take(whole, mesh.tp_rank).clone()
+                found[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
+        weight, bias, *_ = *(found.get(name) for name in names), None, None
+        nothing = torch.empty(0, device=mesh.device)
+        finish = next(known[0] for _, known in told if known is not None)
+        return TeacherRows(nothing, nothing if weight is None else weight, bias, finish, self.beta, self.temperature)
+
+    def _check_vocabularies(self) -> None:
+        models = self._teacher, self._student
+        its, own = (each.plan.by_name[f"{each.plan.head}.weight"].shape[0] for each in models)
+        if its != own or self._loss.shift != self._its_loss.shift:
+            raise ConfigError(
+                f"the teacher has a vocabulary of {its} tokens and the student one of {own}, and the divergence "
+                "compares them token by token, of models that are both causal or both have an encoder: use a teacher "
+                "with the student's tokenizer; if only padding differs, load one with resize_token_embeddings=..."
+            )
+        known = [_tokenizer_of(each.model) for each in models]
+        if None not in known and known[0] != known[1]:
+            raise ConfigError(
+                f"the tokenizers beside the teacher ({self._teacher.model.name_or_path}) and the student "
+                f"({self._student.model.name_or_path}) have different vocabularies, and the divergence compares them "
+                "token by token: use a teacher with the student's tokenizer"
+            )
+
+    def _check_adapters(self) -> None:
+        runtime, plan = self._teacher, self._teacher.plan
+        if runtime is self._student:
+            added = {adapter.name for adapter in plan.adapters}
+            trained = [planned.name for planned, each in runtime.parameters() if each.requires_grad]
+            if runtime.mesh.largest(not added or any(name not in added for name in trained))[0]:
+                raise ConfigError(
+                    "the student can be its own teacher only where nothing but adapters train: give it a peft_config, "
+                    "or load the teacher as a model of its own"
+                )
+        elif any(adapter.base.startswith(f"{plan.head}.") for adapter in plan.adapters):
+            raise ConfigError("the teacher has adapters of its head: merge them first (hfscale.merge_and_unload)")
+
+
+def _loss_over_vocabulary(runtime: Runtime) -> StepLoss:
+    if runtime.loss is None or runtime.plan.head is None or runtime.plan.loss is None:
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale computes: distill a causal "
+            "language model into another"
+        )
+    return runtime.loss
+
+
+def _computes_in(runtime: Runtime) -> torch.dtype:
+    own = runtime.plan.by_name[f"{runtime.plan.head}.weight"].dtype
+    return MIXED_PRECISIONS[runtime.options.mixed_precision] or own
+
+
+def _tokenizer_of(model: Any) -> dict[str, int] | None:
+    """Return the vocabulary of the tokenizer beside a model's checkpoint; ``None`` where there is none at hand."""
+    try:
+        found = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
+        return dict(found.get_vocab()) if model.name_or_path else None
+    except (OSError, ValueError, KeyError, ImportError):  # no files, or of a kind that this process cannot read
+        return None
