@@ -32,7 +32,7 @@ TABLE = """
 | memory | recomputation: full, selective, every n-th layer, by name, or to a budget; offload; 8 bits |
 | checkpoints | safetensors, original names, any layout to any layout; runs resume in any layout; MTP layers train |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
-| `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO, ...: [docs/trainer.md](docs/trainer.md) |
+| `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO with vLLM, ...: [docs/trainer.md](docs/trainer.md) |
 | tested with | {versions}, Python 3.11, CPUs over gloo |
 """
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 import hfscale
@@ -13,6 +14,7 @@ from hfscale import MemoryConfig, ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 from tests.layouts import LAYOUTS
+from tests.mixtures import qwen3_moe
 from tests.sweeps import cases
 from tests.tiny_models import tiny
 
@@ -129,3 +131,40 @@ def test_compiled_layers_that_are_recomputed(pools: Pools, keep: list[str]) -> N
     """In several graphs: what layers note for their backward pass is not taken into that of a checkpoint."""
     layout, run, memory = ParallelConfig(tp_size=2), pools(2).run, MemoryConfig(recompute="full", recompute_keep=keep)
     check(*(run(_step, "llama", layout, how, False, "aot_eager", False, memory) for how in (False, True)))
+
+
+def _built(sizes: dict[str, Any], mixture: bool, compiled: bool | str, memory: MemoryConfig | None, lora: bool) -> Any:
+    """Losses of rows of three lengths and their gradients, and how many graphs the last length added."""
+    layout, seen = ParallelConfig(**sizes), counters["stats"]
+    config = qwen3_moe() if mixture else tiny("llama", num_hidden_layers=2 * layout.size("pp"))
+    torch.compiler.reset()
+    adapter = LoraConfig(r=2, target_modules="all-linear") if lora else None
+    model = hfscale.from_config(
+        config, parallel=layout, dtype=torch.float64, memory=memory, peft_config=adapter, compile=compiled
+    ).train()
+    losses, graphs = [], []
+    for length in (13, 8, 12):
+        ids = torch.arange(2 * length).view(2, length)
+        losses.append(hfscale.train_step(model, [{"input_ids": ids, "labels": ids}] * 2))
+        graphs.append(seen.get("unique_graphs", 0))
+    torch.compiler.reset()
+    counters.clear()
+    grads = {p.name: local_tensor(x.grad) for p, x in runtime_of(model).parameters() if x.grad is not None}
+    return {"loss": torch.stack(losses), **grads}, graphs[-1] - graphs[-2]
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "lora"),
+    cases(
+        [*((name, None, False) for name in ("tp2", "sequence", "1f1b", "zbv", "cp2", "ep2", "shard2")),
+         ("tp2", "full", True), ("shard2", None, True)],
+        daily=[("1f1b", None, False)],
+    ),
+)  # fmt: skip
+def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lora: bool) -> None:
+    """By ``compile=``: what plain layers compute, and no more graphs for a third length than for two."""
+    memory = None if recompute is None else MemoryConfig(recompute=recompute)
+    given = LAYOUTS[name], name == "ep2"
+    plain, compiled = (pools(2).run(_built, *given, how, memory, lora) for how in (False, "aot_eager"))
+    check([found for found, _ in plain], [found for found, _ in compiled])
+    assert [added for _, added in compiled] == [0, 0]
