@@ -113,9 +113,7 @@ def stored_weights(path: str, **hub: Any) -> dict[str, Tensor]:
 
 
 def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
-    """Call ``ask``, which may raise, with the model in every later ``get_peft_model_state_dict``, however a script has
-    imported that function: it looks up the replaced name when it runs.
-    """
+    """Call ``ask(model)``, which may raise, in every later ``get_peft_model_state_dict``, however it was imported."""
     from peft.utils import save_and_load
 
     stock = save_and_load._get_tp_info

@@ -151,9 +151,7 @@ def _modules(kind: type) -> list[ModuleType]:
 
 @contextmanager
 def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Patch functions by name in the modules of a trainer and its bases inside the ``with`` block; each gets the stock
-    function before its arguments.
-    """
+    """Patch functions in the modules of a trainer and its bases in the with block; each gets the stock one first."""
     with ExitStack() as stack:
         for module in _modules(kind):
             for name, function in functions.items():

@@ -180,9 +180,7 @@ def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: st
 
 
 def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bool = False) -> float:
-    """Return the largest difference of logits between base with adapter and the merged model, relative to the
-    largest logit; both full models are loaded, one after the other.
-    """
+    """Return how far logits of base with adapter and of the merged model differ, relative to the largest logit."""
     from peft import PeftModel
 
     from .build import from_pretrained

@@ -271,9 +271,7 @@ def load_pretrained(
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Return the ``device_map`` that makes transformers load, and quantize, on this rank's device: by default it stages
-    all of a rank's shards in CPU memory, and quantizes on the current GPU even if the process computes on the CPU.
-    """
+    """Return the ``device_map`` of this rank's device, where transformers otherwise stages, or quantizes, elsewhere."""
     return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
 
 

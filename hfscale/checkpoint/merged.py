@@ -112,9 +112,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
-    """Return the plan with the weights of the full stock ``model`` that, by its config, are stored quantized; loading
-    the checkpoint makes the list exact.
-    """
+    """Return the plan with the weights that ``model``'s config says are stored quantized; loading makes them exact."""
     sizes = {name: form.bytes_per_value(name, planned.by_name[name].shape) for name in packable(planned, model)}
     entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
     if not entries:
@@ -130,9 +128,7 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
 def stored_sources(
     plan: Plan, model: nn.Module, stored: Mapping[str, TensorOnDisk], targets: Mapping[str, Destination], tells: bool
 ) -> dict[str, list[Source]]:
-    """Return the stored weights that make up each weight of the full ``model`` that can stay as it is stored; one rank
-    ``tells`` of those that cannot.
-    """
+    """Return the stored weights of each weight that can stay as it is stored; one rank ``tells`` of the others."""
     merged = merged_parameters(targets)
     keys = {target.name: key for key, target in targets.items() if target.converter is None}
     found: dict[str, list[Source]] = {}

@@ -95,14 +95,6 @@ class StateIndex:
         rank = self.rank_of({"pp": at, "dp_replicate": replicate, "dp_shard": shard})
         return rank, "" if (there, at) == (data, stage) else f"{data}, stage {stage}"
 
-    def written_by(self, tensor: StateTensor, ranks: dict[str, int]) -> int:
-        """Return the rank that wrote the shard of ``tensor`` at ``ranks``."""
-        return self.rank_of({**ranks, "pp": tensor.home}, tensor.cuts)
-
-    def placed_alike(self, other: "StateIndex") -> bool:
-        """Return whether another layout has the same axes, sizes and layers per rank."""
-        return (self.sizes, self.layers) == (other.sizes, other.layers)
-
     def write(self) -> bytes:
         """Return the state index as the bytes of its file."""
         told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
@@ -232,7 +224,7 @@ class StateReader:
             )
 
     def _piece(self, key: str, written: StateTensor, ranks: dict[str, int]) -> TensorOnDisk:
-        rank = self.index.written_by(written, ranks)
+        rank = self.index.rank_of({**ranks, "pp": written.home}, written.cuts)
         found: TensorOnDisk | None = self._file(rank).get(key)
         if found is None:
             raise CheckpointError(

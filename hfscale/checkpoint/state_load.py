@@ -81,7 +81,8 @@ class _Found:
         self.runtime, self.mesh, self.directory = runtime, runtime.mesh, directory
         self.index = StateIndex.read(directory)
         self.reader = StateReader(directory, self.index)
-        self.alike = self.index.placed_alike(StateIndex.of(self.mesh.layout, runtime.plan))
+        own = StateIndex.of(self.mesh.layout, runtime.plan)
+        self.alike = (self.index.sizes, self.index.layers) == (own.sizes, own.layers)
         self.parameters = {planned.name: (planned, parameter) for planned, parameter in runtime.parameters()}
         self._check_weights()
         self.buffers = dict(self._buffers())
@@ -191,9 +192,7 @@ class _Found:
 
 
 class _ReadAside:
-    """Read this rank's shards of a state into CPU memory; the run is unchanged until :meth:`put_back`. Those of an
-    optimizer without state go to their device at once, where they take no room twice.
-    """
+    """Read this rank's shards of a state into CPU memory; the run is unchanged until :meth:`put_back`."""
 
     def __init__(self, found: _Found, optimizer: torch.optim.Optimizer | None) -> None:
         self.reader, self.runtime = found.reader, found.runtime

@@ -9,9 +9,7 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def bytes_of(text: str, flag: str) -> int:
-    """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GiB"`` -> 64,424,509,440, ``"60GB"`` and
-    ``"60G"`` -> 60,000,000,000.
-    """
+    """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000."""
     found = byte_count(text)
     if not found:
         raise ConfigError(

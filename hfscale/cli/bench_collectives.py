@@ -151,9 +151,7 @@ class MeasurementError(HFScaleError, RuntimeError):
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
-    """Run ``function(device, *args)``, defined at the top of a module, on ``world`` processes in one process group;
-    return rank 0's result, for which ``timeout`` seconds are waited.
-    """
+    """Run ``function(device, *args)`` on ``world`` processes in a group; return rank 0's result in ``timeout`` s."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="hfscale_ranks_") as directory:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .amounts import tokens_of
-from .look import add_json, check_writable, print_json
+from .look import add_json, check_writable, show
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
 from .model_flags import add_adapter_arguments, add_layout_arguments, add_machine_arguments, layout_of, plan_arguments
 
@@ -56,10 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         memory=MemoryConfig(**{"recompute": int(again) if again.isdigit() else again, **_offload(arguments.offload)}),
         **more,
     )
-    if arguments.json:
-        print_json(found.to_dict())
-    else:
-        print(found)
+    show(arguments, found.to_dict(), str(found))
     if arguments.html is not None:
         from ..cost.tools.html import page_of
 

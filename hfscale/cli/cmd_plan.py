@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.sections import ESTIMATED_PRECISIONS
 from ..errors import ConfigError
 from .amounts import gigabytes_of, tokens_of
-from .look import add_json, bar, print_json
+from .look import add_json, bar, print_json, show
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 from .model_flags import OPTIMIZER, add_adapter_arguments, add_layout_arguments, layout_of, plan_arguments
 
@@ -55,10 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
         found = _dry_run(arguments, config, layout)
-        if arguments.json:
-            print_json(found.to_dict())
-        else:
-            print(found)
+        show(arguments, found.to_dict(), str(found))
         return 0
     chosen = plan_arguments(arguments) | remote_code(arguments)
     planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)

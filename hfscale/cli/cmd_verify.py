@@ -6,7 +6,7 @@ from dataclasses import asdict
 from ..errors import ConfigError
 from .look import add_json, show, working
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import add_layout_arguments, layout_of
+from .model_flags import add_layout_arguments, add_lora, layout_of
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -22,13 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hfscale verify``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
-    parser.add_argument(
-        "--lora",
-        metavar="TARGETS",
-        nargs="?",
-        const="all-linear",
-        help="train LoRA adapters instead, against stock PEFT: all-linear (the default), or names joined by commas",
-    )
+    add_lora(parser, "train LoRA adapters instead, against stock PEFT")
     add_json(parser)
 
 

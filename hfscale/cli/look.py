@@ -51,9 +51,7 @@ def working(what: str) -> None:
 
 @contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar, if standard error is a terminal, inside the ``with`` block, which gets a function of the
-    current item's name, its number, and the number of items.
-    """
+    """Show a progress bar on a terminal in the with block, which gets a function of an item's name, number, total."""
     from tqdm import tqdm
 
     with tqdm(total=1, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}| {elapsed}") as shown:

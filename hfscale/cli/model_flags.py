@@ -23,16 +23,16 @@ class Adds(Protocol):
         ...
 
 
+def add_lora(parser: Adds, what: str) -> None:
+    """Add ``--lora``; ``what`` begins its help."""
+    told = f"{what}: all-linear (the default), or names joined by commas"
+    parser.add_argument("--lora", metavar="TARGETS", nargs="?", const="all-linear", help=told)
+
+
 def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
     """Add ``--quantize`` (its help: ``quantize``), ``--lora`` and ``--rank``, which :func:`plan_arguments` reads."""
     parser.add_argument("--quantize", choices=("nf4", "fp4", "int8", "as_stored"), help=quantize)
-    parser.add_argument(
-        "--lora",
-        metavar="TARGETS",
-        nargs="?",
-        const="all-linear",
-        help="train LoRA adapters: all-linear (the default), or names joined by commas",
-    )
+    add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
 
 

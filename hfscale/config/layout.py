@@ -82,9 +82,7 @@ class LayoutFields:
 
 
 def check_name(each: Declared, given: Any) -> Any:
-    """Return the canonical spelling of a choice; for schedules, also the path of a CSV file. Raise :class:`ConfigError`
-    if it is unknown.
-    """
+    """Return a choice's canonical spelling, or the path of a CSV schedule; raise :class:`ConfigError` if unknown."""
     if each.choices is not SCHEDULES:
         check_choice(each.name, given, each.choices)
     elif not str(given).endswith(".csv"):

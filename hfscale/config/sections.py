@@ -30,9 +30,7 @@ class OptionSections:
     float8: dict[str, Any] = field(default_factory=dict)
 
     def sections(self, mixed_precision: str) -> dict[str, Any]:
-        """Return the model arguments that the sections set; none for an empty section. Raise :class:`ConfigError` if a
-        key or a value is unknown, or has no meaning in that precision.
-        """
+        """Return the model arguments that the sections set; raise :class:`ConfigError` for those without meaning."""
         if self.float8 and mixed_precision != "fp8":
             raise ConfigError("float8 needs training.mixed_precision=fp8: set that, or leave it out")
         return {name: kind(**given) for name, kind in SECTIONS.items() if (given := getattr(self, name))}

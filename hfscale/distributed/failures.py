@@ -87,10 +87,7 @@ def _state_of(pid: int) -> str | None:
 
 
 def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
-    """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks.
-
-    Returns ``None`` if no launcher started the ranks, or it is turned off.
-    """
+    """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks."""
     rank = dist.get_rank()
     wanted = os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
     listener = _Listener() if wanted and rank == 0 else None
@@ -164,11 +161,7 @@ class Reporter(threading.Thread):
 
 
 class _Listener(threading.Thread):
-    """Hear of failures on rank 0, wait a moment for earlier ones, and tell the first to all.
-
-    Attributes:
-        place: host, port and token with which ranks connect.
-    """
+    """Hear of failures on rank 0, at ``place``, wait a moment for earlier ones, and tell the first to all."""
 
     processes: list[Process]
 

@@ -34,9 +34,7 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def decays(name: str, owners: list[nn.Module]) -> bool:
-    """Return whether weight decay applies to a parameter, by its stock name and the modules that hold it (FSDP2's
-    classes are subclasses of the stock ones): not to biases and norms.
-    """
+    """Return whether weight decay applies to a parameter, by its name and modules: not to biases and norms."""
     if any(isinstance(owner, nn.LayerNorm) for owner in owners):
         return False
     return not any(pattern.search(name.lower()) for pattern in _NEVER)

@@ -45,10 +45,7 @@ class ParameterPlan:
         return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return a dim, and the ``(start, stop)`` along it, of the entries of the shard at ``ranks`` to count in a sum
-        over all ranks, so that each counts once: those of which it holds the first replica. ``None`` if that is the
-        full shard.
-        """
+        """Return a dim, and ``(start, stop)`` of the entries whose first replica is at ``ranks``; ``None``: all."""
         replicated = next((index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None)
         if replicated is None:
             return None

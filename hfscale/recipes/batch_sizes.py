@@ -28,9 +28,7 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
 
 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
-    """Return :func:`per_rank` for a recipe. Rows that become several texts and stay together are divided into
-    microbatches here, and not by the pipeline.
-    """
+    """Return :func:`per_rank` for a recipe; rows of several texts are divided here, and not by the pipeline."""
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
     if not recipe.data.is_whole:
@@ -55,9 +53,7 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
-    """Return the sequences in the order of a loader that gives one microbatch to each batch rank in turn; a rank gets
-    consecutive rows of a step.
-    """
+    """Return the sequences in a loader's order: to each batch rank in turn a microbatch, consecutive rows of a step."""
     return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
 

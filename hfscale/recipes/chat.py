@@ -152,9 +152,7 @@ class Pair(NamedTuple):
 
 
 def encode_pairs(data: DataRecipe, tokenizer: Any, documents: Sequence[Document]) -> tuple[list[Pair], int]:
-    """Encode pairs of at most ``data.sequence_length`` tokens each, and drop those whose texts are equal after the cut;
-    return the pairs, and how many were left out.
-    """
+    """Encode pairs of at most ``data.sequence_length`` tokens each; return those that differ, and how many do not."""
     pairs = []
     for document in documents:
         columns = document.columns

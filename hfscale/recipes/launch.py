@@ -38,9 +38,7 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``hfscale train`` with ``arguments`` in ``processes`` processes of this machine; return the exit code. A rank
-    that fails has said why: the launcher's own report, with its traceback, is left out.
-    """
+    """Run ``hfscale train`` in ``processes`` processes; return the exit code, without the launcher's own report."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -172,9 +172,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
-    """Return the most likely answers to the first ``number`` rows; call it on every rank. ``reader`` is the processor,
-    where rows have pictures, else the tokenizer.
-    """
+    """Return likeliest answers to the first ``number`` rows, by the processor or tokenizer ``reader``; collective."""
     found: list[str] = []
     if not number:
         return found

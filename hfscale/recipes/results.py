@@ -75,11 +75,6 @@ def make_card(
     return ModelCard(text)
 
 
-def describe_samples(shown: Sequence[Sample]) -> str:
-    """Return the card's section of samples; empty without samples."""
-    return _ENVIRONMENT.get_template("samples.md").render(shown=shown)
-
-
 def describe_source(data: DataRecipe) -> str:
     """Return the source of the text, without its directory on this machine."""
     library = f"Python {platform.python_version()}'s standard library"

@@ -48,17 +48,13 @@ class Rows:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Return how many labels of each row count in the loss: one for a text scored as a whole, else all but the
-        first token's.
-        """
+        """Return how many labels of each row count: one for a text scored whole, else all but the first token's."""
         if "labels" in self._data.column_names:
             return np.array([int((row[1:] != IGNORED).sum()) for row in self._data.with_format("numpy")["labels"]])
         return self.tokens - 1 if self._data.column_names == ["input_ids"] else np.ones(len(self), dtype=np.int64)
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return the arguments of one forward pass; rows are padded on the right to the longest of them, packed ones to
-        the longest of the data set. Transformers shifts the labels.
-        """
+        """Return the arguments of one forward pass, rows padded on the right; transformers shifts the labels."""
         columns: dict[str, Any] = self._data[rows]
         batch = {}
         for name, filler in _PADDING.items():
@@ -110,8 +106,6 @@ class ClassRows(Rows):
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Split a step into microbatches of ``size`` rows each, all of one length, since a pipeline may cut the step anew,
-    or recompute layers of several at a time.
-    """
+    """Split a step into microbatches of ``size`` rows, all of one length, since a pipeline may cut the step anew."""
     rows = len(batch["input_ids"])
     return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, rows, size)]

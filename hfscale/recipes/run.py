@@ -74,9 +74,7 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model and its tokenizer or processor: with random weights and none, or from a checkpoint, in
-    the recipe's dtype.
-    """
+    """Return the sharded model, of random weights or from a checkpoint, and its tokenizer or processor, if any."""
     built: dict[str, Any] = {"parallel": layout, "seed": recipe.seed, **options_of(recipe)}
     built["use_liger_kernel"], built["compile"] = recipe.training.use_liger_kernel, recipe.training.compile
     if isinstance(recipe, PretrainRecipe):

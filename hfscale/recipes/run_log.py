@@ -25,9 +25,7 @@ _KINDS = ("loss", "validation_loss", "merged_validation_loss")
 
 
 class RunLog(TrainerCallback):
-    """Write ``metrics.jsonl`` (and ``metrics.csv`` if requested) on the main process; a new run first writes
-    ``recipe.yaml`` and removes files of an earlier run.
-    """
+    """Write ``metrics.jsonl`` (and ``.csv``) on the main process; a new run replaces files of an earlier one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.path, self.experts = recipe.metrics, recipe.expert_loads

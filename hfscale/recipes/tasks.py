@@ -59,9 +59,7 @@ def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Ten
 
 
 def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Compute the loss of preferences, ``-log sigmoid(chosen - rejected)`` (Bradley and Terry 1952; Ouyang et al.
-    2022, InstructGPT, section 3.5).
-    """
+    """Return ``-log sigmoid(chosen - rejected)``, summed (Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT)."""
     chosen, rejected, counted = _scores(outputs, batch)
     return -(logsigmoid(chosen - rejected) * counted).sum(), counted.sum()
 
@@ -118,9 +116,7 @@ def task_of(data: DataRecipe) -> Task:
 
 
 def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
-    """Return keyword arguments for ``from_pretrained``: the class, and the config fields of its head, which in a
-    decoder finds the last token of each row by ``pad_token_id``.
-    """
+    """Return arguments of ``from_pretrained``: the class, and its head's config fields, as ``pad_token_id``."""
     task = task_of(data)
     given: dict[str, Any] = {} if task is TEXT else {"auto_class": task.auto_class}
     if task.loss is not None:

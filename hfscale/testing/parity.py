@@ -161,9 +161,7 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 
 def _replicas_apart(directory: Path) -> tuple[float, str]:
-    """Return the largest difference between two ranks in a parameter entry that both hold, and its name: replicas stay
-    equal bit by bit, since an all-reduce gives the same bits on all ranks.
-    """
+    """Return the largest difference between ranks in an entry that both hold, where no bit may differ, and its name."""
     first: dict[str, Tensor] = {}
     worst, name = 0.0, ""
     for file in sorted(directory.glob("rank*.pt")):

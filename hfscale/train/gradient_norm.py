@@ -127,9 +127,7 @@ class BadSteps:
         check_count("limit", self.limit)
 
     def may_step(self, loss: Tensor | float, norm: Tensor | float) -> bool:
-        """Return whether loss and gradient norm are finite, and count the step if they are not; raise
-        :class:`BadStepError`, on every rank, if ``limit`` steps in a row were not finite.
-        """
+        """Return whether loss and norm are finite; else count, and raise :class:`BadStepError` at the ``limit``."""
         if math.isfinite(float(loss)) and math.isfinite(float(norm)):
             self.in_a_row = 0
             return True

@@ -4,7 +4,9 @@ import pytest
 from datasets import Dataset
 
 from hfscale.recipes.pictures import samples
-from hfscale.recipes.results import describe_samples
+from hfscale.recipes.results import _ENVIRONMENT
+
+SECTION = _ENVIRONMENT.get_template("samples.md")
 
 
 class Numbers:
@@ -34,9 +36,9 @@ def test_parts(kind: str) -> None:
     data = Dataset.from_list([row]).with_format("torch")
     found = samples(Numbers(), data, ["a|b\nc"], ["d"])
     assert [sample[1:] for sample in found] == [(" ".join(map(str, asked)), " ".join(map(str, wanted)), "a|b\nc", "d")]
-    assert "<code>a&#124;b</code><br><code>c</code> | <code>d</code> |" in describe_samples(found)
+    assert "<code>a&#124;b</code><br><code>c</code> | <code>d</code> |" in SECTION.render(shown=found)
 
 
 def test_no_samples() -> None:
     assert samples(Numbers(), Dataset.from_list([{"input_ids": [1]}]), [], []) == []
-    assert describe_samples([]) == ""
+    assert SECTION.render(shown=[]) == ""

@@ -40,8 +40,6 @@ class Fp8Encoder:
         return name in self._wanted
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the quantized tensor under its key and its scales, ``KEY_scale_inv``; unchanged if blocks do not fit.
-        Works on the meta device too.
-        """
+        """Return the quantized tensor and its scales, ``KEY_scale_inv``; unchanged if blocks do not fit."""
         found: dict[str, Tensor] = self._operation.convert({key: tensor})
         return found

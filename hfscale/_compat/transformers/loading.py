@@ -86,9 +86,7 @@ def loading_through(
 
 @cache
 def loading_arguments() -> frozenset[str]:
-    """Return the names of arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, read
-    from the source of transformers, which takes most of them out of ``**kwargs`` by name.
-    """
+    """Return arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, by their source."""
     names: set[str] = set()
     for taker in (PreTrainedModel, _BaseAutoModelClass):
         for method in (
@@ -137,9 +135,7 @@ def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:
 
 
 def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
-    """Yield every module of ``model`` with its name and its initializer, in transformers' order; as after loading,
-    initializers leave tensors alone that are marked as loaded.
-    """
+    """Yield each module with its name and initializer, which leaves loaded tensors alone, in transformers' order."""
     custom = model.is_custom_code()
 
     def initialize(module: nn.Module, owner: Any) -> None:

@@ -23,14 +23,10 @@ def never_stored(model: Any) -> set[str]:
 
 
 class AsStored:
-    """Convert a model's own tensors to those of a plain Hugging Face checkpoint: they get their stored names; fused
-    ones are taken apart, and separate ones are fused, as stored. Works on the meta device too.
-    """
+    """Convert a model's own tensors to those of a plain Hugging Face checkpoint, on the meta device too."""
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
-        """Take the model's own tensors, on the meta device; raise :class:`CheckpointError` if converting all tensors
-        together, and group by group, gives different results.
-        """
+        """Take tensors on the meta device; raise :class:`CheckpointError` if converting them by groups differs."""
         self._model, self._whole, self._conversions = model, contents, _conversions(model)
         self._names = stored_names(model)
         with self._reverting():

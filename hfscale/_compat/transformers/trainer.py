@@ -87,9 +87,7 @@ def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
-    """Let Trainer resume within an epoch with the accelerator's own loader inside the ``with`` block. The accelerator
-    is looked up at the call, since a ``model_init`` creates another one on the way.
-    """
+    """Let Trainer resume within an epoch with the accelerator's own loader, looked up at the call, in the block."""
 
     def skip(loader: Any, count: int = 0) -> Any:
         return trainer.accelerator.skip_first_batches(loader, count)

@@ -81,9 +81,7 @@ def _halves(words: Tensor) -> Tensor:
 
 @cache
 def packed_in_int32(bits: int) -> Along:
-    """Return how int32 words run along the weight that hold whole numbers of ``bits`` bits without gaps. Numbers are
-    stored from 0, as their distance to the least.
-    """
+    """Return how int32 words hold whole numbers of ``bits`` bits, stored from 0, without gaps."""
     words = bits // gcd(bits, 32)
     return Along(32 * words // bits, words, partial(_unpacked, bits=bits, words=words))
 

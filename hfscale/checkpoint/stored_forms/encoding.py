@@ -45,9 +45,7 @@ class QuantizedAgain:
         self._weights = {key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)}
 
     def layout(self, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return every tensor to be written, on the meta device, for those of a plain checkpoint; raise
-        :class:`CheckpointError` if the two have other names.
-        """
+        """Return every tensor to be written, on the meta device; raise :class:`CheckpointError` if names differ."""
         result: dict[str, Tensor] = {}
         strange = [key for key in plain if key not in self._weights and key not in self._stored]
         lost = [key for key in self._weights if key not in plain]
@@ -133,9 +131,7 @@ def _stored_shape(weight: DequantizedOnDisk) -> tuple[int, int]:
 
 
 def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:
-    """Return the words of the rows ``spans``, as stored, whose values are ``now``, of every part that changes with
-    them. With ``whole``, a new scale of the whole tensor, no block stays as it is.
-    """
+    """Return the stored words of the rows ``spans`` with values ``now``, by part; ``whole``: with one new scale."""
     parts, columns = weight.parts, now.shape[1]
     scales = parts["scales"]
     words = {name: parts[name].source.read(parts[name].box(spans)) for name in _OWN & parts.keys()}

@@ -134,9 +134,7 @@ def open_plain(files: Iterable[str | Path], form: StoredForm | None) -> dict[str
 
 
 def as_plain(stored: Mapping[str, TensorOnDisk], described: StoredForm) -> dict[str, TensorOnDisk]:
-    """Return the tensors of a plain checkpoint in place of those of one that is quantized as ``described``; raise
-    :class:`CheckpointError` if tensors do not fit together.
-    """
+    """Return a plain checkpoint's tensors in place of those quantized as ``described``, which must fit together."""
     weights: dict[str, TensorOnDisk] = {}
     used: set[str] = set()
     for name in stored:

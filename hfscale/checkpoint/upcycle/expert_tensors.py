@@ -169,9 +169,7 @@ class Variation:
 
 
 class Upcycling:
-    """Convert a dense model to a mixture of experts, ``model``, which is on the meta device; raise
-    :class:`CheckpointError` if the dense checkpoint lacks tensors, or has other shapes than its config says.
-    """
+    """Convert a dense model to the mixture ``model``, on the meta device; :class:`CheckpointError` if they misfit."""
 
     def __init__(self, dense: WholeModel, config: PreTrainedConfig, every: int, variation: Variation) -> None:
         self.dense, self.config, self.variation = dense, config, variation

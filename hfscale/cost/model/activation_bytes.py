@@ -138,9 +138,7 @@ def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Choose the fewest layers of a pipeline rank to recompute so that its activations fit the plan's budget, those
-    with the least compute per byte saved first. All ranks of a stage choose the same.
-    """
+    """Choose the fewest layers of a pipeline rank to recompute to fit the budget, the cheapest per byte saved first."""
     planned, tokens = recomputed(plan), situation.tokens
     assert planned.budget is not None
     held = layers_held(plan, situation)

@@ -112,9 +112,7 @@ def _first(config: Any, *names: str) -> int:
 
 
 def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
-    """Return the shape of a plan's decoder, with the mean number of weights per layer. The model's ``config`` says how
-    wide heads are; without it they are as wide as the stream together.
-    """
+    """Return the shape of a plan's decoder, with the mean number of weights per layer; ``config`` has heads' widths."""
     if not plan.layers:
         raise ConfigError(f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated")
     found = shape_of(config) if config is not None else _guessed(plan)

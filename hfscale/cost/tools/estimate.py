@@ -257,9 +257,7 @@ def _of_plan(
 
 
 def _step_flops(shape: ModelShape, job: Job) -> float:
-    """Return the model's FLOPs per step: per token 6 for a weight that trains, 4 for others, 12 s q for attention (half
-    if causal); recomputation is not counted.
-    """
+    """Return FLOPs per step: a token's 6 per trained weight, 4 per other, 12 s q for attention (half if causal)."""
     weights = shape.layers * shape.active_weights + shape.table_weights
     attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
     return float(job.step_tokens * ((4 + 2 * job.trained) * weights + attention))

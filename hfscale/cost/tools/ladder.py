@@ -112,9 +112,7 @@ class Step:
 
 
 def climb(config: PreTrainedConfig, tokens: int = 2048, rungs: Sequence[Rung] = LADDER) -> list[Step]:
-    """Measure a step of each rung on a small clone, with layers large enough to outweigh the modules around them.
-    ``tokens`` are those of a microbatch of one batch rank, for the estimates of the model itself.
-    """
+    """Measure a step of each rung on a small clone; ``tokens`` are those of a microbatch of one batch rank."""
     known, found = config.to_dict(), list[Step]()
     clone = tiny_clone(config, layers=_LAYERS, **{k: size for k, size in _SIZES.items() if known.get(k) is not None})
     with tempfile.TemporaryDirectory() as directory:

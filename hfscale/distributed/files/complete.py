@@ -74,9 +74,7 @@ def unmark(directory: Path) -> None:
 
 
 def read_mark(directory: Path) -> Mark:
-    """Return a directory's marker; raise :class:`CheckpointError` if it is missing or damaged, with a message that
-    continues a sentence that begins with the directory.
-    """
+    """Return a directory's marker; raise :class:`CheckpointError` in words that continue a sentence after its name."""
     try:
         told: Any = json.loads((directory / MARK).read_bytes())
         files = {str(name): FileSum(int(size), int(crc)) for name, (size, crc) in told["files"].items()}

@@ -87,9 +87,7 @@ def open_tensors(files: Iterable[str | Path]) -> "dict[str, TensorOnDisk]":
 
 
 def named_files(index: Path) -> list[Path]:
-    """Return the files that the index of a checkpoint names. Raise :class:`CheckpointError` if the index is damaged, or
-    names a file outside of its directory.
-    """
+    """Return the files of a checkpoint's index; raise :class:`CheckpointError` for a damaged one, or paths outside."""
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, LookupError, AttributeError, TypeError) as error:

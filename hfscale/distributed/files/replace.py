@@ -123,9 +123,7 @@ class NewFiles:
 
 
 def finish_move(directory: str | Path) -> None:
-    """Finish the move of a save that was killed in its last phase; several processes may do so at once. Raise
-    :class:`CheckpointError` if this process may not write the directory.
-    """
+    """Finish the move of a save that was killed in its last phase; several processes may do so at once."""
     target = Path(directory)
     source = target / _COMPLETE
     if not (source / _LIST).is_file() or source.is_symlink():

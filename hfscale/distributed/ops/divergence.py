@@ -47,9 +47,7 @@ class TeacherRows:
 
 
 class DivergenceTerms:
-    """Divergences of some rows, and their gradients by the student's ``logits [n, V/t]``; :meth:`gradient` is called
-    once.
-    """
+    """Divergences of rows, and, once, their gradients by the student's ``logits [n, V/t]``."""
 
     def __init__(
         self, logits: Tensor, teacher: Tensor, vocabulary: VocabularySlice, beta: float, temperature: float

@@ -56,9 +56,7 @@ class Products:
 
 
 def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
-    """Set what :func:`column_parallel_linear` calls for a projection's products in each pass: a function, or an object
-    that deep copies of the module may share.
-    """
+    """Set what computes a projection's products in each pass, which deep copies of the module may share."""
     setattr(module, _ATTRIBUTE, products)
 
 

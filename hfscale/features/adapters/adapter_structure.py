@@ -30,9 +30,7 @@ from .plan import is_known
 
 
 def wrap(model: nn.Module, config: Any, name: str) -> Any:
-    """Return PEFT's model around ``model``, whose modules are wrapped in place, with factors on the meta device; raise
-    :class:`ConfigError`, in PEFT's words, if the config does not fit the model.
-    """
+    """Return PEFT's model around ``model``, with factors on the meta device; :class:`ConfigError` in PEFT's words."""
     try:
         return wrapped_model(model, config, name)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -58,9 +56,7 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters of PEFT's model ``whole`` that are not in the plan, in the model's order; raise
-    :class:`ConfigError` for one of an unknown kind.
-    """
+    """Return parameters of ``whole`` that are not in the plan, in order; :class:`ConfigError` for unknown kinds."""
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
     found: list[AdapterParameter] = []

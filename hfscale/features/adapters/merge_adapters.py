@@ -86,9 +86,7 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
 
 
 def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks, which gather
-    one weight at a time.
-    """
+    """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks."""
     plan, mesh = runtime.plan, runtime.mesh
     shares: dict[str, Tensor] = {}
     for name in plan.quantized.weights if plan.quantized is not None else ():

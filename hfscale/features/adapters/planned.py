@@ -32,9 +32,7 @@ def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool =
 def wrap_and_plan(
     template: nn.Module, config: Any, plan: Plan, new: bool = True, name: str = "default"
 ) -> tuple[Any, Plan]:
-    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``. Raise the
-    errors of :func:`plan_with_adapters`.
-    """
+    """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``."""
     _check(config, plan)
     asked = copy.deepcopy(config)
     whole = _wrapped(template, config, name, plan)

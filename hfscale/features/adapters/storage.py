@@ -56,9 +56,7 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
 
 
 def read_config(source: Any) -> tuple[Any, str | None]:
-    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any; raise
-    :class:`ConfigError` if ``source`` is neither a config nor a readable adapter.
-    """
+    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any."""
     from peft import PeftConfig
 
     if isinstance(source, PeftConfig):
@@ -164,9 +162,7 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
 
 
 def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub: Any) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` if it lacks parameters of its
-    config, or has others, or their shapes differ from the model's.
-    """
+    """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
     try:
         stored = stored_weights(path, **hub)
     except ValueError as error:
@@ -202,11 +198,7 @@ def adapter_tensors(
     attempt: Attempt = plainly,
     among: Set[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an adapter's file by their keys, full, on the ranks ``to``; every rank must exhaust it.
-
-    Args:
-        among: yield no others than the parameters of these names; ``None``: all of the file.
-    """
+    """Yield a file's tensors by key (``among``: of these names), full on ranks ``to``; every rank must exhaust it."""
     plan, names = runtime.plan, {}
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
     if is_writer(runtime.mesh):
@@ -224,9 +216,7 @@ def adapter_tensors(
 
 
 def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
-    """Write the adapter; collective, like :func:`hfscale.save_pretrained`. Raise :class:`CheckpointError`, with
-    ``target`` unchanged, if it could not be written.
-    """
+    """Write the adapter; collective. Raise :class:`CheckpointError`, with ``target`` unchanged, if that fails."""
     with atomic_directory(target, runtime.mesh) as staging:
         found = adapter_tensors(runtime, whole, name, attempt=staging.attempt)
         tensors = {key: tensor.clone() for key, tensor in found}

@@ -132,9 +132,7 @@ class Float8Projection:
         return Float8Projection(self.groups, self.rowwise)
 
     def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
-        """Return a data rank's shard of the weight in 8 bits, and the scale of the full weight, of which the ranks of
-        the groups ``owners`` have the other shards.
-        """
+        """Return a data rank's shard in 8 bits, and the full weight's scale, with the ranks of ``owners``."""
         matrix = shard.to(computed_in(shard.dtype))
         everyone = (*owners, *self.groups.inputs, *self.groups.outputs)
         scale = None if self.shared is None else self.shared.get(None)
@@ -225,7 +223,8 @@ class Float8Products(Products):
         if shared is not None and of in shared:
             scale = shared[of]
         elif self._rowwise:
-            scale = _power_of_two(_scale_for(_largest(matrix, along, groups_by_dim[along]), dtype))
+            scale = _scale_for(_largest(matrix, along, groups_by_dim[along]), dtype)
+            scale = torch.exp2(torch.floor(torch.log2(scale)))
         else:
             if name not in self._scales:
                 both = [group for groups in groups_by_dim for group in groups]
@@ -242,10 +241,6 @@ class Float8Products(Products):
 def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
     return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).contiguous()
-
-
-def _power_of_two(scale: Tensor) -> Tensor:
-    return torch.exp2(torch.floor(torch.log2(scale)))
 
 
 def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:

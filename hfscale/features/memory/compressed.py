@@ -98,12 +98,7 @@ def _values(device: torch.device) -> tuple[Any, int]:
 
 
 class OnHost:
-    """Keep a tensor on the CPU: see :class:`.compressed.Stored`.
-
-    Attributes:
-        readers: how many saved references to it have not been read.
-        size: its bytes.
-    """
+    """Keep a tensor of ``size`` bytes on the CPU until its ``readers``, saved references, have been read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.readers, self.device = 0, tensor.device

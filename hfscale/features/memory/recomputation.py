@@ -102,11 +102,7 @@ class Recomputation(Part):
 
 
 def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:
-    """Recompute ``module`` in the backward pass if ``wanted`` returns true.
-
-    Args:
-        keep: names of operators whose results are kept.
-    """
+    """Recompute ``module`` in the backward pass if ``wanted()``, but keep the results of the operators ``keep``."""
     forward = module.forward
     operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
 
@@ -143,9 +139,7 @@ def _checkpointed(
 def _with_tensor_by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return an equal call that passes at least one tensor by position, if any: torch keeps the RNG state only of such
-    tensors' devices, and most models call attention by keyword, so dropout on a GPU would be recomputed differently.
-    """
+    """Pass at least one tensor by position, if any: torch keeps the RNG state only of such tensors' devices."""
     if _has_tensor(args):
         return function, args, kwargs
     name = next((name for name, value in kwargs.items() if _has_tensor(value)), None)

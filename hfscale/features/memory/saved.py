@@ -47,9 +47,7 @@ class SavedBytes:
 
 @contextmanager
 def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None) -> Iterator[SavedBytes]:
-    """Count the bytes saved by forward and backward passes of ``model`` inside the ``with`` block. Names of ``layers``
-    that this rank does not hold are ignored; ``head`` names the projection onto the vocabulary.
-    """
+    """Count the bytes that passes of ``model`` save in the with block, by ``layers`` (of this rank) and ``head``."""
     found = SavedBytes()
     with SavedCounter(model, layers, head, found.add):
         yield found

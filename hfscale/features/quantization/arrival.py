@@ -154,9 +154,7 @@ class Quantizing:
         self.stored[name] = packed
 
     def shape(self, whole: Collection[str]) -> None:
-        """Give the modules their local sizes, once parameters are cut; transformers converts the weights ``whole``,
-        which are read in full and cut afterwards.
-        """
+        """Give the modules their local sizes, once parameters are cut; ``whole`` ones are cut after they are read."""
         self.whole = whole
         for name, planned in self.weights.items():
             holder, attribute = owner_of(self.model, name)
@@ -198,9 +196,7 @@ class Quantizing:
         return result
 
     def collect(self, shares: LocalWeights) -> None:
-        """Move the quantized weights from the model into ``shares``, leaving packed parameters on the meta device;
-        raise :class:`CheckpointError` if the checkpoint lacks one.
-        """
+        """Move the quantized weights into ``shares``; raise :class:`CheckpointError` if the checkpoint lacks one."""
         del self.host.param_needs_quantization, self.host.get_quantize_ops
         for name in self.weights:
             module, attribute = owner_of(self.model, name)

@@ -32,9 +32,7 @@ class Quantization(Part):
             own_parameters(module)[name] = nn.Parameter(like_sharded(share, empty), requires_grad=False)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Undo it, once FSDP2 is undone, leaving packed parameters on the meta device; the additional tensors of
-        quantized weights go into ``weights``, which holds the shards by name.
-        """
+        """Undo it, once FSDP2 is undone; the additional tensors of quantized weights go into ``weights``."""
         for module in runtime.model.modules():
             for name, packing in list(packings_of(module).items()):
                 register_packed(module, name, packing)

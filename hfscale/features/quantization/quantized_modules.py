@@ -83,9 +83,7 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
 
 
 def packable(planned: Plan, model: nn.Module) -> list[str]:
-    """Return the weights of the full stock ``model`` that can stay as they are stored: of projections and experts, but
-    not the head's or tied ones.
-    """
+    """Return the full ``model``'s weights that can stay as stored: projections' and experts', no head or tied one."""
     linear = [f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear]
     named = {*linear, *_weights_of_experts(planned, model, lambda name: True)} - _shared(planned)
     return [parameter.name for parameter in planned.parameters if parameter.name in named]
@@ -188,9 +186,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """Yield the scales and other tensors needed to read the quantized weights of ``model``, of bitsandbytes or
-    hfscale; ``None`` for missing ones.
-    """
+    """Yield what is needed beside ``model``'s quantized weights to read them; ``None`` for missing tensors."""
     for module in model.modules():
         if type(module).__name__ == ROWS:
             yield own_parameters(module)["scales"]

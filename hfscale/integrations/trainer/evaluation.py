@@ -224,9 +224,7 @@ def generated_step(
 
 
 def _filled(mesh: Mesh, rows: Tensor, known: tuple[int, int] | None, fill: int, after: int = 0) -> Tensor:
-    """Pad rows with ``fill`` to the length of the longest on any data rank, repeated rows left out, as in one process;
-    ``after`` columns behind the last unpadded one belong to the rows.
-    """
+    """Pad rows with ``fill`` to the longest of any data rank; ``after`` columns behind the last unpadded one count."""
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
         used = (rows[: known[1]] != fill).any(0).nonzero()

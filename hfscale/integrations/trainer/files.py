@@ -289,9 +289,7 @@ def _finish_replacing(output: Path) -> None:
 
 
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Keep ``limit`` complete checkpoints up to ``newest``, including it and the best one, and all of later steps,
-    which belong to another run; remove the others, and incomplete ones.
-    """
+    """Keep ``limit`` complete checkpoints up to ``newest``, the best one, and all of later steps; remove the others."""
     if limit is None or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}

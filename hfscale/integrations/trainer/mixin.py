@@ -232,11 +232,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             return train_step(model, microbatches, **given)
 
     def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
-        """Return Trainer's divisor of a step's summed loss; ``None`` if it is the number of labels.
-
-        A loss that is not divided by ``num_items_in_batch`` (``items``) is a mean per batch. Trainer takes the mean of
-        these, or their sum if the model accepts that number without using it: one divisor for each batch.
-        """
+        """Return Trainer's divisor of a summed loss: one per batch for means of means; ``None``: the labels."""
         loss = self.runtime.loss
         assert loss is not None  # or the step would not be train_step's
         given = items is not None and self.model_accepts_loss_kwargs

@@ -88,10 +88,7 @@ class TrainerAccelerator(Accelerator):
 
     @contextmanager
     def counting(self, rows: int) -> Iterator[None]:
-        """Let only the first ``rows`` rows of this rank count in gathered tensors inside the ``with`` block.
-
-        A rank without any has one row, since its forward passes take part in other ranks' collectives.
-        """
+        """Let only the first ``rows`` rows of this rank count in gathered tensors inside the ``with`` block."""
         counts: Tensor = super().gather(torch.tensor([rows], device=self.device))
         self._counts = counts.tolist()
         try:

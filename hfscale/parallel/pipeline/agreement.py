@@ -69,9 +69,7 @@ class StageAgreement:
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report: integers on the host, and integers on the device. Raise :class:`ConfigError` if a
-        parameter has a hook that would see a part of its gradient.
-        """
+        """Return this rank's integers on host and device; refuse hooks that would see a part of a gradient."""
         live = self._runtime.live_parameters()
         wide = any(parameter.dtype == torch.float64 for parameter in live.values())
         self.loss_type = torch.float64 if wide else torch.float32
@@ -134,9 +132,7 @@ class StageAgreement:
                 self._thawed.update(*(tie.stages for tie in self._stages.ties if name in tie.names))
 
     def training_stages(self) -> list[bool]:
-        """Return, per stage, whether it or an earlier stage trains. Raise :class:`ConfigError`, on all stages, if
-        copies of a tied tensor differ.
-        """
+        """Return whether each stage or an earlier one trains; raise :class:`ConfigError` if copies of a tie differ."""
         if self.alone:
             return [True] * len(self._stages.stages)
         mine = self._runtime.mesh.rank_in_stage

@@ -128,9 +128,7 @@ def targets_of(batch: Batch) -> tuple[int, int]:
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
-    """Return the batch with the decoder's input, which stock code, run up to the decoder, derives from the labels.
-    Refuse a model whose decoder was not called with tokens.
-    """
+    """Return the batch with the decoder's input, made from labels; refuse a decoder that is not called with tokens."""
     labels = batch.get("labels")
     if any(batch.get(name) is not None for name in _GIVEN) or not isinstance(labels, Tensor) or labels.ndim < 2:
         return batch

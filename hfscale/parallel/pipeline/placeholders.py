@@ -180,14 +180,9 @@ def drop_other_stages(model: nn.Module, plan: Plan, rank: int) -> None:
             setattr(holder, child, torch.zeros((), device="meta").expand(absent.shape))
 
 
-def passage_of(model: nn.Module) -> StageForward:
-    """Return the passage of a model's placeholders."""
-    return next(module._passage for module in model.modules() if isinstance(module, _Placeholder))
-
-
 def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]) -> Callable[[Stage], Any]:
     """Prepare a model that holds the stages ``own``; return a context manager in which it runs the given one alone."""
-    passage = passage_of(model)
+    passage = next(module._passage for module in model.modules() if isinstance(module, _Placeholder))
     made = _boundary(stages, passage)
     swaps: dict[int, list[tuple[dict[str, Any], str, nn.Module]]] = {stage.index: [] for stage in own}
     for name, make in made.items():

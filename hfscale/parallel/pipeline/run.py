@@ -105,14 +105,9 @@ class Pipeline(Executor):
         place = StagePlace(stage.index, self._stages.ranks, self._group, self._mesh.streams, self._mesh.device)
         compute, shape = partial(self._compute, stage), partial(self._shape, stage.index)
         worker = StageWorker(place, compute, shape, self._runtime.model.parameters)
-        worker.accumulate, worker.reduce = self._accumulate_late_gradients, self._after_microbatch
+        data = self._runtime.data  # installed before the stages
+        worker.accumulate, worker.reduce = data.accumulate_late_gradients, data.after_microbatch
         return worker
-
-    def _accumulate_late_gradients(self) -> None:
-        self._runtime.data.accumulate_late_gradients()
-
-    def _after_microbatch(self) -> None:
-        self._runtime.data.after_microbatch()
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
         """Split batches into the microbatches of one step: see :func:`.microbatches.share_out`."""

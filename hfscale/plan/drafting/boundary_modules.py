@@ -45,9 +45,7 @@ def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:
-    """Return the module that later layers can compute themselves instead of getting its output from the first layer;
-    ``None`` where a tiny clone does not prove it.
-    """
+    """Return the module of the first layer whose output later ones can compute; ``None`` if no tiny clone proves it."""
     loan = candidate(list(model.get_submodule(layer_list)), layer_list)
     return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
 

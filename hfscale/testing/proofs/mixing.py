@@ -61,9 +61,7 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
 
 
 def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
-    """Return why the sequences of a tiny model cannot be cut (empty if they can), and the classes of those
-    ``candidates`` that mix tokens. Its rows may have padding.
-    """
+    """Return why a tiny model's sequences cannot be cut (empty if they can), and which ``candidates`` mix tokens."""
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
             return _compare(_Subject(model, text), _batch(model, padded, bool(text)), mixers), mixers.mix

@@ -25,9 +25,7 @@ def tiny_model(model: Any) -> Any | None:
 
 
 def tiny_model_of(kind: Any, config: Any, dtype: torch.dtype, **changes: Any) -> Any | None:
-    """Return a tiny clone of a class and a config, with ``changes`` as for :func:`hfscale.models.clone.tiny_clone`;
-    ``None`` if none can be built, or if it is still large.
-    """
+    """Return a tiny clone with ``changes`` as of :func:`hfscale.models.clone.tiny_clone`; ``None`` if none is small."""
     with torch.random.fork_rng(devices=[]):
         try:
             small = tiny_clone(config, **changes)

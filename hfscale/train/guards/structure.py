@@ -51,9 +51,7 @@ class Structure:
         return [(module, dict(own_modules(module))) for module in modules], parameters
 
     def check(self) -> None:
-        """Compare the model with the record, and watch new hooks. Raise :class:`ConfigError` if a module, parameter or
-        loss was replaced, or a parameter's dtype changed.
-        """
+        """Compare the model with the record, and watch new hooks; :class:`ConfigError` if anything was replaced."""
         if (changed := self._changed()) is not None:
             raise ConfigError(
                 f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "

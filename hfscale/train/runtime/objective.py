@@ -29,9 +29,7 @@ class StepLoss(Protocol):
     divides: bool  # whether the model's own code divides the loss by ``num_items_in_batch``
 
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count the positions of a microbatch that contribute to the loss, and its labels outside of the vocabulary;
-        the counts are on the batch's device and are not waited for.
-        """
+        """Count a microbatch's labels in the loss, and those outside the vocabulary, on its device, without waiting."""
 
     def of(self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""

@@ -101,11 +101,7 @@ class Part:
 
 
 class Executor:
-    """Run the microbatches of a step one after the other, on ranks that hold all layers; :class:`Pipeline` overrides.
-
-    Attributes:
-        under_way: whether gradients of earlier steps are still outstanding.
-    """
+    """Run a step's microbatches one after the other; ``under_way``: whether earlier gradients are outstanding."""
 
     under_way = False
 
@@ -277,9 +273,7 @@ class Runtime:
 
     @property
     def shares_casts(self) -> bool:
-        """Return whether microbatches in flight in stages share one low-precision copy of each weight. Over data ranks
-        FSDP2 casts the weights it gathers instead.
-        """
+        """Return whether microbatches in flight share one low-precision copy of each weight; FSDP2 makes its own."""
         staged = self.plan.stages is not None and self.mesh.data_world == 1
         return staged and self.options.mixed_precision != "no"
 

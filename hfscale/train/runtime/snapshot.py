@@ -54,9 +54,7 @@ class Undo:
 
 
 def watch(model: nn.Module) -> Callable[[], Undo]:
-    """Take a snapshot of ``model``; the returned function takes another and returns the :class:`Undo` of the
-    difference.
-    """
+    """Take a snapshot of ``model``; the returned function takes another, and returns the difference's :class:`Undo`."""
     before = _look(model)
 
     def stop() -> Undo:

@@ -43,9 +43,7 @@ class Guesses:
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
     def insides(self) -> Iterator[Block]:
-        """Yield hypotheses about the inside of the block, with edges at its projections, or at the block if it has
-        uncut parts.
-        """
+        """Yield hypotheses about the block's inside: edges at its projections, or at the block if parts are uncut."""
         uncut = self.candidate.uncut
         base = Block(
             column=self.candidate.column,

@@ -44,9 +44,7 @@ def prove_completed(model: Any, blueprint: Blueprint, forgotten: list[str]) -> t
 
 
 def infer(model: Any) -> Inference:
-    """Derive the blueprint of a model from its modules and a traced forward of a tiny clone, and prove it; the result
-    is the same in every process, and no random stream is moved.
-    """
+    """Derive a model's blueprint from a traced tiny clone, and prove it; the same in every process, no RNG moves."""
     try:
         subject = make_subject(model)
         with aside():
