@@ -9,6 +9,7 @@
 # make demo-reward   a reward model from the demo's pretrained model: pairs of texts, of which one is preferred
 # make demo-vision   a small vision-language model learns to answer questions about drawn pictures, over two tensor ranks
 # make demo-long   a small model trains on 16,384 tokens at a time, cut over two ranks; memory by length, plotted
+# make demo-grpo   a small model learns from a reward over two tensor ranks; the reward by step, plotted
 # make test   runs the tests
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long test test-all test-torchao test-liger test-vllm test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long demo-grpo test test-all test-torchao test-liger test-vllm test-weights test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -74,6 +75,9 @@ demo-vision: setup
 
 demo-long: setup
 	bash scripts/demo_long.sh
+
+demo-grpo: setup
+	bash scripts/demo_grpo.sh
 
 # Each worker takes whole files, and keeps ranks of its own: as many workers as there are cores to give two ranks each.
 WORKERS ?= 2

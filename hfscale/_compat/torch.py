@@ -194,6 +194,11 @@ def as_plain_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return function(*args, **kwargs)
 
 
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The schema of an operator that a dispatch mode sees: arguments, mutations and results."""
 

@@ -106,6 +106,11 @@ def has_engine(kind: type) -> bool:
     return any(hasattr(engine, "_iter_named_params") for engine in found)
 
 
+def distils(kind: type) -> bool:
+    """Return whether a trainer's loss is a divergence from a teacher, which reads full heads."""
+    return any(hasattr(module, "_chunked_divergence_loss") for module in _modules(kind))
+
+
 def count_microbatch(trainer: Any) -> None:
     """Count a microbatch as the ``training_step`` of trainers that generate does, which follow it to their next one."""
     if hasattr(trainer, "_step"):

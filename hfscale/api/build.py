@@ -86,17 +86,15 @@ def from_pretrained(
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
-    """Load a Hugging Face checkpoint, sharded, on this rank's device.
-
-    Call it on every rank. Each rank reads only its slices.
+    """Load a Hugging Face checkpoint, sharded, on this rank's device; call it on every rank, which reads its slices.
 
     Args:
         path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with, or its name in transformers.
         mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type; ``"fp8"``
-            is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss; after
-            a step in which a gradient overflowed there are no gradients, so that optimizers do nothing.
+            is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss, and
+            leaves no gradients after an overflow.
         routing: the router of mixtures and its balancing; the model's own router by default.
         memory: activation checkpointing, offloading to the CPU, and activations in 8 bits; none by default.
         loss_scaling: scaling of the loss under ``"fp16"``; torch's defaults by default.
@@ -104,11 +102,10 @@ def from_pretrained(
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
         mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
         compile: compile each layer by itself when it first runs (some seconds, once), or the name of torch's backend.
-        peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training; saves are of adapters.
+        peft_config: a PEFT config, or the path or Hub id of an adapter to go on training; saves are of adapters.
         resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
-        hf_kwargs: other arguments of transformers' ``from_pretrained``, except those that distribute the model;
-            ``quantization_config="as_stored"`` keeps quantized weights in their stored bytes, under adapters.
+        hf_kwargs: others of transformers' ``from_pretrained``; ``quantization_config="as_stored"`` keeps stored bytes.
 
     Returns:
         an instance of the stock class, in evaluation mode as in transformers.
@@ -117,9 +114,8 @@ def from_pretrained(
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(
-        mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
-    )
+    given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
+    options = Options(*given)
     check_count("seed", seed, least=0)
     check_place(path)
     hf_kwargs = reachable(str(path), hf_kwargs)
@@ -158,9 +154,8 @@ def from_config(
     :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
     layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(
-        mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
-    )
+    given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
+    options = Options(*given)
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "

@@ -139,7 +139,8 @@ def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
 
 def _changed(runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]) -> set[str]:
     """Return the owned names of tensors with other bits, on any rank, than in the stream ``since``; collective."""
-    if not (isinstance(since, WeightStream) and since.committed and since.sums and sums and since.asked == asked):
+    fits = isinstance(since, WeightStream) and since.committed and since.asked == asked
+    if not (fits and sums and since.sums.keys() == sums.keys()):
         raise ConfigError(
             "changed_since must be a committed stream of this model with a version and the same choices, and asks for "
             "version=: stream all weights first"

@@ -73,19 +73,21 @@ class Teacher:
     @torch.no_grad()
     def hidden_states(self, batch: Batch | Sequence[Batch]) -> list[Tensor]:
         """Return the teacher's last hidden states, ``[b, s, h]``, for each of this rank's batches; collective."""
-        model, itself, found = self._teacher.model, self._teacher is self._student, dict[int, list[Tensor]]()
-        training = model.training
+        model, itself, found = self._teacher.model, self._teacher is self._student, list[Tensor]()
+        modes = {module: module.training for module in model.modules()}
         given = self._shared(batch)
         with adapters_switched_off(model) if itself else nullcontext():
             model.eval()
             try:
                 for turn in self._turns:
-                    found[turn] = self._run(given[turn])
+                    made = self._run(given[turn])
+                    found = made if turn == self._student.mesh.batch_rank else found
             finally:
-                model.train(training)
+                for module, training in modes.items():
+                    module.training = training
         if self._head is None:
             self._head = self._copied_head()
-        return found[self._student.mesh.batch_rank]
+        return found
 
     def objective(self, states: Sequence[Tensor], counts: Sequence[Tensor]) -> Objective:
         """Return the objective of a step: the sum of divergences, each microbatch's divided by its count."""

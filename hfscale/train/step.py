@@ -36,8 +36,7 @@ def train_step(
     batch counts by its number of labels, however the step was divided. Models with a loss of their own are weighted by
     rows or by labels, whichever it averages; ``print(plan)`` says which. Losses that :class:`hfscale.RoutingConfig`
     adds are means over the tokens of the step: in the gradients, not in the returned loss; see
-    :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients add to ``.grad``: zero them between
-    steps.
+    :func:`hfscale.expert_load`. That of ``mtp_loss_weight`` is in both. Gradients add to ``.grad``.
 
     Args:
         batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
@@ -48,8 +47,7 @@ def train_step(
             ``outputs`` is the model's output for it without ``labels``, with full logits, and ``batch`` all of its
             arguments, also those the model does not take. The step's loss is the sum of sums over the sum of counts, of
             all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
-            one. There a batch may be cut between its rows: pass rows that belong together, such as pairs, as a list of
-            microbatches.
+            one. There a batch may be cut between its rows: pass pairs of rows as a list of microbatches.
         label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary.
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
             their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
@@ -71,12 +69,10 @@ def train_step(
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    microbatches, count, objective = _prepared(
-        runtime, batch, True, num_items_in_batch, label_smoothing, teacher, routes
-    )
+    prepared = _prepared(runtime, batch, True, num_items_in_batch, label_smoothing, teacher, routes)
+    microbatches, count, objective = prepared
     if scored is not None:
-        given = 1 if isinstance(batch, Mapping) else len(batch)
-        objective = loss_of_scores(runtime, count, scored, temperature, given, len(microbatches))
+        objective = loss_of_scores(runtime, count, scored, temperature, batch, len(microbatches))
     with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
         loss = runtime.executor.run(model, microbatches, objective, backward=True)
     if scored is not None:
@@ -111,6 +107,8 @@ def _check_losses(
 def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: bool) -> None:
     if teacher is None:
         return
+    if not isinstance(teacher, Teacher):
+        raise ConfigError(f"teacher must be hfscale.Teacher(teacher, model), got {type(teacher).__name__}")
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
     if other or runtime.plan.feature(PredictionPlan) is not None:

@@ -60,13 +60,13 @@ def token_scores(
 
 
 def loss_of_scores(
-    runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, given: int, passes: int
+    runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, batch: Any, passes: int
 ) -> Objective:
     """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch. Refuse
-    schedules without a flush, and numbers of microbatches that differ: ``given`` by the user, and ``passes`` of the
-    model.
+    schedules without a flush, and numbers of microbatches that differ: those of ``batch``, and ``passes`` of the model.
     """
     refuse_without_flush(runtime, "score_loss")
+    given = 1 if isinstance(batch, Mapping) else len(batch)
     if given != passes:
         raise ConfigError(
             f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "

@@ -44,3 +44,4 @@ trainer = GRPOTrainer(
 )
 trainer.train()
 trainer.save_model()
+trainer.save_state()  # the log

@@ -25,7 +25,7 @@ from hfscale.testing import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small")
-SLOWER = {"classify", "dpo", "grpo", "lora", "pretrain", "reward", "vision"}
+SLOWER = {"classify", "distill", "dpo", "grpo", "lora", "pretrain", "reward", "vision"}
 ADAPTERS = {"lora", "qlora"}
 
 

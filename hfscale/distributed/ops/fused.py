@@ -7,6 +7,7 @@ one Triton kernel, which reads and writes them once. ``TORCH_COMPILE_DISABLE=1``
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from os import environ
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from ..._compat.torch import triton_works
 from ..._compat.torch_device import is_accelerator
+
+_broken: list[bool] = []  # not empty once compiling has failed: callers then work in blocks again
 
 
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -23,12 +26,12 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     and it runs as it is.
     """
     compiled: Any = None
-    ran = broken = False
+    ran = False
 
     @wraps(function)
     def call(first: Tensor, *rest: Any) -> Tensor:
-        nonlocal compiled, ran, broken
-        if broken or not is_fused(first.device) or torch.compiler.is_compiling():
+        nonlocal compiled, ran
+        if not is_fused(first.device) or torch.compiler.is_compiling():
             return function(first, *rest)
         compiled = compiled or torch.compile(function, dynamic=True)
         try:
@@ -38,7 +41,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         except Exception as error:
             if ran:
                 raise
-            broken = True
+            _broken.append(True)
             warnings.warn(
                 f"{function.__name__} runs unfused, and slower: it could not be compiled ({error})", stacklevel=2
             )
@@ -51,4 +54,4 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def is_fused(device: torch.device) -> bool:
     """Return whether functions are fused for tensors on ``device``."""
-    return is_accelerator(device) and triton_works()
+    return is_accelerator(device) and triton_works() and not _broken and environ.get("TORCH_COMPILE_DISABLE") != "1"

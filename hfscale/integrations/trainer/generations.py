@@ -25,11 +25,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..._compat.peft import LORA_A, LORA_B
+from ..._compat.torch_device import fork_random_state
 from ..._compat.trl import EngineHooks, record, replaced
 from ...checkpoint import stream_weights
 from ...errors import ConfigError
 from ...features.adapters import Adapters
-from ...features.adapters.storage import WEIGHTS, write_adapter_config
+from ...features.adapters.storage import WEIGHTS, needs_weights, write_adapter_config
+from ...parallel.tensor import RandomStreams
 from ...train.runtime import find_runtime, runtime_of
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -54,7 +56,7 @@ class LayoutEngine(EngineHooks):
             raise ConfigError(
                 "use_vllm=True sends no weights that are held in 4 or 8 bits, and these adapters need merging: use "
                 "vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear layers alone, "
-                "without bias, DoRA, modules_to_save, rank_pattern and alpha_pattern; or load the model in 16 bits"
+                "without bias, DoRA, PiSSA, modules_to_save, rank_pattern and alpha_pattern; or load it in 16 bits"
             )
         if not self.adapter_rank:
             self.weights()
@@ -71,7 +73,8 @@ class LayoutEngine(EngineHooks):
         plain = all(
             each.kept_in in (LORA_A, LORA_B) and len(each.shape) == 2 and not each.experts for each in factors.values()
         )
-        if not plain or config.rank_pattern or config.alpha_pattern or config.bias != "none":
+        changed = needs_weights(config)  # PiSSA and the like change the base as well
+        if not plain or changed or config.rank_pattern or config.alpha_pattern or config.bias != "none":
             return 0
         return next((rank for rank in _RANKS if rank >= config.r), 0)
 
@@ -110,9 +113,12 @@ class LayoutEngine(EngineHooks):
         size = -(-len(prompts) // parts)
         first = dist.get_rank(group) * size
         own = [min(row, len(prompts) - 1) for row in range(first, first + size)] if prompts else []
-        made = super().generate(
-            [prompts[row] for row in own], images and [images[row] for row in own], num_generations, profiler
-        )
+        # The trainer's stream is that of all ranks that share the batch, and each engine draws from one of its own.
+        with fork_random_state(runtime_of(self.model).mesh.device):
+            torch.manual_seed(int(torch.randint(2**48, ())) + dist.get_rank())
+            made = super().generate(
+                [prompts[row] for row in own], images and [images[row] for row in own], num_generations, profiler
+            )
         every: list[Any] = [None] * parts
         dist.all_gather_object(every, made, group=group)
         joined = (None if None in each else list(chain(*each))[: len(prompts)] for each in zip(*every, strict=True))
@@ -121,8 +127,18 @@ class LayoutEngine(EngineHooks):
 
 def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Make the engine of a trainer, whose class is ``stock``."""
-    kind = stock if find_runtime(model) is None else type(stock.__name__, (LayoutEngine, stock), {})
-    return kind(model, *args, **kwargs)
+    if find_runtime(model) is None:
+        return stock(model, *args, **kwargs)
+    if kwargs.get("logprobs", 0) is None:
+        kwargs["logprobs"] = 0  # of the sampled token: RLOO asks for none
+    return type(stock.__name__, (LayoutEngine, stock), {})(model, *args, **kwargs)
+
+
+def agree_anew(trainer: Any) -> None:
+    """Let ranks that share a batch agree on random streams again: TRL's trainers that generate seed each process."""
+    streams, mesh = trainer.runtime.part(RandomStreams), trainer.runtime.mesh
+    if streams is not None and mesh.sharing is not None:
+        streams.agreed &= not (hasattr(trainer, "reward_funcs") or hasattr(trainer, "teacher_model"))
 
 
 def log_difference(trainer: Any, log_probs: Tensor) -> None:
@@ -145,7 +161,12 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
     """Let a trainer's calls of Accelerate's gather functions return each distinct batch once in the ``with`` block."""
 
     def gather(stock: Any, tensor: Any) -> Any:
-        return accelerator.gather(tensor)
+        """Gather what the first of the ranks that share a batch has: a reward may be drawn, or time out."""
+        mesh = accelerator.mesh
+        if mesh.sharing is not None:
+            tensor = tensor.cpu()
+            dist.broadcast(tensor, group=mesh.sharing, group_src=0)
+        return accelerator.gather(tensor.to(mesh.device))
 
     def gather_object(stock: Any, given: Any) -> Any:
         every: list[Any] = [None] * dist.get_world_size()
@@ -179,3 +200,10 @@ def count_generations(arguments: Any, batches: int) -> None:
             f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
         )
     arguments.generation_batch_size = size
+    rows = arguments.per_device_eval_batch_size * batches
+    each = getattr(arguments, "num_generations_eval", None) or arguments.num_generations
+    if arguments.eval_strategy != "no" and rows % each:
+        raise ConfigError(
+            f"{each} generations for each prompt do not divide the {rows} completions of an evaluation over {batches} "
+            "distinct batch(es): change per_device_eval_batch_size"
+        )

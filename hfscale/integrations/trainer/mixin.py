@@ -40,7 +40,7 @@ from ...train.runtime import find_runtime, runtime_of
 from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
-from .generations import batches_gathered, count_generations, log_difference
+from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
 from .seams import Seams, options_of
 from .streams import TrainerRandomStreams
@@ -87,6 +87,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         with context, self._seams.while_made(type(self)):
             super().__init__(model, *args, **kwargs)
         self._while_made = ExitStack()
+        agree_anew(self)
         self._seams.follow_casts()
         self._streams = TrainerRandomStreams(self.runtime.mesh)
         self.add_callback(self._streams)
@@ -165,6 +166,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         output = self.args.output_dir
         resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
+        if hasattr(self, "_last_loaded_step"):  # an engine has the weights of an earlier run
+            self._last_loaded_step = -1
         with batches_skipped_by_accelerator(self), kernels_left_alone():
             done = super().train(resume_from_checkpoint, *args, **kwargs)
         return done._replace(training_loss=done.metrics["train_loss"])

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 from ..._compat.torch_device import accelerators
 from ..._compat.transformers.classes import class_name, is_causal_lm
 from ..._compat.transformers.trainer import count_processes_on_cpu, has_stock_loss, use_one_gpu
-from ..._compat.trl import has_engine
+from ..._compat.trl import DistillationHooks, distils, has_engine
 from ...config.environment import started_processes
 from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
@@ -88,7 +88,12 @@ def _check_arguments(arguments: Any) -> None:
 
 
 def check_engine(kind: type, arguments: Any) -> None:
-    """Refuse an engine of a trainer that fills it by itself, and so with this rank's shards."""
+    """Refuse an engine of a trainer that fills it by itself, and a loss of full heads: both would get shards."""
+    if distils(kind) and not issubclass(kind, DistillationHooks):
+        raise ConfigError(
+            f"{kind.__name__} computes its loss from full heads, which may be sharded here: subclass "
+            "hfscale.trl.DistillationTrainer"
+        )
     if getattr(arguments, "use_vllm", False) and not has_engine(kind):
         raise ConfigError(
             f"{kind.__name__} (use_vllm=True) would give vLLM this rank's shards as full weights: use GRPOTrainer or "
@@ -146,8 +151,13 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
     _check_packing(trainer, runtime)
-    if hasattr(trainer, "generation_config"):
+    if hasattr(trainer, "reward_funcs"):
         _check_generation(trainer, runtime)
+    elif hasattr(trainer, "generation_config") and runtime.mesh.layout.pp * runtime.mesh.layout.cp > 1:
+        raise ConfigError(
+            f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains, and reads its full "
+            f"head, and a rank has some layers, or a part of the sequences: use pp_size=1 and {UNCUT_SEQUENCES}"
+        )
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)
     elif runtime.options.mixed_precision == "fp16" and not trainer.uses_train_step:
@@ -170,13 +180,17 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
     """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
     args, layout = trainer.args, runtime.mesh.layout
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
-    if not hasattr(trainer, "reward_funcs"):
-        own = True  # distillation: a loss that looks at the model's head itself
     if own and layout.pp * layout.cp > 1:
         raise ConfigError(
             f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, of which a rank "
             "has some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
             f"dp_shard_size with pp_size=1 and {UNCUT_SEQUENCES}"
+        )
+    tools = getattr(trainer, "tools", None) or getattr(args, "environment_factory", None)
+    if tools and getattr(args, "vllm_enable_sleep_mode", False) and runtime.mesh.batch_world > 1:
+        raise ConfigError(
+            "vllm_enable_sleep_mode sends weights before every generation, and ranks whose completions call no tools "
+            "generate less often: leave it out, or use data ranks of one distinct batch"
         )
     adapts, quantile = getattr(args, "use_adaptive_entropy", False), getattr(args, "top_entropy_quantile", 1.0)
     if runtime.plan.stages is not None and (adapts or quantile < 1.0):

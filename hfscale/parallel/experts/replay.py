@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..._compat.torch import is_compiled_itself
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.prediction import PREDICTION
 from ...distributed.ops.collectives import all_gather
@@ -103,10 +104,12 @@ class RouteReplay(Part):
         if self._recorded is not None:
             for microbatch in microbatches:
                 microbatch[ROUTES] = self._new_pass(microbatch.get(ROUTES), microbatch)
-        yield
-        if self._handles and not runtime.executor.under_way:
-            self._passes.clear()
-            self._passes.begin(None)
+        try:
+            yield
+        finally:
+            if train and self._handles and not runtime.executor.under_way:
+                self._passes.clear()
+                self._passes.begin(None)
 
     @contextmanager
     def record(self, runtime: Runtime) -> Iterator[list[Tensor]]:
@@ -187,14 +190,15 @@ class RouteReplay(Part):
 def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
     """Record the experts of every token inside the with block, in the form that ``routes=`` takes::
 
-        with hfscale.record_routes(model) as routes:
+        with torch.no_grad(), hfscale.record_routes(model) as routes:
             before = hfscale.token_scores(model, batch)
         loss = hfscale.train_step(model, batch, routes=routes)
 
     Enter and leave it on every rank. At its end the list has, for each batch of the block's steps, whole numbers
-    ``[rows, tokens, layers with mixtures, k]`` on the CPU: the experts of each token, of which ``routes=`` takes any
-    ``k``, or -1 for each where the router is to choose. Their weights, with gradients, are the live router's. Layers
-    that are recomputed inside the block take the experts that they took first, where rounding could choose others.
+    ``[rows, tokens, layers with mixtures, k]`` on the CPU: the experts of each token. ``routes=`` takes any ``k``
+    different experts in any order, or -1 for each where the router is to choose. Their weights, with gradients, are
+    the live router's. Layers that are recomputed inside the block take the experts that they took first, where
+    rounding could choose others.
 
     Raises:
         ConfigError: the model's routers do not choose by one top-k, or ``routing=`` replaces their choice.
@@ -236,6 +240,8 @@ def _refuse(runtime: Runtime) -> None:
         raise ConfigError(f"routes are for the model's own router, and routing={options} replaces it: leave one out")
     if len({planned.layer for planned in mixtures}) < len(mixtures):
         raise ConfigError(f"{family!r} has several mixtures in a layer, each for some tokens: leave routes out")
+    if any(is_compiled_itself(model.get_submodule(planned.layer)) for _, planned in _local_mixtures(runtime)):
+        raise ConfigError("routes do not reach layers that are compiled already: load the model without compile=True")
     for _, planned in _local_mixtures(runtime):
         block = model.get_submodule(planned.name.rpartition(".")[0])
         if not any("topk" in used_names(type(module)) for module in block.modules()):

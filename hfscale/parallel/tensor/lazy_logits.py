@@ -207,7 +207,10 @@ class Scoring:
         temperature = self.temperature
         if temperature is None:
             if not isinstance(logits, LazyLogits) or logits.value is not None:
-                raise ConfigError("a teacher's class must scale or cap its head's logits one by one: use another one")
+                raise ConfigError(
+                    "the teacher's class does more to its logits than scale or cap each by itself, so its head cannot "
+                    "be copied for distillation: use a teacher of another class"
+                )
             self.logits = logits
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
         rows, project = self._projection(logits)
