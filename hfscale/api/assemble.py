@@ -107,8 +107,9 @@ def assemble(
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()
+    routed = {planned.layer for planned in plan.mixtures}  # in so many graphs that compiling takes minutes
     for layer in plan.layers if options.compile else ():
-        if runtime.is_local(layer):
+        if runtime.is_local(layer) and layer not in routed:
             backend = options.compile if isinstance(options.compile, str) else "inductor"
             model.get_submodule(layer).compile(backend=backend)
     runtime.restore = look_again()

@@ -101,7 +101,7 @@ def from_pretrained(
         float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
         mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
-        compile: compile each layer by itself when it first runs (some seconds, once), or the name of torch's backend.
+        compile: compile each dense layer by itself when it first runs (seconds, once), or the name of torch's backend.
         peft_config: a PEFT config, or the path or Hub id of an adapter to go on training; saves are of adapters.
         resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.

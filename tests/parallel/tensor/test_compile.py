@@ -14,7 +14,6 @@ from hfscale import MemoryConfig, ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 from tests.layouts import LAYOUTS
-from tests.mixtures import qwen3_moe
 from tests.sweeps import cases
 from tests.tiny_models import tiny
 
@@ -133,10 +132,10 @@ def test_compiled_layers_that_are_recomputed(pools: Pools, keep: list[str]) -> N
     check(*(run(_step, "llama", layout, how, False, "aot_eager", False, memory) for how in (False, True)))
 
 
-def _built(sizes: dict[str, Any], mixture: bool, compiled: bool | str, memory: MemoryConfig | None, lora: bool) -> Any:
+def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | None, lora: bool) -> Any:
     """Losses of rows of three lengths and their gradients, and how many graphs the last length added."""
     layout, seen = ParallelConfig(**sizes), counters["stats"]
-    config = qwen3_moe() if mixture else tiny("llama", num_hidden_layers=2 * layout.size("pp"))
+    config = tiny("llama", num_hidden_layers=2 * layout.size("pp"))
     torch.compiler.reset()
     adapter = LoraConfig(r=2, target_modules="all-linear") if lora else None
     model = hfscale.from_config(
@@ -156,7 +155,7 @@ def _built(sizes: dict[str, Any], mixture: bool, compiled: bool | str, memory: M
 @pytest.mark.parametrize(
     ("name", "recompute", "lora"),
     cases(
-        [*((name, None, False) for name in ("tp2", "sequence", "1f1b", "zbv", "cp2", "ep2", "shard2")),
+        [*((name, None, False) for name in ("tp2", "sequence", "1f1b", "zbv", "cp2", "shard2")),
          ("tp2", "full", True), ("shard2", None, True)],
         daily=[("1f1b", None, False)],
     ),
@@ -164,7 +163,6 @@ def _built(sizes: dict[str, Any], mixture: bool, compiled: bool | str, memory: M
 def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lora: bool) -> None:
     """By ``compile=``: what plain layers compute, and no more graphs for a third length than for two."""
     memory = None if recompute is None else MemoryConfig(recompute=recompute)
-    given = LAYOUTS[name], name == "ep2"
-    plain, compiled = (pools(2).run(_built, *given, how, memory, lora) for how in (False, "aot_eager"))
+    plain, compiled = (pools(2).run(_built, LAYOUTS[name], how, memory, lora) for how in (False, "aot_eager"))
     check([found for found, _ in plain], [found for found, _ in compiled])
     assert [added for _, added in compiled] == [0, 0]
