@@ -13,8 +13,10 @@ from hfscale.integrations.trainer.files import Checkpoints
 
 OWN = {
     *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
-    *("put_back_random_states", "check_loss", "around_inputs", "_step", "arguments_of_data", "written_aside"),
-    *("_divisor", "check_cached"),
+    *("put_back_random_states", "check_loss", "around_inputs", "_run_step", "arguments_of_data", "written_aside"),
+    "_divisor",
+    "check_cached",
+    "scored",
 }
 OVERRIDDEN = sorted(
     name
