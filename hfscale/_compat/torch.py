@@ -194,7 +194,7 @@ def as_plain_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return function(*args, **kwargs)
 
 
-def is_compiled_itself(module: nn.Module) -> bool:
+def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 

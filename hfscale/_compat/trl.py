@@ -24,7 +24,7 @@ _GENERATED = (
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch", "tool_mask"),
     *("num_images", "num_tiles"),
 )
-"""What a generated batch has that no model takes."""
+"""Entries of a generated batch that no model takes."""
 
 _Mixin: Any = object  # so that type checkers take what a trainer has
 

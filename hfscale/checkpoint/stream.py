@@ -133,8 +133,9 @@ def stream_weights(
 def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
     """Return the checksum of this rank's shard of every entry, by owned name; 0 where other ranks hold all of it."""
     share_of = shares(runtime)
-    held = {entry.owned: share_of(entry) for entry in entries}
-    return {name: 0 if share is None else int(checksum(share)) for name, share in held.items()}
+    held, nothing = {entry.owned: share_of(entry) for entry in entries}, torch.zeros(0, device=runtime.mesh.device)
+    sums = [checksum(nothing if share is None else share).to(runtime.mesh.device) for share in held.values()]
+    return dict(zip(held, torch.stack(sums).tolist(), strict=True))  # the device is asked once
 
 
 def _changed(runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]) -> set[str]:

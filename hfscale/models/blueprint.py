@@ -98,7 +98,7 @@ def in_layers(layers: str, **blocks: Block) -> Blueprint:
 
 
 TOLERANCE = 1e-10
-"""Of a proof: relative, in float64."""
+"""Largest difference of a proof, relative, in float64."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key_value}
 

@@ -213,8 +213,10 @@ def _computes_in(runtime: Runtime) -> torch.dtype:
 
 def _tokenizer_of(model: Any) -> dict[str, int] | None:
     """Return the vocabulary of the tokenizer beside a model's checkpoint; ``None`` where there is none at hand."""
+    if not model.name_or_path:
+        return None
     try:
         found = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
-        return dict(found.get_vocab()) if model.name_or_path else None
+        return dict(found.get_vocab())
     except (OSError, ValueError, KeyError, ImportError):  # no files, or of a kind that this process cannot read
         return None

@@ -273,11 +273,12 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
     """Return how many of ``rows`` a chunk holds, where a row has ``width`` logits."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
+    most = max(_FEWEST_ROWS, budget // width)
     even = max(-(-rows // _CHUNKS), min(max(_FEWEST_ROWS, _SMALL_ELEMENTS // width), -(-rows // 2)))
     if device.type != "cpu":  # few different sizes: an allocator's pieces fit again, and products have even shapes
         even = -(-even // _FEWEST_ROWS) * _FEWEST_ROWS
-        budget -= budget % (_FEWEST_ROWS * width) if budget > _FEWEST_ROWS * width else 0
-    return max(1, min(max(_FEWEST_ROWS, budget // width), even))
+        most -= most % _FEWEST_ROWS
+    return max(1, min(most, even))
 
 
 def head_cross_entropy(

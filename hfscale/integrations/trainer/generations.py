@@ -32,6 +32,7 @@ from ...errors import ConfigError
 from ...features.adapters import Adapters
 from ...features.adapters.storage import WEIGHTS, needs_weights, write_adapter_config
 from ...parallel.tensor import RandomStreams
+from ...parallel.tensor.random import take_first_state
 from ...train.runtime import find_runtime, runtime_of
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -136,9 +137,10 @@ def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any
 
 def agree_anew(trainer: Any) -> None:
     """Let ranks that share a batch agree on random streams again: TRL's trainers that generate seed each process."""
-    streams, mesh = trainer.runtime.part(RandomStreams), trainer.runtime.mesh
-    if streams is not None and mesh.sharing is not None:
-        streams.agreed &= not (hasattr(trainer, "reward_funcs") or hasattr(trainer, "teacher_model"))
+    streams, generates = trainer.runtime.part(RandomStreams), ("reward_funcs", "teacher_model")
+    shares = trainer.runtime.mesh.sharing is not None
+    if streams is not None and shares and any(hasattr(trainer, name) for name in generates):
+        streams.agreed = False
 
 
 def log_difference(trainer: Any, log_probs: Tensor) -> None:
@@ -179,10 +181,8 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         mesh = accelerator.mesh
         if mesh.sharing is None:
             return stock(rows)
-        state = torch.random.get_rng_state()
-        dist.broadcast(state, group=mesh.sharing, group_src=0)
         with torch.random.fork_rng(devices=[], enabled=not mesh.speaks_for_batch):
-            torch.random.set_rng_state(state)
+            take_first_state(torch.default_generator, mesh.sharing, torch.device("cpu"))
             return stock(rows)
 
     functions = {"gather": gather, "gather_object": gather_object, "shuffle_sequence_dict": shuffle}

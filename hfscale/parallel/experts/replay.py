@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..._compat.torch import is_compiled_itself
+from ..._compat.torch import is_compiled_in_place
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.prediction import PREDICTION
 from ...distributed.ops.collectives import all_gather
@@ -240,7 +240,7 @@ def _refuse(runtime: Runtime) -> None:
         raise ConfigError(f"routes are for the model's own router, and routing={options} replaces it: leave one out")
     if len({planned.layer for planned in mixtures}) < len(mixtures):
         raise ConfigError(f"{family!r} has several mixtures in a layer, each for some tokens: leave routes out")
-    if any(is_compiled_itself(model.get_submodule(planned.layer)) for _, planned in _local_mixtures(runtime)):
+    if any(is_compiled_in_place(model.get_submodule(planned.layer)) for _, planned in _local_mixtures(runtime)):
         raise ConfigError("routes do not reach layers that are compiled already: load the model without compile=True")
     for _, planned in _local_mixtures(runtime):
         block = model.get_submodule(planned.name.rpartition(".")[0])

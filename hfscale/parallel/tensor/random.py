@@ -177,12 +177,7 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
     # Some models draw from the CPU generator on a GPU too (LayerDrop).
     for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
         generator = default_generator(device)
-        state = generator.get_state()
-        if group is not None:
-            carried = state.to(mesh.device)
-            dist.broadcast(carried, group=group, group_src=0)
-            state = carried.cpu()
-            generator.set_state(state)
+        state = generator.get_state() if group is None else take_first_state(generator, group, mesh.device)
         if mesh.data_rank > 0 or mesh.pp_rank > 0:
             place = mesh.data_rank if mesh.pp_rank == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
             generator.manual_seed(derive_seed(state, place))
@@ -208,6 +203,15 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+def take_first_state(generator: torch.Generator, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Set a generator to the state that it has on the group's first rank, sent by ``device``, and return that."""
+    state = generator.get_state().to(device)
+    dist.broadcast(state, group=group, group_src=0)
+    state = state.cpu()
+    generator.set_state(state)
+    return state
+
+
 def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
     """Return a seed made of a key and a generator's state or a string."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
@@ -224,10 +228,7 @@ def install_generate(model: Any, mesh: Mesh) -> None:
     @functools.wraps(generate)
     def generate_alike(*args: Any, **kwargs: Any) -> Any:
         for device in dict.fromkeys((torch.device("cpu"), mesh.device)):
-            generator = default_generator(device)
-            state = generator.get_state().to(mesh.device)
-            dist.broadcast(state, group=group, group_src=0)
-            generator.set_state(state.cpu())
+            take_first_state(default_generator(device), group, mesh.device)
         return generate(*args, **kwargs)
 
     model.generate = generate_alike

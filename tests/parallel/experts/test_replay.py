@@ -317,6 +317,7 @@ def test_routes_of_engines(engine: str) -> None:
         found = hfscale.routes_from_vllm(model, arrays, MASK)
         only = hfscale.routes_from_vllm(model, [array[:, 1:] for array in arrays], MASK)  # layers with mixtures alone
         assert torch.equal(only, found)
+        assert hfscale.routes_from_vllm(model, [], MASK[:0]).shape == (0, 7, 1, 2)  # a rank without rows
     elif engine == "vllm server":
         files = [io.BytesIO() for _ in arrays]
         for file, array in zip(files, arrays, strict=True):
