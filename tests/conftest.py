@@ -1,7 +1,8 @@
 """Pools of rank processes, one per world size, for the whole run."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,24 @@ from hfscale.testing import RankPool
 from hfscale.testing.pool import PRELOADED
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
+    config.addinivalue_line("markers", "daily(*ids): the cases of a test that `make test` runs; the others are slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark cases slow that a test's own mark ``daily`` does not name."""
+    made = yield
+    items = [item for item in made or [] if isinstance(item, pytest.Function)] if isinstance(made, list) else []
+    if items and (daily := items[0].get_closest_marker("daily")) is not None:
+        cases = {item.callspec.id: item for item in items}
+        if unknown := set(daily.args) - cases.keys():
+            raise pytest.UsageError(f"{items[0].originalname} has no case {sorted(unknown)}: it has {sorted(cases)}")
+        for case, item in cases.items():
+            if case not in daily.args:
+                item.add_marker(pytest.mark.slow)
+    return made
 
 
 def pytest_collection_finish() -> None:

@@ -108,6 +108,7 @@ def uninterrupted() -> list[list[str]]:
     return done
 
 
+@pytest.mark.slow
 def test_a_killed_rank_brings_the_job_back(pools: Callable[[int], RankPool], tmp_path: Path) -> None:
     """By itself, with the losses of a run in which nothing happened, bit by bit."""
     code, said, done = launch(tmp_path, "killed", "--max_restarts", "1")
