@@ -439,7 +439,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.daily("replicate2-ep2", "ep2-tp2-expert_tp2")
+@pytest.mark.daily("replicate2-ep2")
 @pytest.mark.parametrize("case", ["ep2", "replicate2-ep2", "ep2-shard4", "ep2-tp2-expert_tp2"])
 def test_a_run_goes_on(pools: Pools, checkpoints: dict[str, Path], tmp_path: Path, case: str) -> None:
     world = len(CASES[case].chunks)

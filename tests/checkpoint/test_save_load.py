@@ -34,7 +34,7 @@ def load_and_save(source: str, target: str, layout: dict[str, int]) -> None:
     hfscale.save_pretrained(model, target, max_shard_size="30KB")
 
 
-@pytest.mark.daily("llama-False-layout3", "gpt2-True-layout2", "qwen3-True-layout1", "qwen3-True-layout0")
+@pytest.mark.daily("llama-False-layout3", "gpt2-True-layout2", "qwen3-True-layout0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("qwen3", True)])
 def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: dict[str, int]) -> None:

@@ -302,7 +302,7 @@ MERGED = {
 }
 
 
-@pytest.mark.daily("pair0", "pair3")
+@pytest.mark.daily("pair3")
 @pytest.mark.parametrize("pair", MERGED)
 def test_merged_file_to_file(written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]) -> None:
     """As plain values and as stored, bit by bit what a loaded model writes; untouched tensors byte for byte."""

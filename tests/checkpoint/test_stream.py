@@ -140,7 +140,7 @@ def adapted(path: str, kind: str, layout: str, directory: str) -> tuple[dict[str
     return merged, streamed(model)
 
 
-@pytest.mark.daily("lora-tp2", "dora-pp2")
+@pytest.mark.daily("dora-pp2")
 @pytest.mark.parametrize(
     ("kind", "layout"), [("lora", "tp2"), ("dora", "pp2"), ("copy", "shard2"), ("lora", "tp2-shard2")]
 )

@@ -40,7 +40,6 @@ def held_to(found: DryRun, traffic: float = 0.02, activations: float = 0.06) -> 
 @pytest.mark.daily(
     "tp_size dp_shard_size-dtype mixed_precision",
     "tp_size sequence_parallel-memory",
-    "dp_shard_size dp_replicate_size-num_microbatches",
     "cp_size dp_shard_size cp_method-",
 )
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def train(path: str, layout: dict[str, int], out: str, precision: str = "no") ->
     return {"norms": norms, "updates": updates, "epochs": scheduler.scheduler.last_epoch}
 
 
-@pytest.mark.daily("layout0", "layout3")
+@pytest.mark.daily("layout0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)

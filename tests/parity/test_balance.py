@@ -312,7 +312,7 @@ def test_losses_do_not_depend_on_accumulation(pools: Pools) -> None:
     _compare(pools, None, _LOSSES)
 
 
-@pytest.mark.daily("tp2xdp_shard2,sequenceparallel,ep4", "dp_shard2xpp2,ep2", "tp2")
+@pytest.mark.daily("tp2xdp_shard2,sequenceparallel,ep4", "tp2")
 @pytest.mark.parametrize("layout", [*_LAYOUTS, *_WIDE], ids=_name)
 def test_losses_do_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig) -> None:
     _compare(pools, layout, _LOSSES)

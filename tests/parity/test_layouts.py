@@ -74,6 +74,7 @@ def test_family(pools: Pools, model: str, layout: str) -> None:
     assert_layout_equal(Case(tiny(family, **changes)), parallel, pools(parallel.total_size))
 
 
+@pytest.mark.daily("llama-tied", "gpt2", "qwen3", "llama-padding-token")
 @pytest.mark.parametrize("model", list(MODELS))
 def test_one_process(model: str) -> None:
     family, changes = MODELS[model]

@@ -38,7 +38,7 @@ def test_the_sequence_cut(pools: Pools) -> None:
     assert_layout_equal(PictureCase(with_pictures("qwen2_vl")), layout, pools(2))
 
 
-@pytest.mark.daily("dp_shard_size-llava_next")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava_next", "mllama"])
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 def test_ranks_with_and_without_pictures(pools: Pools, family: str, axis: str) -> None:

@@ -138,7 +138,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.daily("gpt2-tp2-sequence", "qwen3-shard2", "llama-pp2")
+@pytest.mark.daily("gpt2-tp2-sequence", "llama-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_a_packed_row_computes_what_its_examples_do(pools: Pools, family: str, layout: str) -> None:
@@ -177,7 +177,7 @@ def _train(directory: str, layout: dict[str, Any], packed: bool) -> tuple[float,
     return outcome.first_validation_loss, outcome.validation_loss, outcome.tokens
 
 
-@pytest.mark.daily("True-layout3", "False-layout1")
+@pytest.mark.daily("True-layout3")
 @pytest.mark.parametrize(
     "layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "microbatch_size": 2}]
 )

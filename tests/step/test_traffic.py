@@ -90,7 +90,7 @@ def count_stages(layout: ParallelConfig, microbatches: int, frozen: str = "") ->
 STREAM = B * S * H * 4
 
 
-@pytest.mark.daily("zbv-2-edges3-4", "1f1b-4-edges2-4", "gpipe-4-edges1-8")
+@pytest.mark.daily("zbv-2-edges3-4", "1f1b-4-edges2-4")
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize(
     ("schedule", "pp_size", "edges"),
@@ -115,7 +115,7 @@ def test_no_gradient_goes_to_stages_that_do_not_train(pools: Pools) -> None:
     assert sent == [(5, 0), (5, 5), (5, 10), (5, 5)]
 
 
-@pytest.mark.daily("2-True", "5-False")
+@pytest.mark.daily("5-False")
 @pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 5])
 def test_sharded_stages_gather_and_reduce_once(pools: Pools, microbatches: int, regather: bool) -> None:

@@ -93,7 +93,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.daily("uneven", "file")
+@pytest.mark.daily("file")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_command_on_stages(
     pools: Callable[[int], RankPool],

@@ -107,7 +107,7 @@ MERGED = {
 }
 
 
-@pytest.mark.daily("lora-tp2", "dora-tp2", "copies-pp2", "loha-tp2", "embedding-pp2", "dora-one")
+@pytest.mark.daily("dora-tp2", "copies-pp2", "loha-tp2", "embedding-pp2", "dora-one")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
 @pytest.mark.parametrize("kind", MERGED)

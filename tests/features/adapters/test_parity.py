@@ -86,7 +86,6 @@ def _rough() -> list[Any]:
 
 
 @pytest.mark.daily(
-    "copies-sp2",
     "dora-biases-tp2",
     "lora-bias-tp2",
     "conv1d-dora-tp2",
@@ -95,7 +94,6 @@ def _rough() -> list[Any]:
     "copied-row-tp2",
     "tied-embedding-tp2",
     "head-tp2",
-    "padding-embedding-tp2",
     "one-layer-tp2",
 )
 @pytest.mark.parametrize(("kind", "layout"), _rough())
@@ -113,7 +111,7 @@ def test_other_methods(pools: Pools, layout: str) -> None:
     _check(pools, Case(tiny("llama", attention_bias=True), peft=LoHaConfig(**targets, r=3)), layout)
 
 
-@pytest.mark.daily("sp2", "pp2")
+@pytest.mark.daily("pp2")
 @pytest.mark.parametrize("layout", cases([*ROUGH, "pp2"], daily=["one", "sp2", "tp2-shard2", "pp2"]))
 def test_adapters_around_a_model_that_computes_already(pools: Pools, layout: str) -> None:
     # One layout around a model from memory, the others around one from a checkpoint.

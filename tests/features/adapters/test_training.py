@@ -41,7 +41,7 @@ def _check(pools: Pools, case: Case, layout: str) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
-@pytest.mark.daily("tp2-shard2")
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plain_loop(pools: Pools, layout: str) -> None:
     """Gradients of factors that ranks share are summed in the backward pass."""
@@ -181,7 +181,7 @@ def _after_steps(start: str, sizes: dict[str, Any]) -> dict[str, Tensor]:
     return {p.name: value.detach().clone() for p, value in held if p.partial and value.requires_grad}
 
 
-@pytest.mark.daily("tp4")
+@pytest.mark.daily("sp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "tp4"])
 def test_copies_of_factors_stay_equal_to_the_last_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
     """T6."""

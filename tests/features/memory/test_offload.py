@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 DATA = [name for name, layout in LAYOUTS.items() if ParallelConfig(**layout).data_world > 1]
 
 
-@pytest.mark.daily("lora, sequence-activations", "shard2-all", "zbv-activations", "1f1b-inputs")
+@pytest.mark.daily("shard2-all", "zbv-activations", "1f1b-inputs")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [

@@ -121,12 +121,7 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str, base: str) ->
 
 
 @pytest.mark.daily(
-    "ep2-budget-optimizer",
-    "1f1b-activations-4 bits",
-    "replicate2-activations-compression",
-    "shard2-parameters-rounding",
-    "zbv-selective-bf16",
-    "pipedream-full-activations",
+    "ep2-budget-optimizer", "replicate2-activations-compression", "zbv-selective-bf16", "pipedream-full-activations"
 )
 @pytest.mark.parametrize(
     ("layout", "one", "other"),

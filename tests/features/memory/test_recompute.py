@@ -63,7 +63,7 @@ def case_of(layout: str, way: str) -> Case:
     return Case(config, accumulation=3, hf_kwargs=kwargs, memory=memory, peft=lora)
 
 
-@pytest.mark.daily("pp2, tp2-budget", "ep2-kept", "sequence-full", "zbv-modules", "zbv-selective")
+@pytest.mark.daily("ep2-kept", "sequence-full", "zbv-modules", "zbv-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [

@@ -121,7 +121,7 @@ def run(pools: Pools, layout: dict[str, Any], function: Callable[..., Any], *giv
     return pools(size).run(function, *given) if size > 1 else [function(*given)]
 
 
-@pytest.mark.daily("untied-zbv", "untied-one")
+@pytest.mark.daily("untied-zbv")
 @pytest.mark.parametrize(
     "layout", cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2", "pp2, tp2", "shard2"})
 )
@@ -228,7 +228,7 @@ def poisoned(path: str, layout: dict[str, Any], name: str) -> list[tuple[dict[st
     return found
 
 
-@pytest.mark.daily("zbv-adamw_torch", "shard2-adafactor", "one-adamw_torch")
+@pytest.mark.daily("zbv-adamw_torch", "replicate2-sgd")
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

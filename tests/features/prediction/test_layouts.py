@@ -51,7 +51,7 @@ def equal(case: PredictionCase, sizes: dict[str, Any], pools: Pools, directory: 
     assert max(difference(saved[key], end[key]) for key in saved) < 1e-10
 
 
-@pytest.mark.daily("ep2", "sequence")
+@pytest.mark.daily("ep2")
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "sequence", "cp2", "ep2", "pp2, tp2")))
 def test_layout(layout: str, pools: Pools, tmp_path: Path) -> None:
     config = config_with(depths=2, layers=4 if layout == "zbv" else 2)

@@ -147,7 +147,6 @@ def note(phase: str) -> None:
 
 @pytest.mark.daily(
     "packed rows of several texts, ",
-    "rows that no label leaves out,",
     "an optimizer that a subclass c",
     "examples in one row that are d",
     "a save behind predictions in b",

@@ -81,7 +81,7 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     return find
 
 
-@pytest.mark.daily("plain-layout1", "plain-layout5", "own-layout7", "smoothed-layout9", "loss_only-layout10")
+@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -132,7 +132,7 @@ def test_mixtures_of_experts(
         assert_equal(found, stock, layout)
 
 
-@pytest.mark.daily("lora-llama-layout1", "qlora-wide-layout3")
+@pytest.mark.daily("qlora-wide-layout4")
 @pytest.mark.parametrize(
     ("name", "family", "layout"),
     [

@@ -112,7 +112,7 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return find
 
 
-@pytest.mark.daily("sft-layout1", "packed-layout3", "precomputed-layout14", "reward-layout15", "grpo-layout16")
+@pytest.mark.daily("packed-layout3", "precomputed-layout14", "reward-layout15", "grpo-layout16")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

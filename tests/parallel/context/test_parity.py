@@ -31,7 +31,7 @@ def equal(pools: Pools, case: Case, **sizes: Any) -> None:
     assert_layout_equal(case, layout, pools(layout.total_size))
 
 
-@pytest.mark.daily("mistral-heads", "mistral-ring", "mistral-gather")
+@pytest.mark.daily("mistral-gather")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_methods(pools: Pools, family: str, method: str) -> None:
@@ -114,7 +114,7 @@ class Packed(Case):
         return super().reference_step(model, [[{**m, "use_cache": False} for m in rank] for rank in step])
 
 
-@pytest.mark.daily("llama-heads", "mistral-gather", "mistral-ring")
+@pytest.mark.daily("llama-heads", "mistral-ring")
 @pytest.mark.parametrize(
     ("family", "method"),
     pairs(["llama", "mistral"], METHODS, daily=[*(("mistral", method) for method in METHODS), ("llama", "heads")]),
