@@ -10,6 +10,9 @@ import torch
 from hfscale.testing import RankPool
 from hfscale.testing.pool import PRELOADED
 
+# By all ranks: once for all in the process that they are forked from. PEFT recommends a package as it comes.
+IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
@@ -20,19 +23,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Mark cases slow that a test's own mark ``daily`` does not name."""
     made = yield
-    items = [item for item in made or [] if isinstance(item, pytest.Function)] if isinstance(made, list) else []
-    if items and (daily := items[0].get_closest_marker("daily")) is not None:
-        cases = {item.callspec.id: item for item in items}
+    daily = made[0].get_closest_marker("daily") if isinstance(made, list) and made else None
+    if daily is not None:
+        cases = {item.callspec.id: item for item in made}
         if unknown := set(daily.args) - cases.keys():
-            raise pytest.UsageError(f"{items[0].originalname} has no case {sorted(unknown)}: it has {sorted(cases)}")
-        for case, item in cases.items():
-            if case not in daily.args:
-                item.add_marker(pytest.mark.slow)
+            raise pytest.UsageError(f"{made[0].originalname} has no case {sorted(unknown)}: it has {sorted(cases)}")
+        for case in cases.keys() - set(daily.args):
+            cases[case].add_marker(pytest.mark.slow)
     return made
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: a tenth of a second or more for each collection that goes through it
+    gc.set_threshold(20_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +48,7 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(world: int) -> RankPool:
         if world not in started:
-            started[world] = RankPool(world, preload=(*PRELOADED, "peft"))  # which recommends a package as it comes
+            started[world] = RankPool(world, preload=(*PRELOADED, *IMPORTED))
         return started[world]
 
     yield pool
