@@ -109,6 +109,5 @@ def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
 
 
 def _some(names: Any) -> str:
-    """Return the first few names in words."""
     first = sorted(names)[:_MOST_NAMED]
     return ", ".join(first) + (", ..." if len(names) > len(first) else "")

@@ -29,7 +29,6 @@ hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale plan``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_training_arguments(parser)
@@ -43,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
     check_place(arguments.model)
     check_amounts(arguments)
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there

@@ -20,7 +20,6 @@ hfscale train my_recipe.yaml --print-job slurm > job.sh"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale train``."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20")
     add_memory_limit(parser)
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in this process, or start the processes that do."""
     check_installed()
     from ..recipes.launch import is_launched, launch, launch_options
     from ..recipes.read import read_recipe, shipped_recipes

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["LIBRARY", "check_installed"]
-
 LIBRARY = Path(__file__).parent / "library"
 """The recipes that come with hfscale."""
 

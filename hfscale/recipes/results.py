@@ -183,13 +183,7 @@ def finish(
     on_main(describe)
 
 
-def _summary(
-    recipe: Recipe,
-    layout: hfscale.ParallelConfig,
-    outcome: Outcome,
-    made: list[Made],
-    expected: Any,
-) -> str:
+def _summary(recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, made: list[Made], expected: Any) -> str:
     task = task_of(recipe.data)
     lines = [
         f"\n{recipe.name}: {layout.describe_schedule()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "

@@ -131,7 +131,6 @@ class _Llama:
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
-        """Ranks of the low-rank adapters of each weight."""
         found = Counter[str]()
         for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:

@@ -66,7 +66,6 @@ def _bars(
     say: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw stacked bars, one per row."""
     scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + (20 if marks else 2)
     parts = []
     for number, (name, values) in enumerate(rows):
@@ -130,7 +129,6 @@ class _Scale:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """Return the position of a value."""
         share = (log10(value) - self._low) / (self._high - self._low)
         return self._start + share * (self._end - self._start)
 

@@ -165,7 +165,6 @@ class _LayerCounter(SavedCounter):
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record that a layer begins."""
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
         self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
@@ -177,7 +176,6 @@ class _LayerCounter(SavedCounter):
         self._inputs[self._place] = storage_key(stream)
 
     def leave(self, *args: Any) -> None:
-        """Record that a layer is done."""
         super().leave(*args)
         self._place = _BEHIND
 
@@ -203,7 +201,6 @@ class _LayerCounter(SavedCounter):
         return found
 
     def freed(self, key: int) -> None:
-        """Record that nothing reads a tensor any more."""
         kind, size = self._reading.pop(key, ("", 0))
         self._reads(kind, -size)
 

@@ -197,11 +197,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def vocab_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    vocabulary: VocabularySlice | None = None,
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, vocabulary: VocabularySlice | None = None
 ) -> Tensor:
     """Return the sum of the cross entropies of the rows whose target is not ``ignore_index``.
 

@@ -137,11 +137,7 @@ def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[Ad
     """
     modules, parameters, copies = targets_of(adapters)
     known = [name.rpartition(".")[0] for name in plan.by_name]
-    for field, matched in (
-        ("target_modules", modules),
-        ("target_parameters", parameters),
-        ("modules_to_save", copies),
-    ):
+    for field, matched in (("target_modules", modules), ("target_parameters", parameters), ("modules_to_save", copies)):
         wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
             found = any(_fits(name, target) for name in matched)

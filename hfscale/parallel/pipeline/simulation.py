@@ -64,12 +64,7 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
 
 
 def _run(
-    piece: list[Action],
-    now: float,
-    costs: Costs,
-    home: dict[int, int],
-    last: int,
-    ready: dict[_Result, float],
+    piece: list[Action], now: float, costs: Costs, home: dict[int, int], last: int, ready: dict[_Result, float]
 ) -> list[Span] | None:
     """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]

@@ -71,7 +71,6 @@ class _Transfer:
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
 
     def wait(self) -> Tensor:
-        """Wait for the transfer, and return the tensor."""
         with waiting(self._call, self._peer, self._group):
             for work in self._works:
                 work.wait()

@@ -47,11 +47,7 @@ class Overlap:
     """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
     def __init__(
-        self,
-        columns: list[nn.Module],
-        group: dist.ProcessGroup,
-        stream: SequenceRegion | None,
-        regather: bool,
+        self, columns: list[nn.Module], group: dist.ProcessGroup, stream: SequenceRegion | None, regather: bool
     ) -> None:
         self.group, self.stream, self.regather = group, stream, regather
         # exact types: a subclass may compute something else

@@ -94,7 +94,6 @@ class _Mixers:
             handle.remove()
 
     def found(self) -> list[nn.Module]:
-        """Return the modules that mix tokens."""
         return [module for module in self._candidates if type(module) in self.mix]
 
     def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
@@ -138,17 +137,14 @@ class _Subject:
         self._takes_positions = takes_argument(model, "position_ids")
 
     def restore(self) -> None:
-        """Remove the hooks."""
         self.seam.remove()
         for handle in self._handles:
             handle.remove()
 
     def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
-        """Return the part of the batch that a rank gets."""
         return cut_batch(batch, parts, rank, 0, self._takes_positions, self._inside)
 
     def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: Attend) -> Tensor:
-        """Return the model's output for a part."""
         with self.seam.passing(part[0], attend):
             return _run(self.model, part[1])
 
