@@ -39,8 +39,7 @@ from .arguments import (
 from .assemble import assemble
 from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
 
-Adapter = tuple[Any, str | None]
-"""A PEFT config, and the path of a saved adapter, if it is one."""
+Adapter = tuple[Any, str | None]  # a PEFT config, and the path of a saved adapter, if it is one
 
 
 def build(

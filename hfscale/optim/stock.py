@@ -33,8 +33,7 @@ UPDATES = "updates"
 
 _SCALES, _TABLES = "absmax", "qmap"  # keys of bitsandbytes' 8-bit states
 
-Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes the stock optimizer over parameter groups."""
+Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes the stock optimizer over parameter groups
 
 
 @dataclass(frozen=True)

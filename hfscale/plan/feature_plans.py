@@ -9,8 +9,7 @@ from .contents import Feature, PlanContents
 
 IDS, TARGETS = "mtp_input_ids", "mtp_labels"
 """Arguments of a forward pass, ``[b, depths, s]``, which the model itself never sees."""
-ROUTES = "routes"
-"""Likewise the experts of every token, ``[b, s, layers, k]``."""
+ROUTES = "routes"  # likewise the experts of every token, ``[b, s, layers, k]``
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,8 @@ def recomputed(plan: PlanContents) -> RecomputePlan:
     return plan.feature(RecomputePlan) or RecomputePlan()
 
 
-BLOCK = 256
-"""Entries per scale."""
-BYTES = 1 + 4 / BLOCK
-"""Bytes per entry, including its fraction of the scale."""
+BLOCK = 256  # entries per scale
+BYTES = 1 + 4 / BLOCK  # bytes per entry, including its fraction of the scale
 FEW = 16
 """Tensors smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by which
 everything else is divided, rotary tables, router logits."""

@@ -153,15 +153,11 @@ class TwoStacks:
 
     Every stage of the decoder passes the encoder's output on, so that the gradients of all its readers add up on the
     way back.
-
-    Attributes:
-        encoder, decoder: names of the modules.
-        first: name of the decoder's first layer.
     """
 
-    encoder: str
-    decoder: str
-    first: str
+    encoder: str  # names of the modules
+    decoder: str  # names of the modules
+    first: str  # name of the decoder's first layer
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-LIBRARY = Path(__file__).parent / "library"
-"""The recipes that come with hfscale."""
+LIBRARY = Path(__file__).parent / "library"  # the recipes that come with hfscale
 
 _PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "omegaconf", "yaml": "PyYAML"}
 

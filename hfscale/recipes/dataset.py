@@ -19,8 +19,7 @@ from .rows import IGNORED
 from .schema import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 0
-"""Special tokens come first in the vocabulary, and this is the only one."""
+END_OF_TEXT_ID = 0  # special tokens come first in the vocabulary, and this is the only one
 
 _AT_ONCE = 64
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-IGNORED = -100
-"""The label that counts in no loss."""
+IGNORED = -100  # the label that counts in no loss
 
 _PADDING = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "position_ids": 0}
 """The columns that a model gets, and what fills them up behind a row's end."""
@@ -27,8 +26,7 @@ class Rows:
     the token by which the model finds the end of a row.
     """
 
-    texts = 1
-    """Rows of a batch that one row of the data becomes."""
+    texts = 1  # rows of a batch that one row of the data becomes
 
     def __init__(self, data: Dataset, padding: int = 0) -> None:
         self._data, self._padding = data, padding

@@ -9,8 +9,7 @@ from omegaconf import MISSING
 from ..config.sections import OptionSections
 from ..errors import HFScaleError
 
-METHODS = ("lora", "dora", "ia3", "loha")
-"""Kinds of adapters."""
+METHODS = ("lora", "dora", "ia3", "loha")  # kinds of adapters
 
 FORMATS = {
     "text": ("text_column",),
@@ -21,8 +20,7 @@ FORMATS = {
 }
 """Formats of data, with the keys that name their columns."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""Types of weights; those to train on or over come first."""
+DTYPES = ("float32", "bfloat16", "float16")  # types of weights; those to train on or over come first
 
 
 COUNT: dict[str, Any] = {"least": 1}

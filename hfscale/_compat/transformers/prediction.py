@@ -25,8 +25,7 @@ from ...errors import ConfigError
 from ..replaced import attribute_replaced
 from ..torch import own_modules
 
-PREDICTION = "mtp"
-"""The name of the layers in a model."""
+PREDICTION = "mtp"  # the name of the layers in a model
 PREDICTION_LOOKUP = f"{PREDICTION}.embed_tokens"
 """The model's embedding, once more: it may be on another pipeline stage than these layers."""
 

@@ -121,18 +121,13 @@ class Variation:
     Re-initialization") redraws a fraction of an expert's hidden channels, with the mean and standard deviation of the
     weights that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
 
-    Attributes:
-        noise: standard deviation of the noise on each weight, relative to that of the weight's matrix.
-        reinitialize: fraction of the channels that are redrawn, different ones in each expert.
-        seed: of both, and of the router.
-
     Raises:
         ConfigError: a value is impossible.
     """
 
-    noise: float = 0.0
-    reinitialize: float = 0.0
-    seed: int = 0
+    noise: float = 0.0  # standard deviation of the noise on each weight, relative to that of the weight's matrix
+    reinitialize: float = 0.0  # fraction of the channels that are redrawn, different ones in each expert
+    seed: int = 0  # of both, and of the router
 
     def __post_init__(self) -> None:
         check_number("noise", self.noise, least=0)

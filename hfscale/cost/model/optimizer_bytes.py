@@ -19,10 +19,8 @@ from ...errors import ConfigError
 from ...plan.parameter import ParameterPlan
 from ...plan.quantized import flat_blocks_align
 
-BLOCK = 256
-"""Entries that share a scale in bitsandbytes' 8-bit states."""
-MIN_8BIT_SIZE = 4096
-"""bitsandbytes' default: states of tensors with fewer entries have 32 bits."""
+BLOCK = 256  # entries that share a scale in bitsandbytes' 8-bit states
+MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
 _MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
 # bitsandbytes' classes -> moments per entry, and tables of 8-bit values
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment

@@ -143,18 +143,15 @@ def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
 
 
 class _LayerCounter(SavedCounter):
-    """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass.
-
-    Attributes:
-        kept: layer, or what is no layer -> bytes.
-        most: likewise, the most at once.
-        streams: layer -> bytes of its input, as it is kept where the layer is computed again.
-        inputs: layer -> bytes of its input among those that it saved, as it was given.
-        pieces: layer -> the most bytes of those that its backward pass reads at once.
-    """
+    """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int] = ()) -> None:
+        # streams: layer -> bytes of its input, as it is kept where the layer is computed again
+        # most: likewise, the most at once
+        # kept: layer, or what is no layer -> bytes
         self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
+        # pieces: layer -> the most bytes of those that its backward pass reads at once
+        # inputs: layer -> bytes of its input among those that it saved, as it was given
         self.inputs, self.pieces, self._read = Counter[str](), Counter[str](), Counter[str]()
         self._inputs, self._reading, self._rounds = dict[str, int](), dict[int, tuple[str, int]](), False
         self._names = {id(model.get_submodule(name)): name for name in layers}

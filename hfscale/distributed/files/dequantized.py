@@ -16,24 +16,18 @@ from .reader import NAMES, TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 """Values of a dtype, from the tensors that make up a weight, by their part in it; their shapes broadcast."""
-Box = tuple[tuple[int, int], ...]
-"""``(start, stop)`` per dim."""
+Box = tuple[tuple[int, int], ...]  # ``(start, stop)`` per dim
 _ENTRIES = 1 << 19  # multiplied out at a time
 _MORE = 32  # times as many on a device, where every step waits for its launch
 
 
 @dataclass(frozen=True)
 class Along:
-    """How a stored tensor runs along one dim of the weight.
+    """How a stored tensor runs along one dim of the weight."""
 
-    Attributes:
-        entries: how many entries of the weight belong to ``words`` of the stored tensor.
-        words: how many of its own; 1 unless they are unpacked.
-        unpack: turns ``[..., n x words]`` into ``[..., n x entries]``; ``None``: each word counts for all ``entries``.
-    """
-
-    entries: int = 1
-    words: int = 1
+    entries: int = 1  # how many entries of the weight belong to ``words`` of the stored tensor
+    words: int = 1  # how many of its own; 1 unless they are unpacked
+    # turns ``[..., n x words]`` into ``[..., n x entries]``; ``None``: each word counts for all ``entries``
     unpack: Callable[[Tensor], Tensor] | None = None
 
     def words_of(self, span: tuple[int, int], length: int) -> tuple[int, int]:
@@ -54,17 +48,11 @@ class Along:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One stored tensor of a weight, with as many dims as the weight.
+    """One stored tensor of a weight, with as many dims as the weight."""
 
-    Attributes:
-        source: the tensor.
-        rows: how it runs along the weight's second to last dim, as stored.
-        columns: and along its last dim.
-    """
-
-    source: TensorOnDisk
-    rows: Along = Along()
-    columns: Along = Along()
+    source: TensorOnDisk  # the tensor
+    rows: Along = Along()  # how it runs along the weight's second to last dim, as stored
+    columns: Along = Along()  # and along its last dim
 
     def box(self, spans: Box) -> Box:
         """Return the box of the stored tensor that holds a box of the weight, as stored."""

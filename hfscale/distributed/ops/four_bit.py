@@ -26,19 +26,12 @@ from .packed_weights import Packing, as_bytes
 
 @dataclass(frozen=True)
 class FourBitPacking(Packing):
-    """The layout of a 4-bit weight's bytes.
+    """The layout of a 4-bit weight's bytes."""
 
-    Attributes:
-        quant_type: ``nf4`` or ``fp4``.
-        double: whether the scales are quantized too.
-        shards: number of data ranks that shard it.
-        dim: the dim of ``shape`` that they shard.
-    """
-
-    quant_type: str
-    double: bool
-    shards: int = 1
-    dim: int = 1
+    quant_type: str  # ``nf4`` or ``fp4``
+    double: bool  # whether the scales are quantized too
+    shards: int = 1  # number of data ranks that shard it
+    dim: int = 1  # the dim of ``shape`` that they shard
 
     @property
     def chunk(self) -> tuple[int, int, int]:

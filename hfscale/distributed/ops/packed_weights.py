@@ -20,16 +20,11 @@ from ..._compat.torch import own_parameters
 
 @dataclass(frozen=True)
 class Packing(ABC):
-    """How to read a packed weight.
+    """How to read a packed weight."""
 
-    Attributes:
-        shape: ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
-        dtype: the dtype of its values.
-        compute_dtype: the dtype that experts compute in; ``None``: that of their input. A projection knows its own.
-    """
-
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
+    shape: tuple[int, int, int]  # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix
+    dtype: torch.dtype  # the dtype of its values
+    # the dtype that experts compute in; ``None``: that of their input. A projection knows its own
     compute_dtype: torch.dtype | None
 
     @property

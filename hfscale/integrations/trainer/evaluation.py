@@ -31,8 +31,7 @@ from ...train.runtime import Executor, Runtime
 from .trainer_batches import Batch, first_examples, first_of_chunks, pieces, with_rows
 
 _MOST_ADDED = 64
-_Result = tuple[Tensor | None, Any, Any]
-"""Loss, predictions and labels of a step, as Trainer's own step returns them."""
+_Result = tuple[Tensor | None, Any, Any]  # loss, predictions and labels of a step, as Trainer's own step returns them
 _Step = Callable[..., _Result]
 """Trainer's own step: ``(model, inputs, whether only the loss is wanted, keys to leave out)``."""
 

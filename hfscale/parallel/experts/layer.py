@@ -77,20 +77,15 @@ class RouterLogits:
 
 
 class Routing:
-    """Hold the routing state that all mixtures of a model use.
-
-    Attributes:
-        passes: contexts of the model's forward passes; ``None`` where no layer needs them.
-        counters: tokens per expert, by the name of the experts' module.
-        biases: the router biases to update, by the same.
-        asked: whether the counts were read; without ``train_step`` they accumulate until then.
-    """
+    """Hold the routing state that all mixtures of a model use."""
 
     def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
+        # asked: whether the counts were read; without ``train_step`` they accumulate until then
         self.options, self.mesh, self.asked = options, mesh, False
+        # contexts of the model's forward passes; ``None`` where no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        self.counters: dict[str, LayerCounter] = {}
-        self.biases: dict[str, Tensor] = {}
+        self.counters: dict[str, LayerCounter] = {}  # tokens per expert, by the name of the experts' module
+        self.biases: dict[str, Tensor] = {}  # the router biases to update, by the same
 
     def count_anew(self) -> None:
         """Set all counters to zero."""

@@ -48,12 +48,7 @@ class _Report:
 
 
 class StageAgreement:
-    """Exchange with the other stages which of them train, and the state of tied tensors.
-
-    Attributes:
-        loss_type: the dtype of the loss, which only ranks with the last stage compute.
-        alone: whether this rank runs without the others; all stages are then assumed to train.
-    """
+    """Exchange with the other stages which of them train, and the state of tied tensors."""
 
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
@@ -66,6 +61,8 @@ class StageAgreement:
         self._own_stages: dict[str, list[int]] = {}
         self._reports: list[_Report] = []
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
+        # alone: whether this rank runs without the others; all stages are then assumed to train
+        # loss_type: the dtype of the loss, which only ranks with the last stage compute
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:

@@ -14,8 +14,7 @@ from ...train.runtime.batches import Microbatch
 
 Batch = Mapping[str, Any]
 
-_PER_STAGE = 4
-"""Microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p."""
+_PER_STAGE = 4  # microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p
 
 
 def share_out(

@@ -26,8 +26,7 @@ class Costs:
 
 
 DEFAULT_COSTS = Costs()
-_Result: TypeAlias = tuple[int, str, int]
-"""A stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch."""
+_Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
 
 
 def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:

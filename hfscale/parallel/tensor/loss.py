@@ -40,19 +40,12 @@ from .sequence_region import SequenceRegion
 
 @dataclass
 class RowsAhead:
-    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``.
+    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``."""
 
-    Attributes:
-        targets: ``[depths, b, s]``.
-        weight: factor of their mean loss over the depths.
-        hits: ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed.
-        loss: that mean, divided like the model's loss; once computed.
-    """
-
-    targets: Tensor
-    weight: float
-    hits: Tensor
-    loss: Tensor | None = None
+    targets: Tensor  # ``[depths, b, s]``
+    weight: float  # factor of their mean loss over the depths
+    hits: Tensor  # ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed
+    loss: Tensor | None = None  # that mean, divided like the model's loss; once computed
 
     def split(self, logits: Tensor) -> Sequence[Tensor]:
         """Split logits into the model's own rows and the others."""

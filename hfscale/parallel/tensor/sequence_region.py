@@ -40,8 +40,7 @@ from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
 from .random import LayerRandom
 
-TOKENS = 1
-"""The dim of ``[b, s, h]`` that holds tokens."""
+TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
 
 class ForwardPass:

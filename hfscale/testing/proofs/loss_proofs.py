@@ -152,8 +152,7 @@ _COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
 
 _LENGTHS = (1, 6, 1, 4)
 _NOWHERE = 64  # a length that nothing reaches
-_APART = 1e-4
-"""Relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more."""
+_APART = 1e-4  # relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more
 
 
 def prove_documents(

@@ -113,8 +113,7 @@ def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
     return "", True
 
 
-Attempt = Callable[..., Any]
-"""Calls a function and returns its result, or keeps its exception and returns ``None``."""
+Attempt = Callable[..., Any]  # calls a function and returns its result, or keeps its exception and returns ``None``
 
 
 def plainly(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -35,8 +35,7 @@ from .subject import Subject, Unproved, brief, run_backward
 _PATIENCE = 60.0  # seconds to wait for another rank
 _FLOOR = 1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
 
-Gradients = dict[str, Tensor | None]
-"""By name in the clone."""
+Gradients = dict[str, Tensor | None]  # by name in the clone
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
