@@ -44,9 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")
     if is_launched():
-        from ..recipes.run import start_rank
+        from ..recipes.main_process import run as run_or_explain
+        from ..recipes.run import start
 
-        start_rank(lambda: read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
+        run_or_explain(lambda: start(read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory))
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     from ..config.parallel import ParallelConfig

@@ -91,7 +91,9 @@ def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, f
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(plan, layer)
     if roles is None:
-        scores = _score_bytes(types) * situation.length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
+        cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1  # and not attention or MLP alone
+        ranks = plan.layout.tp if cut else 1
+        scores = _score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
         return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False)
     found = _Llama(plan, roles, hidden, sequence, situation, types)
     blocks, again = found.blocks()
@@ -249,12 +251,6 @@ class _Llama:
 def _score_bytes(types: Types) -> int:
     """Return the bytes per score of eager attention, whose softmax is in 32 bits."""
     return 4 + (types.size if types.size != 4 else 0)
-
-
-def _ranks_of_heads(plan: Plan, layer: str) -> int:
-    """Return the number of tensor ranks that shard a layer's heads; 1 if only one of its blocks is sharded."""
-    blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
-    return plan.layout.tp if len(blocks) > 1 else 1
 
 
 def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:

@@ -80,10 +80,9 @@ def optimizer_bytes(
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
-        return sum(
-            _like(planned, ranks, 1, counts=False) if _is_hidden(planned, layers) else _like(planned, ranks, 2)
-            for planned in trained
-        )
+        inside = tuple(f"{layer}." for layer in layers)
+        hidden = {p.name for p in trained if len(p.shape) == 2 and p.name.startswith(inside)}
+        return sum(_like(p, ranks, 1, counts=False) if p.name in hidden else _like(p, ranks, 2) for p in trained)
     if name not in _TORCH:
         raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
     if name == "sgd":
@@ -92,13 +91,9 @@ def optimizer_bytes(
     return sum(_like(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad")))) for planned in trained)
 
 
-def _entries(planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    return prod(planned.local_shape(ranks))
-
-
 def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
     """Return the bytes of ``tensors`` tensors of the shard's size and dtype; an empty shard has no state."""
-    entries = _entries(planned, ranks)
+    entries = prod(planned.local_shape(ranks))
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 
 
@@ -109,7 +104,7 @@ def _bitsandbytes_bytes(
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
-        entries, whole = _entries(planned, ranks), prod(planned.shape)
+        entries, whole = prod(planned.local_shape(ranks)), prod(planned.shape)
         if kind.bits == 32 or whole < least:
             total += 4 * moments * entries
         elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
@@ -125,7 +120,3 @@ def _adafactor_bytes(planned: ParameterPlan, ranks: dict[str, int], options: dic
     kept = prod(local[:-1]) + prod(local[:-2]) * local[-1] if len(local) >= 2 else prod(local)
     kept += prod(local) * (options.get("beta1") is not None)
     return size * (kept + bool(options.get("scale_parameter", False)))
-
-
-def _is_hidden(planned: ParameterPlan, layers: Sequence[str]) -> bool:
-    return len(planned.shape) == 2 and any(planned.name.startswith(f"{layer}.") for layer in layers)
