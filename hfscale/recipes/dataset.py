@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from .chat import Pair, encode_chat, encode_classes, encode_completion, encode_pairs, set_chat_template
 from .corpus import Document, needed_columns, read
 from .main_process import on_main
-from .packing import Example, cut, packed_rows, separate_rows
 from .pictures import encode_pictures
-from .rows import IGNORED
+from .rows import IGNORED, Example, cut, packed_rows, separate_rows
 from .schema import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ...config.parallel import AXES, ParallelConfig
-from ...parallel.pipeline.in_flight import in_flight_of_ranks
+from ...parallel.pipeline.microbatches import in_flight_of_ranks
 from ...plan import balance
 from ...plan.drafting.assign import Cost
 from ..model.job import Job, Place
