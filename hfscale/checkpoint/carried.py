@@ -46,8 +46,7 @@ def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
 
 def carried_by(model: nn.Module) -> Carried | None:
     """Return what :func:`note_carried` recorded on a model, or ``None``."""
-    carried: Carried | None = vars(model).get("_hfscale_carried")
-    return carried
+    return vars(model).get("_hfscale_carried")
 
 
 def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:

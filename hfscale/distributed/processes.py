@@ -130,8 +130,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     assert world is not None
     if _splits(world, device):
         lists = [list(ranks) for ranks in parts]
-        group: dist.ProcessGroup | None = dist.split_group(world, lists, timeout=_patience(device))
-        return group
+        return dist.split_group(world, lists, timeout=_patience(device))
     return _one_by_one(parts, backend_of(world, device), _patience(device))
 
 

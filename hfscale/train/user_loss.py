@@ -186,5 +186,4 @@ class UserLoss:
 
 def _first_of(output: Any) -> Tensor:
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    found: Tensor = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return found
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())

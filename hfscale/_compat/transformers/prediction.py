@@ -132,8 +132,7 @@ def attach_prediction(model: Any) -> None:
 
 def stored_names(model: Any) -> StoredNames:
     """Return what tensors of a model are called in its checkpoint."""
-    found: StoredNames = vars(model).get("_hfscale_stored_names") or StoredNames({})
-    return found
+    return vars(model).get("_hfscale_stored_names") or StoredNames({})
 
 
 def refuse_adapters_of_prediction(keys: Iterable[str], what: str) -> None:

@@ -172,12 +172,10 @@ def _state(absmax: Tensor, packing: FourBitPacking, shape: tuple[int, int]) -> A
 @cache  # it is copied from a list, which syncs with the device, and every product needs it
 def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
     """Return the values of the 4-bit codes."""
-    code: Tensor = functional().get_4bit_type(quant_type, device=device)
-    return code
+    return functional().get_4bit_type(quant_type, device=device)
 
 
 @cache
 def _code(device: torch.device) -> Tensor:
     """Return bitsandbytes' values of 8-bit codes, for quantized scales."""
-    code: Tensor = functional().create_dynamic_map().to(device)
-    return code
+    return functional().create_dynamic_map().to(device)

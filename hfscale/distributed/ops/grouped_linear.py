@@ -139,8 +139,7 @@ def frozen_linear(
     """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
     ``read`` returns the weight ``[out, in]`` in a dtype, in the backward pass.
     """
-    out: Tensor = _FrozenLinear.apply(x, bias, product, read)
-    return out
+    return _FrozenLinear.apply(x, bias, product, read)
 
 
 class _FrozenGroupedLinear(torch.autograd.Function):

@@ -62,8 +62,7 @@ def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
 
 def multiplied_by(module: Any) -> Callable[[], Products]:
     """Return what :func:`multiply_by` set, or torch's own."""
-    chosen: Callable[[], Products] = module.__dict__.get(_ATTRIBUTE, Products)
-    return chosen
+    return module.__dict__.get(_ATTRIBUTE, Products)
 
 
 def products_of(module: Any) -> Products:

@@ -57,8 +57,7 @@ _PACKINGS = "_packings"
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
     """Return the packings of a module's packed parameters, by name."""
-    found: dict[str, Packing] = module.__dict__.get(_PACKINGS, {})
-    return found
+    return module.__dict__.get(_PACKINGS, {})
 
 
 def register_packed(module: nn.Module, name: str, packing: Packing) -> None:

@@ -238,8 +238,7 @@ class Quantizing:
         packing = self._packing(planned, module)
         parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
         set_state(module, parameter, unpack_state(weight, scales.view(torch.uint8), packing)[1])
-        stock: nn.Parameter = parameter
-        return stock
+        return parameter
 
     def _packing(self, planned: ParameterPlan, module: Any) -> FourBitPacking:
         data = planned.data_cuts

@@ -180,8 +180,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
             from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
-            plain: Tensor = functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
-            return plain
+            return functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
         return dequantized_from_8_bits(module, parameter)
 
 

@@ -109,8 +109,7 @@ class VocabParallelLoss(KeepsOutputs):
         finally:
             self._known, self._shifted, self.count, self.label_smoothing = None, False, None, 0.0
         self._keep(output)
-        loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
-        return loss
+        return output[0] if isinstance(output, tuple) else output.loss
 
     def scoring(self, temperature: float | None = 1.0) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""

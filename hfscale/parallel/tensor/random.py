@@ -198,8 +198,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     if is_accelerator(device):
         module = device_module(device)
         module.init()
-        found: torch.Generator = module.default_generators[device.index or 0]
-        return found
+        return module.default_generators[device.index or 0]
     return torch.default_generator
 
 

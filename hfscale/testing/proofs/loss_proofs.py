@@ -205,8 +205,7 @@ def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) 
 
 
 def _logits(model: Any, batch: Any) -> Tensor:
-    logits: Tensor = model(**batch, **without_cache(model)).logits
-    return logits
+    return model(**batch, **without_cache(model)).logits
 
 
 def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:

@@ -216,8 +216,7 @@ def _differ(found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBa
 def _run(model: Any, batch: dict[str, Any]) -> Tensor:
     output = model(**batch, **without_cache(model))
     found = getattr(output, "logits", None)
-    result: Tensor = found if found is not None else output[0]
-    return result
+    return found if found is not None else output[0]
 
 
 def _whole_attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:

@@ -75,8 +75,7 @@ def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]
         about = f"from {start}{' by mask' if masked else ''}{' by flash attention' if flash else ''}"
         about += f" with {name} {length}" if name else ""
         given = {"flash": flash, "masked": masked, "start": start, "name": name, "length": length}
-        answer: str = ask("documents", model, about, stock=made, kind=made, **given)
-        return answer
+        return ask("documents", model, about, stock=made, kind=made, **given)
 
     why, where = found(), ""
     if why and given and (first := min(int(positions.min()) for positions in given)) > 0:  # as RoBERTa counts them

@@ -284,6 +284,5 @@ def find_runtime(model: nn.Module) -> Runtime | None:
     """Return the runtime of a model like :func:`runtime_of`, or ``None`` if there is none."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
-            found: Runtime = module.__dict__[_ATTRIBUTE]
-            return found
+            return module.__dict__[_ATTRIBUTE]
     return None

@@ -204,19 +204,16 @@ class _RankModel:
         return _total(self.group.exchange(self.rank, x))
 
     def _enter(self, x: Tensor) -> Tensor:
-        entered: Tensor = _RankEdge.apply(x, Tensor.clone, self._sum)
-        return entered
+        return _RankEdge.apply(x, Tensor.clone, self._sum)
 
     def _leave(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor):
             raise Unproved(f"a block returns a {type(x).__name__}")
-        total: Tensor = _RankEdge.apply(x, self._sum, lambda gradient: gradient)
-        return total
+        return _RankEdge.apply(x, self._sum, lambda gradient: gradient)
 
     def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
-        gathered: Tensor = _RankEdge.apply(
+        return _RankEdge.apply(
             x,
             lambda own: torch.cat(self.group.exchange(self.rank, own), -1),
             lambda gradient: gradient.split(lengths, -1)[self.rank],
         )
-        return gathered
