@@ -23,11 +23,7 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the checked choices of one run other than the layout.
-
-    Raises:
-        ConfigError: one of them is unknown.
-    """
+    """Hold the choices of one run other than the layout; raise :class:`ConfigError` if one of them is unknown."""
 
     mixed_precision: str = "no"  # a key of :data:`MIXED_PRECISIONS`
     # the router of mixtures and its balancing; ``None`` for the model's own router

@@ -64,10 +64,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; return the results by rank.
 
-        ``function`` is pickled by reference, so it is defined at the top of an importable module.
-
-        Raises:
-            RankError: it raised on a rank, or a rank did not return within the timeout.
+        ``function`` is pickled by reference, so it is defined at the top of an importable module. Raise
+        :class:`RankError` if it raised on a rank, or a rank did not return within the timeout.
         """
         if not self._processes:
             self._start()

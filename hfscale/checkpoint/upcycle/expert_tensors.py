@@ -120,9 +120,6 @@ class Variation:
     Drop-Upcycling (Nakamura et al. 2025, "Drop-Upcycling: Training Sparse Mixture of Experts with Partial
     Re-initialization") redraws a fraction of an expert's hidden channels, with the mean and standard deviation of the
     weights that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
-
-    Raises:
-        ConfigError: a value is impossible.
     """
 
     noise: float = 0.0  # standard deviation of the noise on each weight, relative to that of the weight's matrix

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .reader import NAMES, TensorOnDisk
+from .reader import TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 """Values of a dtype, from the tensors that make up a weight, by their part in it; their shapes broadcast."""
@@ -89,11 +89,6 @@ class DequantizedOnDisk(TensorOnDisk):
         arithmetic: makes values of them.
         transposed: whether the stored matrices are the weight's transposed.
         if_merged: another arithmetic, for a weight that the host merges with others into one parameter.
-
-    Attributes:
-        dtype: of the values; bfloat16 until :meth:`load_as`.
-        arithmetic_now: of the values that the host loads, by :meth:`load_as`.
-        stored_as: the stored tensors by name, each with its part in the weight, if it has one.
     """
 
     def __init__(
@@ -106,17 +101,14 @@ class DequantizedOnDisk(TensorOnDisk):
     ) -> None:
         self.shape, self.dtype = shape, torch.bfloat16
         self.parts, self.arithmetic, self.transposed, self.if_merged = parts, arithmetic, transposed, if_merged
-        self.arithmetic_now = arithmetic
+        self.arithmetic_now = arithmetic  # of the values that the host loads
+        # the stored tensors by name, each with its part in the weight, if it has one
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
         """Set the dtype of the values, and whether the host merges the weight with others."""
         self.dtype = dtype
         self.arithmetic_now = self.if_merged if merged and self.if_merged is not None else self.arithmetic
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return NAMES[self.dtype]
 
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""

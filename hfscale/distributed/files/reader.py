@@ -120,8 +120,23 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-class TensorOnDisk:
-    """One tensor of a file, with the interface of safetensors' lazy slices: index it to read."""
+class _OnDisk:
+    """The interface of safetensors' lazy slices: index one to read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return NAMES[self.dtype]
+
+
+class TensorOnDisk(_OnDisk):
+    """One tensor of a file."""
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.header[name]
@@ -138,14 +153,6 @@ class TensorOnDisk:
                 f"{file.path}: {name} of shape {self.shape} and type {entry['dtype']} has {end - self._begin} bytes, "
                 "so the file is damaged: download or save it again"
             )
-
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return NAMES[self.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         whole = tuple((0, size) for size in self.shape)
@@ -195,20 +202,12 @@ def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
     )
 
 
-class PartOnDisk:
+class PartOnDisk(_OnDisk):
     """Select ``spans`` of each dim of a stored tensor, concatenated."""
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
         self.source, self.dtype, self.spans = source, source.dtype, spans
         self.shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the selection."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return NAMES[self.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         pieces = list(product(*self.spans))

@@ -199,15 +199,12 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, vocabulary: VocabularySlice | None = None
 ) -> Tensor:
-    """Return the sum of the cross entropies of the rows whose target is not ``ignore_index``.
+    """Return the sum, in float32 or more, of the cross entropies of the rows whose target is not ``ignore_index``.
 
     Args:
         logits: ``[N, V/t]``, this rank's slice of the vocabulary.
         targets: ``[N]``, global token ids, equal on all ranks.
         vocabulary: which slice that is, and how targets are smoothed; by default ``logits`` hold the full vocabulary.
-
-    Returns:
-        a scalar, float32 (float64 for float64 logits), equal on all ranks.
     """
     vocabulary = vocabulary or VocabularySlice(0, logits.shape[1], logits.shape[1])
     return _VocabCrossEntropy.apply(logits, targets, ignore_index, vocabulary)

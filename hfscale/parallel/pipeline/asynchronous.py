@@ -158,11 +158,8 @@ class AsynchronousPipeline(Pipeline):
         return not train or not self._calls
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Run one call: see the head of this file.
-
-        Returns:
-            the loss of the batch whose gradients have reached the first stage, on all stages: the one of ``p - 1``
-            calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
+        """Run one call, and return the loss of the batch whose gradients have reached the first stage, on all stages:
+        the one of ``p - 1`` calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
         if not backward:
             return self._evaluate(model, batches, objective)

@@ -33,13 +33,8 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
     """Return the timeline of an order in which every action starts as soon as its rank and its inputs are ready.
 
     A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
-    the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.
-
-    Args:
-        microbatches: of one step; 0 counts them.
-
-    Raises:
-        ConfigError: the ranks would wait for each other forever.
+    the stage after; a backward of the weights the backward of the input. Sending takes no rank's time. Raise
+    :class:`ConfigError` if the ranks would wait for each other forever. ``microbatches`` of a step are counted if 0.
     """
     home = stage_ranks(order)
     last = max(home)

@@ -37,11 +37,8 @@ _PADDED = 3  # tokens at the left of the first row, and at the right of the seco
 
 def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bool]:
     """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute. Sequences are cut in the model
-    named ``text`` inside of it; empty: in itself.
-
-    Returns:
-        ``mixing``: why its sequences cannot be cut, in words; whether it ``pads``; and the names of the classes of
-        modules that mix, ``kinds``, and of those that were looked at, ``seen``.
+    named ``text`` inside of it; empty: in itself. Return ``mixing``: why its sequences cannot be cut, in words; whether
+    it ``pads``; and the names of the classes of modules that mix, ``kinds``, and of those looked at, ``seen``.
     """
     # Windows and chunks are shorter than the tried sequences.
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}

@@ -140,10 +140,8 @@ class Executor:
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``. Return the loss of
-        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches.
-
-        Args:
-            model: what the caller calls: the runtime's model, or a wrapper of it (PEFT, ``torch.compile``).
+        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches. The
+        ``model`` is what the caller calls: the runtime's, or a wrapper of it (PEFT, ``torch.compile``).
         """
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
