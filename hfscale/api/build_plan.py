@@ -25,8 +25,7 @@ def build_plan(
     model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
 ) -> Plan:
     """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are those of
-    the stages, in a schedule from a file. Raise :class:`PlanError` with every problem of the layout, and the valid
-    values.
+    the stages, in a schedule from a file. Raise :class:`PlanError` with all problems of the layout, and what is valid.
     """
     draft = Draft(model, layout, ranks, options)
     _refuse_unavailable(draft)

@@ -34,9 +34,7 @@ from .build_plan import build_plan
 
 
 class AdaptedBase:
-    """A checkpoint and an adapter of it, in two directories, on the meta device; ``trusted`` code that comes with the
-    checkpoint runs.
-    """
+    """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs."""
 
     name = "default"
 
@@ -126,8 +124,7 @@ def merge_adapter(
     as_stored: bool = False,
 ) -> int:
     """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors. With ``as_stored``, merged
-    weights are quantized again in the form of ``base``, and others copied byte for byte; else all are written as plain
-    values.
+    weights are quantized again in the form of ``base``, and others copied; else all are written as plain values.
     """
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)

@@ -9,8 +9,7 @@
 Killed at any moment, a save leaves a complete state: under NAME, or, between the two renames, under .NAME.old.
 
 Every state has the id of the run that wrote it, which a run that resumes from it takes over. So states of several runs
-may be in one directory: the newest is the one of the highest step of the run that wrote last, and a run removes none
-but its own.
+may be in one directory: the newest is the one of the highest step of the run that wrote last; a run removes its own.
 """
 
 import functools

@@ -45,8 +45,7 @@ def own_device() -> torch.device:
 
 def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
     """Return the index of this process's GPU among the ``visible`` ones: its local rank, modulo ``visible``, since
-    launchers (Slurm, Ray) may show each process one GPU only; without a local rank, the device that the user has
-    chosen.
+    launchers (Slurm, Ray) may show each process one GPU only; without a local rank, the device that the user chose.
     """
     return current() if local_rank is None else int(local_rank) % visible
 

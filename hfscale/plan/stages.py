@@ -151,8 +151,7 @@ class TwoStacks:
         stages of the encoder      ids --> its hidden states, [b, s, h] -->
         stages of the decoder      target ids --> its hidden states, then the encoder's output, [b, t + s, h] -->
 
-    Every stage of the decoder passes the encoder's output on, so that the gradients of all its readers add up on the
-    way back.
+    Every stage of the decoder passes the encoder's output on, so that its readers' gradients add up on the way back.
     """
 
     encoder: str  # names of the modules

@@ -2,8 +2,7 @@
 
 Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
 and ranks are started once per world size and are sent functions. They rendezvous through a file, not a port. If a rank
-fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and then starts new
-ranks.
+fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and starts new ranks.
 """
 
 import faulthandler

@@ -32,8 +32,7 @@ Value = TypeVar("Value")
 
 class UserFunction:
     """Call a user's function so that its failure on one rank does not leave other ranks waiting: that rank continues
-    with a value that counts nothing, until all ranks meet at the end of the step. Refuse one that does not take
-    ``arguments``.
+    with a value that counts nothing, until all ranks meet at the step's end. Refuse one without ``arguments``.
     """
 
     def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:

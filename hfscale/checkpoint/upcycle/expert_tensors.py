@@ -2,8 +2,7 @@
 
 Data flow: the target on the meta device tells the contents of its checkpoint; every dense tensor is read once. Tensors
 outside of MLPs are copied under their names, and an MLP's projection is copied once per expert, varied on request. Two
-tensors are in memory at a time, or four if experts vary; plus the stacked tensor if the target stores all experts in
-one.
+tensors are in memory at a time, or four if experts vary; plus the stacked one if the target stores all together.
 """
 
 import os

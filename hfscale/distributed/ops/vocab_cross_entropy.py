@@ -3,8 +3,7 @@
 Each rank holds ``logits [N, V/t]`` for its slice of the vocabulary and reduces them to two numbers per token: the
 log-sum-exp of its slice and the logit of the target, where the target lies in its slice. One all-gather of those ``2
 N`` numbers gives the loss everywhere. (Megatron-LM, Shoeybi et al. 2019, section 3, reduces twice: a maximum, then the
-sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the sum of the slice. The backward pass needs no
-communication.
+sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the slice's sum. The backward pass sends nothing.
 
 ::
 

@@ -7,8 +7,7 @@ Every rank reports a list of integers in the one exchange that a step begins wit
 The last part is computed on the device; the exchange appends it to the others.
 
 Tied tensors (an embedding on the first stage, the head tied to it on the last) get the sum of the gradients that stages
-have for their own uses, and copies that start equal stay equal under any optimizer that works elementwise or tensor by
-tensor.
+have for their own uses, and copies that start equal stay equal under any optimizer that works by entry or by tensor.
 """
 
 from collections.abc import Iterator

@@ -16,8 +16,7 @@ Nothing is in ``.grad`` while the pipeline fills, and :meth:`AsynchronousPipelin
 The backward pass of a microbatch needs the weights of its forward pass, but optimizers change weights in place. So
 every call computes with its own leaf tensors, which share the parameters' memory. If some of its microbatches are still
 in flight when it ends, the parameters move to new memory, where the optimizer changes them, and the leaves keep the old
-one: the weight stash. It has ``p - s`` versions on stage ``s`` in PipeDream, and two in PipeDream-2BW, the newest
-included.
+one: the weight stash. It has ``p - s`` versions on stage ``s`` in PipeDream, two in PipeDream-2BW, with the newest.
 """
 
 from collections import deque

@@ -11,8 +11,7 @@ first layer and gathered where they leave the module that owns the layers. Param
 rank's tokens, so their gradients are partial (:mod:`.partial_gradients`). A module inside a layer that may mix tokens
 runs on the full sequence, and the rank keeps its own tokens of the result.
 
-Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded: it saves no
-activations.
+Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded.
 """
 
 import weakref

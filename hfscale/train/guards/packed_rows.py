@@ -39,8 +39,7 @@ _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 def check_packed_rows(
     model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
 ) -> None:
-    """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than one by
-    one.
+    """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than alone.
 
     Args:
         batches: some of which hold packed rows.
