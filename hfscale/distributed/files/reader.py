@@ -172,11 +172,11 @@ class TensorOnDisk(_OnDisk):
             return out
         (first, last), rest = spans[0], spans[1:]
         if len(spans) > 2 and rest[0] != (0, self.shape[1]):
-            rows, (start, stop) = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])), rest[0]
+            flat, (start, stop) = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])), rest[0]
             out = torch.empty([high - low for low, high in spans], dtype=self.dtype)
             for place, matrix in enumerate(range(first, last)):
                 offset = matrix * self.shape[1]
-                out[place] = rows.read(((offset + start, offset + stop), *rest[1:]))
+                out[place] = flat.read(((offset + start, offset + stop), *rest[1:]))
             return out
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)

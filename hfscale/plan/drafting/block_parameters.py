@@ -14,10 +14,8 @@ from ...models.names import wild_name
 from ..parameter import join_path
 from .draft import Draft
 
-_PARTIAL: tuple[None, tuple[str, ...]] = (
-    None,
-    ("tp",),
-)  # held by every rank, each of which sees a part of the gradient
+# held by every rank, each of which sees a part of the gradient
+_PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))
 
 
 @dataclass(frozen=True)
