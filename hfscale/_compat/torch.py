@@ -71,6 +71,16 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
+scaled_mm = torch._scaled_mm  # torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13
+
+
+def allow_recompiles() -> None:
+    """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 64)
+
+
 # These are functions and no attrgetters, which torch.compile does not trace.
 
 

@@ -208,6 +208,7 @@ def _serve(
         name, patience = "gloo" if backend is None else backend(), timedelta(seconds=2 * timeout)
         dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
         gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
+        gc.set_threshold(20_000)  # models are built and dropped all the time: a tenth of a test's time otherwise
         multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import everything again
         may_have_children()
         while True:

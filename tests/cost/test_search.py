@@ -98,6 +98,7 @@ OTHERS: list[tuple[int, dict[str, int]]] = [(4, {}), (2, {"tp_size": 4}), (2, {"
 SPREAD: tuple[int, dict[str, int]] = (4, {"tp_size": 2, "ep_size": 4})
 
 
+@pytest.mark.daily("gpt2-bf16")
 @pytest.mark.parametrize(
     ("of", "mixed"), pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")])
 )
@@ -217,6 +218,7 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--max-memory much is no size" in capsys.readouterr().err
 
 
+@pytest.mark.daily("a100", "offload", "qlora", "long")
 @pytest.mark.parametrize(
     ("config", "argv", "wanted"),
     [

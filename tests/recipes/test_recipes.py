@@ -158,6 +158,7 @@ def test_a_searched_recipe_trains(pools: Pools, base: Any, tmp_path: Path, capsy
     assert losses(start, "two") == pytest.approx(expected, rel=TOLERANCE["lora"])
 
 
+@pytest.mark.daily("lora-qwen3_moe-fast")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "family", "names"), _CASES)
 def test_losses_agree(pools: Pools, base: Any, method: str, family: str, names: list[str]) -> None:
