@@ -98,7 +98,8 @@ def compute(projection: Any, x: Tensor) -> Tensor:
         return _with_deferred_weight(projection, x)
     if is_transposed(projection) or isinstance(projection.weight, Float8Weight):
         return _uncompiled(projection, x)
-    return compiled_linear(autocasted(x), projection.weight, projection.bias, overlap.products_of(projection))
+    products: Any = overlap.products_of(projection)
+    return compiled_linear(autocasted(x), projection.weight, projection.bias, products)
 
 
 def _with_deferred_weight(projection: Any, x: Tensor) -> Tensor:
