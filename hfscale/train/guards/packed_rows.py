@@ -1,5 +1,4 @@
-"""Refuse models that cannot keep packed rows apart: several documents in one row, separated by ``position_ids`` that
-restart or by a mask.
+"""Refuse models that cannot keep packed rows apart: several documents in one row, told by ``position_ids`` or a mask.
 
 No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
 for every family. Recurrences, convolutions and positions counted by the model pass from one document to the next: such
