@@ -41,8 +41,7 @@ HOOKS = (
 )
 """A module's attributes with its hooks, by kind."""
 
-CONTENTS = ("_parameters", "_buffers", "_modules", "training")
-"""A module's attributes with its contents."""
+CONTENTS = ("_parameters", "_buffers", "_modules", "training")  # a module's attributes with its contents
 
 
 def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> None:

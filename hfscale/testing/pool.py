@@ -2,8 +2,7 @@
 
 Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
 and ranks are started once per world size and are sent functions. They rendezvous through a file, not a port. If a rank
-fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and then starts new
-ranks.
+fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and starts new ranks.
 """
 
 import faulthandler
@@ -64,10 +63,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; return the results by rank.
 
-        ``function`` is pickled by reference, so it is defined at the top of an importable module.
-
-        Raises:
-            RankError: it raised on a rank, or a rank did not return within the timeout.
+        ``function`` is pickled by reference, so it is defined at the top of an importable module. Raise
+        :class:`RankError` if it raised on a rank, or a rank did not return within the timeout.
         """
         if not self._processes:
             self._start()

@@ -18,7 +18,7 @@ from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.tools.fast_cost import Candidate, FastCost, candidates, step_of
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
 from hfscale.cost.tools.search import learning_rates, search
-from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks
+from hfscale.parallel.pipeline.microbatches import in_flight_of_ranks
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import fullest_live, peak_live, stage_ranks
 from hfscale.recipes.read import read_recipe

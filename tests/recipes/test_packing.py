@@ -13,8 +13,7 @@ from torch import Tensor
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.recipes.batch_sizes import evaluation_steps
-from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separate_rows
-from hfscale.recipes.rows import IGNORED, Rows, divided
+from hfscale.recipes.rows import IGNORED, Example, Rows, cut, divided, first_fit, packed_rows, separate_rows
 from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.recipes.tasks import TEXT

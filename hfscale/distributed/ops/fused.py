@@ -22,8 +22,7 @@ _broken: list[bool] = []  # not empty once compiling has failed: callers then wo
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``function(tensor, ...)``, compiled where the tensor is on a GPU for which Triton makes kernels.
 
-    It may write only into what it returns. Where compiling it fails (no C compiler, for one), a warning says so once
-    and it runs as it is.
+    It may write only into what it returns. Where compiling it fails (no C compiler), a warning says so, and it runs.
     """
     compiled: Any = None
     ran = False

@@ -83,8 +83,7 @@ class Float8Weight(Tensor):
 
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-"""Tensor cores need both dims of a weight to be multiples of this."""
+MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
 _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 
