@@ -18,6 +18,7 @@ FORMATS = {
     "completion": ("prompt_column", "completion_column"),
     "pairs": ("chosen_column", "rejected_column"),
     "classes": ("text_column", "label_column"),
+    "prompts": ("prompt_column",),
 }
 """Formats of data, with the keys that name their columns."""
 
@@ -44,8 +45,9 @@ class DataRecipe:
             blank lines), a JSONL file, a directory of such files (each text file is one document), or the id of a data
             set on the Hub.
         format: ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template), ``completion``
-            (prompts with completions), ``pairs`` (of answers, of which one is preferred: trains a reward model) or
-            ``classes`` (texts with a class each: trains a classifier). All but ``text`` read records only.
+            (prompts with completions), ``pairs`` (of answers, of which one is preferred: trains a reward model),
+            ``classes`` (texts with a class each: trains a classifier) or ``prompts`` (for a model that learns from what
+            it generates: texts, or conversations up to the answer). All but ``text`` read records only.
         text_column: the field of JSONL records and Hub data sets that holds the text.
         messages_column: the field that holds a conversation, a list of records with role and content.
         prompt_column: the field that holds the prompt.
@@ -222,6 +224,11 @@ class Recipe(OptionSections):
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
     @property
+    def generates(self) -> bool:
+        """Return whether the model learns from what it generates."""
+        return False
+
+    @property
     def directory(self) -> Path:
         """The directory of this run's results."""
         return Path("runs") / self.name
@@ -255,6 +262,33 @@ class PretrainRecipe(Recipe):
 
 
 @dataclass
+class TeacherRecipe:
+    """Describe a model whose distributions are learned instead of labels: see :class:`hfscale.Teacher`.
+
+    Attributes:
+        base: its checkpoint: a directory, or the id of a model on the Hub. Empty: there is no such model.
+        stored: instead of it, a directory of its most probable tokens, as ``write`` writes it.
+        write: store its ``top_k`` most probable tokens of every position of the data in this directory, and train
+            nothing; a run that was cut short goes on.
+        beta: 0 is the forward KL divergence, 1 the reverse one, between them is the generalized Jensen-Shannon one.
+        temperature: divisor of both models' logits; a stored teacher has its own.
+        parallel: its layout, on the same processes; by default the student's.
+        dtype: of its weights.
+        quantization: of its weights, likewise as that of a base.
+    """
+
+    base: str = ""
+    stored: str = ""
+    write: str = ""
+    top_k: int = field(default=64, metadata=COUNT)
+    beta: float = 0.5
+    temperature: float = field(default=1.0, metadata=POSITIVE)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    dtype: str = field(default="float32", metadata={"choices": DTYPES})
+    quantization: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class FinetuneRecipe(Recipe):
     """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
 
@@ -268,9 +302,27 @@ class FinetuneRecipe(Recipe):
             it stores quantized. Empty: none.
         merge: whether to add the adapter to the base after training and to write that besides, as a plain checkpoint:
             false or true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``.
+        teacher: a model to learn from (distillation).
+        rewards: what scores completions (GRPO): ``exact_match`` and ``f1`` compare with the data's answer; any other
+            is ``module:function``, which TRL calls with ``completions`` and the columns of the data.
+        trl: fields of TRL's GRPOConfig, as ``num_generations``, ``use_vllm`` and ``vllm_mode``; with a teacher those of
+            its DistillationConfig: the teacher then teaches on what the model generates.
     """
 
     base: str = MISSING
     adapter: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] = field(default_factory=dict)
     merge: Any = False
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
+    rewards: list[str] = field(default_factory=list)
+    trl: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model learns from what it generates."""
+        return bool(self.rewards or self.trl)
+
+    @property
+    def distils(self) -> bool:
+        """Return whether a teacher teaches."""
+        return bool(self.teacher.base or self.teacher.stored)

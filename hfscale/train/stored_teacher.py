@@ -133,7 +133,7 @@ class StoredTeacher(Teacher):
         self._places = dict[str, tuple[Any, int, int]]()  # digest -> file, and where it has the text's positions
         for shard in range(about["shards"]):
             file = safe_open(_shard_file(directory, shard), "pt")
-            if "lengths" not in file.keys():  # none of its texts has a label
+            if not file.keys():  # none of its texts has a label
                 continue
             ends = file.get_tensor("lengths").cumsum(0).tolist()
             for digest, start, stop in zip(file.get_tensor("digests").tolist(), [0, *ends], ends, strict=False):
