@@ -56,8 +56,9 @@ class LayoutEngine(EngineHooks):
         quantized = runtime_of(self.model).plan.quantized
         if quantized is not None and not quantized.as_stored and quantized.kind != "nf4" and self.mode == "colocate":
             raise ConfigError(
-                "vllm_mode='colocate' lets the engine quantize the checkpoint as it loads, which vLLM does to nf4 alone, "
-                f"and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it in 16 bits"
+                "vllm_mode='colocate' lets the engine quantize the checkpoint as it loads, which vLLM does to nf4 "
+                f"alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it in "
+                "16 bits"
             )
         if quantized is not None and not self.adapter_rank:
             raise ConfigError(
@@ -100,7 +101,8 @@ class LayoutEngine(EngineHooks):
         runtime = runtime_of(self.model)
         ranks: Any = (0,) if self.mode == "server" else "all"
         merged = runtime.part(Adapters) is not None
-        weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged)
+        whole = self.mode == "server"  # it outlives a rank that dies as it sends
+        weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged, staged=whole)
         return ((name, tensor.to(runtime.mesh.device, copy=True)) for name, tensor in weights)
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
