@@ -113,11 +113,12 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
 def _check_learning(recipe: FinetuneRecipe) -> None:
     """Check teacher and rewards against each other and the data."""
     teacher, data = recipe.teacher, recipe.data
-    if (teacher.base and teacher.stored) or (teacher.write and not teacher.base) or (recipe.rewards and recipe.distils):
-        raise RecipeError(
-            "teacher.base, teacher.stored and rewards are different things to learn from, and teacher.write stores "
-            "what teacher.base knows: give one of them"
-        )
+    if recipe.rewards and recipe.distils:
+        raise RecipeError("a teacher and rewards are different things to learn from: give one of them")
+    if teacher.write and (teacher.stored or not teacher.base):
+        raise RecipeError("teacher.write stores what the model teacher.base knows: give that, and no teacher.stored")
+    if teacher.stored and recipe.trl:
+        raise RecipeError("teacher.stored knows the texts of the data, not what the model generates: leave trl out")
     if recipe.trl and not (recipe.rewards or teacher.base):
         raise RecipeError("trl is about what the model generates, which rewards or teacher.base judge: give one")
     fitting = ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")

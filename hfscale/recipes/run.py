@@ -1,6 +1,7 @@
 """Run a recipe from its model or base to its results."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -79,7 +80,7 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
 def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
     """Store what the teacher knows of all rows, to train on and to validate on; call it on every rank."""
     model, tokenizer = teacher_model(recipe, layout), reader_of(recipe)
-    _, *data, _ = prepare(recipe.data, tokenizer, 0, recipe.directory)
+    _, *data, _ = prepare(recipe.data, tokenizer, 0, Path(recipe.teacher.write))
     _, size = per_rank(recipe.training.batch_size, layout.batch_world, recipe.training.microbatch_size)
     batches, asked = RowBatches([rows_of(recipe, each, model, tokenizer) for each in data], size), recipe.teacher
     hfscale.Teacher.write(model, batches, asked.write, top_k=asked.top_k, temperature=asked.temperature)

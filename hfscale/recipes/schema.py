@@ -267,7 +267,7 @@ class TeacherRecipe:
 
     Attributes:
         base: its checkpoint: a directory, or the id of a model on the Hub. Empty: there is no such model.
-        stored: instead of it, a directory of its most probable tokens, as ``write`` writes it.
+        stored: a directory of its most probable tokens, as ``write`` writes it, which is read instead of ``base``.
         write: store its ``top_k`` most probable tokens of every position of the data in this directory, and train
             nothing; a run that was cut short goes on.
         beta: 0 is the forward KL divergence, 1 the reverse one, between them is the generalized Jensen-Shannon one.

@@ -133,8 +133,9 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher": {"base": "a", "stored": "b"}}, "are different things to learn from"),
-        ({"teacher": {"write": "b"}}, "are different things to learn from"),
+        ({"teacher": {"base": "a", "stored": "b", "write": "c"}}, "and no teacher.stored"),
+        ({"teacher": {"write": "b"}}, "teacher.write stores what the model"),
+        ({"teacher": {"stored": "b"}, "trl": {"top_k": 3}}, "not what the model generates"),
         ({"teacher": {"base": "a"}, "rewards": ["f1"]}, "are different things to learn from"),
         ({"trl": {"beta": 0.1}}, "which rewards or teacher.base judge"),
         ({"rewards": ["f1"]}, "data.format=text has no texts without pictures to begin: use chat or"),

@@ -196,6 +196,7 @@ class Runtime:
         steps: how many training steps have begun.
         keeps_small_updates: whether the optimizer loses no small updates of 16-bit weights.
         run: the id of the run, stored in its saved states; empty before it saves or loads one.
+        stored_layout: the latest stream's tensors, and how transformers stores them.
     """
 
     model: Any
@@ -212,6 +213,7 @@ class Runtime:
     steps: int = 0
     keeps_small_updates: bool = False
     run: str = ""
+    stored_layout: Any = None
 
     def __post_init__(self) -> None:
         self.executor = Executor(self)
