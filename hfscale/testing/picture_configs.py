@@ -8,9 +8,9 @@ from transformers import AutoConfig
 
 from ..models.clone import HEAD_DIM, merged, tiny_clone
 
-# What default configs need, to be tiny: changes to decoders; sizes in a config that reads pictures (``tower``) and around
-# one (``whole``); changes to such families, in dicts to nested configs; and those (``sectioned``) with rotary sections
-# that their configs do not name.
+# What default configs need, to be tiny: changes to decoders; sizes in a config that reads pictures (``tower``) and in
+# one around it (``whole``); changes to such families, in dicts to nested configs; and those with rotary sections
+# (``sectioned``) that their configs do not name.
 _KNOWN = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
 CHANGES: dict[str, dict[str, Any]] = _KNOWN["decoders"]
 SIDE, PATCH = 16, 4
