@@ -20,7 +20,6 @@ from . import cmd_completion as completion
 from . import cmd_convert as convert
 from . import cmd_doctor as doctor
 from . import cmd_estimate as estimate
-from . import cmd_explain as explain
 from . import cmd_inspect as inspect
 from . import cmd_merge as merge
 from . import cmd_plan as plan
@@ -38,7 +37,6 @@ _COMMANDS: dict[str, ModuleType] = {
     "estimate": estimate,
     "search": search,
     "calibrate": calibrate,
-    "explain": explain,
     "verify": verify,
     "blueprint": blueprint,
     "schedule": schedule,
@@ -155,7 +153,7 @@ def _in_the_list(name: str) -> str:
 
 _COUNTS = (
     *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node"),
+    *("num_experts", "top_k", "every", "steps", "width", "gpus_per_node"),
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 
