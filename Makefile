@@ -141,6 +141,7 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/support_table.py
 	$(BIN)/python scripts/api_table.py
+	$(BIN)/python scripts/papers.py
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/architecture.py
 	$(BIN)/python scripts/drawings.py

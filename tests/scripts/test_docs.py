@@ -6,6 +6,7 @@ from pathlib import Path
 
 import api_table
 import architecture
+import papers
 import pytest
 import support_table
 from notes import note
@@ -133,6 +134,8 @@ def test_generated_parts_are_current() -> None:
     readme = (ROOT / "README.md").read_text()
     assert support_table.filled(readme) == readme, "run make docs"
     assert (ROOT / "docs" / "api.md").read_text() == api_table.page(), "run make docs"
+    assert (ROOT / "docs" / "reference.md").read_text() == api_table.reference(), "run make docs"
+    assert (ROOT / "docs" / "papers.md").read_text() == papers.page(), "run make docs"
     listed = re.findall(r"(?m)^\| \[(\S+)\]", (ROOT / "docs" / "architecture.md").read_text())
     assert listed == [room.name for room in architecture.find_rooms()], "run make docs"
 
