@@ -143,6 +143,7 @@ docs: setup
 	$(BIN)/python scripts/support_table.py
 	$(BIN)/python scripts/api_table.py
 	$(BIN)/python scripts/papers.py
+	$(BIN)/python scripts/tested_versions.py
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/architecture.py
 	$(BIN)/python scripts/drawings.py
