@@ -95,6 +95,7 @@ test-all: setup
 	$(BIN)/python scripts/prove_facts.py --check --sample 400
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
 	$(BIN)/python scripts/model_pages.py
+	$(BIN)/python scripts/official_examples.py
 	$(BIN)/python scripts/dtype_sweep.py --out docs/dtypes.md
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md
 	$(BIN)/python scripts/layout_fuzz.py --seed 1 --draws 1000 --out docs/fuzz.md
