@@ -22,7 +22,6 @@ from . import cmd_doctor as doctor
 from . import cmd_estimate as estimate
 from . import cmd_explain as explain
 from . import cmd_inspect as inspect
-from . import cmd_memory_ladder as memory_ladder
 from . import cmd_merge as merge
 from . import cmd_plan as plan
 from . import cmd_schedule as schedule
@@ -41,7 +40,6 @@ _COMMANDS: dict[str, ModuleType] = {
     "calibrate": calibrate,
     "explain": explain,
     "verify": verify,
-    "memory-ladder": memory_ladder,
     "blueprint": blueprint,
     "schedule": schedule,
     "convert": convert,

@@ -98,7 +98,6 @@ def test_amounts_have_units_in_every_command(llama: str, capsys: pytest.CaptureF
     assert "--sequence-length 4KB is no number of tokens" in _refused(
         capsys, "estimate", llama, "--sequence-length", "4KB"
     )
-    assert "--tokens no is no number of tokens" in _refused(capsys, "memory-ladder", llama, "--tokens", "no")
 
 
 def test_another_auto_class(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

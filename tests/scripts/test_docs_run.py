@@ -36,8 +36,10 @@ _LONG = {"finetuning.md", "testing.md"} | _MODELS - {"model-llama-8b.md"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "README.md": {"tp_size": 2},
     "checkpoints.md": {"tp_size": 2},
+    "distillation.md": {"tp_size": 2},
     "experts.md": {"ep_size": 2},
     "finetuning.md": {"tp_size": 2},
+    "grpo.md": {"tp_size": 2},
     "long-sequences.md": {"cp_size": 2},
     "other-classes.md": {"tp_size": 2},
     "pipelines.md": {"pp_size": 2, "num_microbatches": 4},
