@@ -120,6 +120,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         r"Ouyang et al\. 2022": ("Ouyang et al. 2022", "InstructGPT", "2203.02155"),
         r"Chowdhery et al\. 2022": ("Chowdhery et al. 2022", "PaLM (model FLOPs utilization)", "2204.02311"),
+        r"Rajpurkar et al\. 2016": ("Rajpurkar et al. 2016", "SQuAD (exact match, F1)", "1606.05250"),
         r"Tazi et al\. 2025": ("Tazi et al. 2025", "The ultra-scale playbook", "huggingface.co/spaces/nanotron"),
     },
 }
