@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.experts import use_eager_experts
 from ..._compat.transformers.hidden_states import hidden_states_of
+from ..._compat.transformers.recurrences import reads_by_functions
+from ...distributed.ops.segments import keep_states_apart
 from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
@@ -25,7 +27,9 @@ from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
+from ...plan.sequence_split import Split
 from .probe import apart, perturb, tiny_model_of, without_cache
+from .state_tape import StateTape
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5
@@ -41,7 +45,8 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
 
     Returns:
         ``mixing``: why its sequences cannot be cut, in words; whether it ``pads``; and the names of the classes of
-        modules that mix, ``kinds``, and of those that were looked at, ``seen``.
+        modules that mix and need whole sequences, ``kinds``, of those, if any, that need the states before a part
+        alone, ``handing``, and of all that were looked at, ``seen``.
     """
     # Windows and chunks are shorter than the tried sequences.
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
@@ -51,19 +56,25 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
-    mixing, kinds = _find_mixing(clone, False, candidates, text)
+    tape = StateTape(Split(_TOKENS, _PARTS))
+    keep_states_apart(clone, tape.segments)
+    mixing, kinds = _find_mixing(clone, False, candidates, text, tape)
     if mixing:
         return {"mixing": mixing}, True
-    with_padding, more = _find_mixing(clone, True, candidates, text)
+    with_padding, more = _find_mixing(clone, True, candidates, text, tape)
     pads, seen = not with_padding and more <= kinds, set(map(type, candidates))
-    names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen)]
-    return {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}, True
+    handing = {type(module) for module in candidates if any(map(reads_by_functions, module.modules()))} - kinds
+    names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen, handing)]
+    answer = {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}
+    return {**answer, "handing": names[2]} if handing else answer, True
 
 
-def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
+def _find_mixing(
+    model: Any, padded: bool, candidates: Sequence[nn.Module], text: str, tape: StateTape
+) -> tuple[str, set[type]]:
     """Return why a tiny model's sequences cannot be cut (empty if they can), and which ``candidates`` mix tokens."""
     try:
-        with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
+        with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates, tape) as mixers:
             return _compare(_Subject(model, text), _batch(model, padded, bool(text)), mixers), mixers.mix
     except ConfigError as error:
         return str(error), set()
@@ -77,8 +88,8 @@ def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text
 class _Mixers:
     """Find modules whose output for a part of a sequence is not that for all of it, and make them return the latter."""
 
-    def __init__(self, candidates: Sequence[nn.Module]) -> None:
-        self._candidates, self._handles = candidates, list[Any]()
+    def __init__(self, candidates: Sequence[nn.Module], tape: StateTape) -> None:
+        self._candidates, self._handles, self.tape = candidates, list[Any](), tape
         self._calls_of: dict[int, list[tuple[Any, Any]]] = {}
         self._calls: dict[int, int] = {}
         self._part: CutBatch | None = None
@@ -90,6 +101,7 @@ class _Mixers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.tape.off = True
         for handle in self._handles:
             handle.remove()
 
@@ -160,11 +172,13 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             return "its attention is not the usual one"
         alone = _OneToken()
         mixers.begin(records=True)
+        mixers.tape.begin(None)
         local = subject.passed(whole, alone)
         for rank in range(_PARTS):
             part, own = subject.part(batch, _PARTS, rank)
             here = _OneToken()
             mixers.begin(part)
+            mixers.tape.begin(rank)
             if _differ(subject.passed((part, own), here), local[:, part.places], batch, part):
                 return "something besides attention reads other tokens of a sequence, or counts them"
             if not here.sees_as(alone):
@@ -177,6 +191,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
     mixers.begin()
+    mixers.tape.off = True
     tape, tape_place = list[Tensor](), [0]
 
     def record_or_play(x: Tensor, part: CutBatch) -> Tensor:
@@ -195,9 +210,11 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
         if not handles:
             return ""
         tape.clear()
+        mixers.tape.begin(None)
         alone = subject.passed(subject.part(batch), _OneToken())
         for rank in range(_PARTS):
             tape_place[0] = 0
+            mixers.tape.begin(rank)
             part, own = subject.part(batch, _PARTS, rank)
             found = subject.passed((part, own), _OneToken())
             if _differ(found, alone[:, part.places], batch, part):

@@ -2,8 +2,9 @@
 restart or by a mask.
 
 No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
-for every family. Recurrences, convolutions and positions counted by the model pass from one document to the next: such
-models are refused before their first packed step. They are found once per class and config, by a tiny copy that gets
+for every family, and the recurrences and convolutions that are known begin anew (:mod:`.document_states`). Others, and
+positions counted by the model, pass from one document to the next: such models are refused before their first packed
+step. They are found once per class and config, by a tiny copy that gets
 documents in one row and one by one. Behaviour that begins at a length named in the config is tried with a copy with a
 shorter one, where a row is longer.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._compat.torch import is_compiled
 from ..._compat.transformers.classes import stock_class
 from ..._compat.transformers.computing import (
     holds_documents,
@@ -25,12 +27,14 @@ from ..._compat.transformers.computing import (
     told_apart_by,
     uses_flash_attention,
 )
+from ..._compat.transformers.recurrences import reads_by_functions
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
 from ..runtime import Part, Runtime
 from ..runtime.batches import with_borders
 from ..runtime.shards import LocalWeights
+from .document_states import DocumentStates
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 """Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""
@@ -55,6 +59,12 @@ def check_packed_rows(
             "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
         )
     longest = max([batch_tokens(batch) for batch in batches], default=tokens or 0)
+    if any(map(is_compiled, model.modules())) and any(map(reads_by_functions, model.modules())):
+        raise ConfigError(
+            f"documents in one row must not affect each other, and in compiled layers the recurrences of "
+            f"{stock_class(model).__name__} go on from one to the next: leave compile= out, or give every document its "
+            "own row (packing=False)"
+        )
     for kind in sorted(kinds):
         positions = [text_positions(each["position_ids"]) for each in batches if told_apart_by(each) == "positions"]
         given = [each for each in positions if each is not None and kind == "positions"]
@@ -112,8 +122,9 @@ class PackedRows(Part):
     """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Check the positions of each pass that no step has checked."""
+        """Check the positions of each pass that no step has checked, and let recurrences begin anew."""
         model = runtime.model
+        DocumentStates().install(model)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []
 
