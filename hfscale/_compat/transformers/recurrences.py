@@ -32,7 +32,8 @@ Named = Mapping[str, Any]
 class Scan:
     """Describe a scan over tokens whose state is linear in the state that it begins with."""
 
-    tokens: Mapping[str, int]  # argument -> along which dim its tokens lie; the first is like the output
+    tokens: Mapping[str, int]  # argument -> along which dim its tokens lie, which is that of the output
+    output: str  # the argument whose shape the output has
     final: str  # the argument that asks for the final state, which is returned beside the output
     shape: Callable[[Named], tuple[int, ...]]  # of the state
     initial: str = ""  # the argument that takes the initial state; empty: there is none
@@ -70,6 +71,7 @@ def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
 
 _DELTA = Scan(
     dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
+    "value",
     "output_final_state",
     _delta_state,
     "initial_state",
@@ -79,10 +81,18 @@ SCANS: dict[str, Scan] = {
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
     "mamba2_chunk_scan": Scan(
-        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1), "return_final_states", _mamba2_state, "initial_states"
+        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1),
+        "hidden_states",
+        "return_final_states",
+        _mamba2_state,
+        "initial_states",
     ),
     "mamba_selective_scan": Scan(
-        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), "return_last_state", _mamba_state, adds=_mamba_adds
+        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2),
+        "hidden_states",
+        "return_last_state",
+        _mamba_state,
+        adds=_mamba_adds,
     ),
 }
 """The scans that are known, by name."""
@@ -97,9 +107,9 @@ def reads_by_functions(module: nn.Module) -> bool:
     return not {CONVOLUTION, *SCANS}.isdisjoint(getattr(code, "co_names", ()))
 
 
-def functions_replaced(module: nn.Module, replace: Callable[[str, Any], Any]) -> AbstractContextManager[Any]:
-    """Let the functions that a module's file has be ``replace(name, function)`` inside the ``with`` block."""
-    file, stack = sys.modules[type(module).__module__], ExitStack()
+def functions_replaced(kind: type, replace: Callable[[str, Any], Any]) -> AbstractContextManager[Any]:
+    """Let such functions in the file of the class ``kind`` be ``replace(name, function)`` inside the `with` block."""
+    file, stack = sys.modules[kind.__module__], ExitStack()
     for name in (CONVOLUTION, *SCANS):
         if hasattr(file, name):
             stack.enter_context(attribute_replaced(file, name, replace(name, getattr(file, name))))

@@ -12,7 +12,7 @@ from piece to piece, which a :class:`Chain` carries between ranks that each have
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from types import MethodType
 from typing import Any, Protocol
@@ -34,20 +34,18 @@ Interval = tuple[int, int]
 
 
 class Chain(Protocol):
-    """Carry states between the pieces of sequences, in their order."""
+    """Carry states between the pieces of sequences, whose ``index`` counts those here."""
 
     def tails(self, x: Tensor, width: int) -> list[Tensor]:
         """Return, for each piece here, the ``width`` inputs before it ``[b, d, width]``, of its document; else 0."""
 
     def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state before the piece here at ``index``, given zeros, or the state after the previous piece here.
-        It has a gradient if ``anchor`` has.
+        """Return the state before a piece, with a gradient if ``anchor`` has one; ``state`` is zeros, or that after the
+        previous piece here.
         """
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
-        """Give the state after the piece here at ``index`` to the next piece. If that is on another rank, return what
-        the output has to depend on (:func:`tied`) for the state's gradient to come back.
-        """
+        """Give the state after a piece to the next one; return what the output must depend on (:func:`tied`)."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,6 @@ class Segments:
     # for each row, or once for all alike, the places in the sequence where a document begins; ``None``: nowhere
     starts: tuple[tuple[int, ...], ...] | None = None
     chain: Chain | None = None  # ``None``: all pieces are here
-
-    @property
-    def filled(self) -> list[int]:
-        """The indices of the pieces with tokens."""
-        return [index for index, (start, stop) in enumerate(self.pieces) if start < stop]
-
-    @property
-    def length(self) -> int:
-        """The number of tokens here."""
-        return sum(stop - start for start, stop in self.pieces)
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
         """Yield, for each row or all rows together, the segments of the piece at ``index``: first token, end (both
@@ -82,6 +70,12 @@ class Segments:
             found = [(a + offset, b + offset, a not in inside) for a, b in spans]
             yield (slice(row, row + 1) if len(self.starts or ()) > 1 else slice(None)), found
 
+    def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the convolution or the scan of this name, segment by segment."""
+        if name == CONVOLUTION:
+            return partial(_convolved, function, self)
+        return lambda *args, **kwargs: _scanned(_Call(function, SCANS[name], args, kwargs), self)
+
 
 def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
     """Return :attr:`Segments.starts` of the documents ``[b, s]``, counted in each row; waits for their device."""
@@ -92,67 +86,53 @@ def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
     return found[:1] if len(set(found)) == 1 else found
 
 
-def keep_states_apart(model: nn.Module, segments: Callable[[], Segments | None]) -> None:
+class Replacing(Protocol):
+    """Replace the functions by which mixers read other tokens: :class:`Segments`."""
+
+    def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a mixer calls instead of the ``function`` of this name."""
+
+
+def keep_states_apart(model: nn.Module, segments: Callable[[], Replacing | None]) -> None:
     """Let the mixers in a model that are known compute the :class:`Segments` of each pass; ``None``: as they are."""
     for module in model.modules():
         if reads_by_functions(module):
             _wrap(module, segments)
 
 
-def _wrap(module: nn.Module, segments: Callable[[], Segments | None]) -> None:
-    host: Any = module.__dict__.get("forward", type(module).forward)
+def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
+    own, kind = module.__dict__.get("forward"), type(module)
+    host: Any = kind.forward if own is None else getattr(own, "__func__", lambda _, *args, **kw: own(*args, **kw))
 
     @wraps(host)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        of_pass = segments()
-        before = () if isinstance(host, MethodType) else (self,)
-        if of_pass is None:
-            return host(*before, *args, **kwargs)
+        known = segments()
+        if known is None:
+            return host(self, *args, **kwargs)
         args, kwargs = without_states(args, kwargs)
-        with functions_replaced(self, lambda name, function: _replacement(name, function, of_pass)):
-            return host(*before, *args, **kwargs)
+        with functions_replaced(kind, known.replacement):
+            return host(self, *args, **kwargs)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]  # which a deep copy binds to the copy
-
-
-def _replacement(name: str, function: Callable[..., Any], segments: Segments) -> Callable[..., Any]:
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        if name == CONVOLUTION:
-            return _convolved(function, segments, *args, **kwargs)
-        return _scanned(_Call(function, SCANS[name], args, kwargs), segments)
-
-    return replaced
-
-
-def _check(tokens: int, segments: Segments) -> None:
-    if tokens != segments.length:
-        raise ConfigError(
-            f"a recurrence is given {tokens} tokens of {segments.length} that are in this pass: use "
-            "sequence_parallel=False, and no cache (use_cache=False)"
-        )
 
 
 def _convolved(
     host: Callable[..., Any], segments: Segments, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Convolve each segment of ``x [b, d, s]`` with what is before it in its document."""
-    _check(x.shape[-1], segments)
     width = weight.shape[-1] - 1
-    tails = segments.chain.tails(x, width) if segments.chain is not None and width else None
+    tails = segments.chain.tails(x, width) if segments.chain is not None and width else []
 
-    def convolved(index: int, rows: slice, start: int, stop: int, continues: bool) -> Tensor:
+    def run(rows: slice, start: int, stop: int, tail: Tensor | None) -> tuple[Tensor, None]:
         part = x[rows, :, start:stop]
-        if tails is None or not continues:
-            found: Tensor = host(part, weight, *args, **kwargs)
-            return found
-        found = host(torch.cat((tails[index][rows], part), -1), weight, *args, **kwargs)
-        return found[..., width:]
+        if tail is None:
+            return host(part, weight, *args, **kwargs), None
+        return host(torch.cat((tail, part), -1), weight, *args, **kwargs)[..., width:], None
 
-    pieces = [
-        [_cat([convolved(index, rows, *span) for span in spans], -1) for rows, spans in segments.of_rows(index)]
-        for index in segments.filled
-    ]
-    return tied(_cat([_cat(rows, 0) for rows in pieces], -1), tails or ())
+    def before(index: int, _: Tensor | None) -> Tensor | None:
+        return tails[index] if tails else None
+
+    return tied(_by_segments(segments, x, -1, run, before, lambda *_: None), tails)
 
 
 class _Call:
@@ -162,60 +142,80 @@ class _Call:
         self.scan, self._host, self._kwargs = scan, host, dict(kwargs)
         self._args = dict(zip(inspect.signature(host).parameters, args, strict=False))
         self.given = {**self._args, **kwargs}
-        self.tensors = [each for each in self.given.values() if isinstance(each, Tensor)]
 
-    def zeros(self) -> Tensor:
-        """Return the state with which a sequence begins."""
-        like = self.given[next(iter(self.scan.tokens))]
-        wide = torch.promote_types(like.dtype, torch.float32)
-        return torch.zeros(self.scan.shape(self.given), dtype=wide, device=like.device)
-
-    def of(self, rows: slice, start: int, stop: int, state: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+    def run(self, rows: slice, start: int, stop: int, state: Tensor | None, final: bool) -> tuple[Tensor, Any]:
         """Return the output of a segment, and its ``final`` state if asked for; ``state`` is that before it."""
-        args, kwargs = (
-            {name: self._part(name, value, rows, start, stop) for name, value in given.items()}
-            for given in (self._args, self._kwargs)
-        )
-        if self.scan.initial:
-            kwargs[self.scan.initial] = state
-        result = self._host(*args.values(), **{**kwargs, self.scan.final: final})
-        y, after = result if isinstance(result, tuple) else (result, None)
-        if state is not None and self.scan.adds is not None:
-            more, kept = self.scan.adds({**args, **kwargs}, state)
-            y, after = y + more.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
-        return y, None if after is None else after.to(self.zeros().dtype)
+        scan = self.scan
 
-    def _part(self, name: str, value: Any, rows: slice, start: int, stop: int) -> Any:
-        if name not in self.scan.tokens or not isinstance(value, Tensor):
-            return value
-        return value[rows].narrow(self.scan.tokens[name], start, stop - start)
+        def part(name: str, value: Any) -> Any:
+            if name not in scan.tokens or not isinstance(value, Tensor):
+                return value
+            return value[rows].narrow(scan.tokens[name], start, stop - start)
+
+        args, kwargs = ({n: part(n, value) for n, value in given.items()} for given in (self._args, self._kwargs))
+        more = {scan.initial: state, scan.final: final} if scan.initial else {scan.final: final}
+        result = self._host(*args.values(), **{**kwargs, **more})
+        y, after = result if isinstance(result, tuple) else (result, None)
+        if state is not None and scan.adds is not None:
+            read, kept = scan.adds({**args, **kwargs}, state)
+            y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+        return y, after
 
 
 def _scanned(call: _Call, segments: Segments) -> Any:
     """Scan each segment from the state before it; a chain's other pieces wait for this one."""
-    dim, chain = next(iter(call.scan.tokens.values())), segments.chain
-    _check(call.given[next(iter(call.scan.tokens))].shape[dim], segments)
-    anchor = next((each for each in call.tensors if each.requires_grad), call.tensors[0])
-    state, ties, pieces = call.zeros() if chain is not None else None, list[Tensor](), list[Tensor]()
+    x, dim = call.given[call.scan.output], call.scan.tokens[call.scan.output]
+    chain, ties = segments.chain, list[Tensor]()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    anchor = next((each for each in call.given.values() if isinstance(each, Tensor) and each.requires_grad), x)
+
+    def run(rows: slice, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y, after = call.run(rows, start, stop, state, final=chain is not None)
+        return y, None if after is None else after.to(wide)
+
+    def before(index: int, state: Tensor | None) -> Tensor | None:
+        if chain is None:
+            return None
+        zeros = x.new_zeros(call.scan.shape(call.given), dtype=wide) if state is None else state
+        ties.append(chain.receive(index, zeros, anchor))
+        return ties[-1]
+
+    def after(index: int, state: Tensor | None) -> None:
+        sent = chain.send(index, state) if chain is not None and state is not None else None
+        ties.extend([] if sent is None else [sent])
+
+    output = tied(_by_segments(segments, x, dim, run, before, after), ties)
+    return (output, None) if call.scan.pairs else output
+
+
+def _by_segments(
+    segments: Segments,
+    x: Tensor,
+    dim: int,
+    run: Callable[[slice, int, int, Tensor | None], tuple[Tensor, Tensor | None]],
+    before: Callable[[int, Tensor | None], Tensor | None],
+    after: Callable[[int, Tensor | None], None],
+) -> Tensor:
+    """Return the outputs of ``run`` for all segments along ``dim``; ``before`` and ``after`` take states of pieces."""
+    if x.shape[dim] != (length := sum(stop - start for start, stop in segments.pieces)):
+        raise ConfigError(
+            f"a recurrence is given {x.shape[dim]} tokens where this rank has {length}: use sequence_parallel=False"
+        )
+    state, pieces = None, list[Tensor]()
     for index in range(len(segments.pieces)):
-        if chain is not None and state is not None:
-            state = chain.receive(index, state, anchor)
-            ties.append(state)
+        state = before(index, state)
         rows, states = list[Tensor](), list[Tensor]()
         for row, spans in segments.of_rows(index):
-            found, after = list[Tensor](), None if state is None else state[row]
+            found, kept = list[Tensor](), None if state is None else state[row]
             for start, stop, continues in spans:
-                y, after = call.of(row, start, stop, after if continues else None, chain is not None)
+                y, kept = run(row, start, stop, kept if continues else None)
                 found.append(y)
             rows += [_cat(found, dim)] if found else []
-            states += [after] if after is not None else []
+            states += [] if kept is None else [kept]
         pieces += [_cat(rows, 0)] if rows else []
-        if chain is not None:
-            state = _cat(states, 0)
-            sent = chain.send(index, state)
-            ties += [sent] if sent is not None else []
-    output = tied(_cat(pieces, dim), ties)
-    return (output, None) if call.scan.pairs else output
+        state = _cat(states, 0) if states else None
+        after(index, state)
+    return _cat(pieces, dim)
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -238,7 +238,5 @@ def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
     gradient, but others wait for it.
     """
     waited_for = [each for each in others if each.requires_grad]
-    if not waited_for:
-        return y
-    found: Tensor = _Tied.apply(y, *waited_for)
+    found: Tensor = _Tied.apply(y, *waited_for) if waited_for else y
     return found

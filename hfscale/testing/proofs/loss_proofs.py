@@ -22,7 +22,7 @@ from ...models.fields import lengths_of, text_config, with_lengths
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
 from ...plan.feature_plans import OwnLossPlan
-from ...train.guards.document_states import DocumentStates
+from ...train.guards.packed_rows import DocumentStates
 from ...train.runtime.batches import BORDERS, with_borders
 from .probe import Probe, apart, names_no_size, perturb, probed, skipped_experts, tiny_model_of, without_cache
 

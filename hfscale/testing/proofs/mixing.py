@@ -2,10 +2,12 @@
 
 A few passes in float64, in one process. First the clone as it is, and with attention answered here: the same output
 means that its attention is the one that is built here. Then attention is taken for a function of one token (its own
-query, key and value); over parts of the sequence the output must be what it is over the whole one. Where it is not,
-something else reads other tokens, or counts its own: a convolution, a recurrence, positions made of local shapes.
+query, key and value), and so are the convolutions and scans whose states can be handed on; over parts of the sequence
+the output must be what it is over the whole one. Where it is not, something else reads other tokens, or counts its own:
+a recurrence in code of a family's own, positions made of local shapes.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,20 +18,24 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.experts import use_eager_experts
 from ..._compat.transformers.hidden_states import hidden_states_of
-from ..._compat.transformers.recurrences import reads_by_functions
+from ..._compat.transformers.recurrences import CONVOLUTION, SCANS, reads_by_functions
 from ...distributed.ops.segments import keep_states_apart
 from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
-from ...parallel.context.attention_override import Attend, AttentionCall, AttentionOverride, attention_configs
+from ...parallel.context.attention_override import (
+    Attend,
+    AttentionCall,
+    AttentionOverride,
+    attending,
+    attention_configs,
+)
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
 from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
-from ...plan.sequence_split import Split
 from .probe import apart, perturb, tiny_model_of, without_cache
-from .state_tape import StateTape
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5
@@ -56,12 +62,11 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
-    tape = StateTape(Split(_TOKENS, _PARTS))
-    keep_states_apart(clone, tape.segments)
-    mixing, kinds = _find_mixing(clone, False, candidates, text, tape)
+    keep_states_apart(clone, lambda: _TokenByToken() if isinstance(attending(), _OneToken) else None)
+    mixing, kinds = _find_mixing(clone, False, candidates, text)
     if mixing:
         return {"mixing": mixing}, True
-    with_padding, more = _find_mixing(clone, True, candidates, text, tape)
+    with_padding, more = _find_mixing(clone, True, candidates, text)
     pads, seen = not with_padding and more <= kinds, set(map(type, candidates))
     handing = {type(module) for module in candidates if any(map(reads_by_functions, module.modules()))} - kinds
     names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen, handing)]
@@ -69,12 +74,10 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     return {**answer, "handing": names[2]} if handing else answer, True
 
 
-def _find_mixing(
-    model: Any, padded: bool, candidates: Sequence[nn.Module], text: str, tape: StateTape
-) -> tuple[str, set[type]]:
+def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
     """Return why a tiny model's sequences cannot be cut (empty if they can), and which ``candidates`` mix tokens."""
     try:
-        with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates, tape) as mixers:
+        with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
             return _compare(_Subject(model, text), _batch(model, padded, bool(text)), mixers), mixers.mix
     except ConfigError as error:
         return str(error), set()
@@ -88,8 +91,8 @@ def _find_mixing(
 class _Mixers:
     """Find modules whose output for a part of a sequence is not that for all of it, and make them return the latter."""
 
-    def __init__(self, candidates: Sequence[nn.Module], tape: StateTape) -> None:
-        self._candidates, self._handles, self.tape = candidates, list[Any](), tape
+    def __init__(self, candidates: Sequence[nn.Module]) -> None:
+        self._candidates, self._handles = candidates, list[Any]()
         self._calls_of: dict[int, list[tuple[Any, Any]]] = {}
         self._calls: dict[int, int] = {}
         self._part: CutBatch | None = None
@@ -101,7 +104,6 @@ class _Mixers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tape.off = True
         for handle in self._handles:
             handle.remove()
 
@@ -172,13 +174,11 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             return "its attention is not the usual one"
         alone = _OneToken()
         mixers.begin(records=True)
-        mixers.tape.begin(None)
         local = subject.passed(whole, alone)
         for rank in range(_PARTS):
             part, own = subject.part(batch, _PARTS, rank)
             here = _OneToken()
             mixers.begin(part)
-            mixers.tape.begin(rank)
             if _differ(subject.passed((part, own), here), local[:, part.places], batch, part):
                 return "something besides attention reads other tokens of a sequence, or counts them"
             if not here.sees_as(alone):
@@ -191,7 +191,6 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
     mixers.begin()
-    mixers.tape.off = True
     tape, tape_place = list[Tensor](), [0]
 
     def record_or_play(x: Tensor, part: CutBatch) -> Tensor:
@@ -210,11 +209,9 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
         if not handles:
             return ""
         tape.clear()
-        mixers.tape.begin(None)
         alone = subject.passed(subject.part(batch), _OneToken())
         for rank in range(_PARTS):
             tape_place[0] = 0
-            mixers.tape.begin(rank)
             part, own = subject.part(batch, _PARTS, rank)
             found = subject.passed((part, own), _OneToken())
             if _differ(found, alone[:, part.places], batch, part):
@@ -260,6 +257,27 @@ class _OneToken:
     def sees_as(self, other: "_OneToken") -> bool:
         """Return whether all calls masked the same entries of the full sequence."""
         return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
+
+
+class _TokenByToken:
+    """Replace convolutions and scans by functions of each token's own arguments."""
+
+    def replacement(self, name: str, function: Any) -> Any:
+        """Return what a mixer calls instead of the ``function`` of this name."""
+        if name == CONVOLUTION:
+            return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
+        scan = SCANS[name]
+
+        def scanned(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+            y = given[scan.output]
+            for argument, dim in scan.tokens.items():
+                if (x := given.get(argument)) is not None:
+                    token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
+                    y = y * (1 + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim))))
+            return (y, None) if scan.pairs else y
+
+        return scanned
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +21,6 @@ from hfscale.models.precision import keep_float64
 from hfscale.plan.sequence_split import Split
 from hfscale.testing import Case, RankPool, assert_layout_equal, count_traffic
 from hfscale.testing.proofs.probe import perturb
-from hfscale.testing.proofs.state_tape import StateTape
 
 from ...families import config_of
 from ...mixtures import EAGER
@@ -53,13 +54,31 @@ def _assert_close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(here, one, rtol=1e-10, atol=1e-10)
 
 
+@dataclass
+class Here:
+    """A chain whose pieces are all in one process."""
+
+    pieces: tuple[tuple[int, int], ...]
+
+    def tails(self, x: Tensor, width: int) -> list[Tensor]:
+        padded = F.pad(x, (width, 0))
+        return [padded[..., start : start + width] for start, _ in self.pieces]
+
+    def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
+        return state
+
+    def send(self, index: int, state: Tensor) -> None:
+        pass
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_with_states_are_the_whole(family: str) -> None:
     """Pieces of 2 to 3 tokens: shorter than what a convolution reads."""
     mixer, x = _mixer(family)
     wanted = _gradients(mixer, x)
-    tape = StateTape(Split(TOKENS, 4), off=False)
-    keep_states_apart(mixer, tape.segments)
+    pieces = tuple(sorted(piece for rank in range(4) for piece in Split(TOKENS, 4).pieces(rank)))
+    segments = Segments(pieces, chain=Here(pieces))
+    keep_states_apart(mixer, lambda: segments)
     _assert_close(_gradients(mixer, x), wanted)
 
 
