@@ -42,20 +42,6 @@ class Scan:
     adds: Callable[[Named, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
-def _delta_state(given: Named) -> tuple[int, ...]:
-    key, value = given["key"], given["value"]
-    return (key.shape[0], value.shape[2], key.shape[3], value.shape[3])
-
-
-def _mamba2_state(given: Named) -> tuple[int, ...]:
-    x = given["hidden_states"]
-    return (x.shape[0], x.shape[2], x.shape[3], given["B"].shape[3])
-
-
-def _mamba_state(given: Named) -> tuple[int, ...]:
-    return (*given["hidden_states"].shape[:2], given["A"].shape[1])
-
-
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
     """Let ``state [b, d, n]`` decay and be read as in ``mamba_selective_scan`` (Gu and Dao 2023, equation 2)."""
     dt, c, gate = given["dt"], given["C"], given.get("z")
@@ -73,7 +59,7 @@ _DELTA = Scan(
     dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
     "value",
     "output_final_state",
-    _delta_state,
+    lambda given: (len(given["key"]), given["value"].shape[2], given["key"].shape[3], given["value"].shape[3]),
     "initial_state",
     pairs=True,
 )
@@ -84,14 +70,14 @@ SCANS: dict[str, Scan] = {
         dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1),
         "hidden_states",
         "return_final_states",
-        _mamba2_state,
+        lambda given: (*given["hidden_states"].shape[::2], given["hidden_states"].shape[3], given["B"].shape[3]),
         "initial_states",
     ),
     "mamba_selective_scan": Scan(
         dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2),
         "hidden_states",
         "return_last_state",
-        _mamba_state,
+        lambda given: (*given["hidden_states"].shape[:2], given["A"].shape[1]),
         adds=_mamba_adds,
     ),
 }

@@ -1,7 +1,7 @@
 """Run the convolutions and scans of stock mixers segment by segment, with a state from one to the next.
 
 A segment is what one document has of one piece of a sequence. States begin as zeros where a document does, and go on
-from piece to piece, which a :class:`Chain` carries between ranks that each have some of the pieces::
+from piece to piece, which a :class:`.rank_chain.RankChain` carries between ranks that each have some of the pieces::
 
     row     [a a a b b b|b b c c c c]        rank 0 has the piece before the bar, rank 1 the other
     scan     a: from 0                       y of [b b]: from the state that rank 0 sends
@@ -29,23 +29,9 @@ from ..._compat.transformers.recurrences import (
     without_states,
 )
 from ...errors import ConfigError
+from .rank_chain import RankChain
 
 Interval = tuple[int, int]
-
-
-class Chain(Protocol):
-    """Carry states between the pieces of sequences, whose ``index`` counts those here."""
-
-    def tails(self, x: Tensor, width: int) -> list[Tensor]:
-        """Return, for each piece here, the ``width`` inputs before it ``[b, d, width]``, of its document; else 0."""
-
-    def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state before a piece, with a gradient if ``anchor`` has one; ``state`` is zeros, or that after the
-        previous piece here.
-        """
-
-    def send(self, index: int, state: Tensor) -> Tensor | None:
-        """Give the state after a piece to the next one; return what the output must depend on (:func:`tied`)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class Segments:
     pieces: tuple[Interval, ...]  # of the sequence: the tokens here, one piece after the other
     # for each row, or once for all alike, the places in the sequence where a document begins; ``None``: nowhere
     starts: tuple[tuple[int, ...], ...] | None = None
-    chain: Chain | None = None  # ``None``: all pieces are here
+    chain: RankChain | None = None  # ``None``: there is one piece, all of the sequence
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
         """Yield, for each row or all rows together, the segments of the piece at ``index``: first token, end (both
@@ -106,7 +92,7 @@ def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
 
     @wraps(host)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        known = segments()
+        known = None if torch.compiler.is_compiling() else segments()
         if known is None:
             return host(self, *args, **kwargs)
         args, kwargs = without_states(args, kwargs)

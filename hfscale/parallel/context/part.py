@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
+from ...distributed.ops.rank_chain import RankChain
 from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
@@ -24,7 +26,6 @@ from .cut_batch import CutBatch, cut_batch
 from .engine import gather_sequences
 from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
 from .methods import ContextAttention
-from .rank_chain import segments_of
 
 _BATCH = "context_batch"
 """The argument of a forward pass that says of which sequences it computes a part; the model itself never sees it."""
@@ -64,7 +65,10 @@ class ContextParallel(Part, ContextAxis):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.handing):
-            keep_states_apart(model.get_submodule(name), partial(self._segments, group))
+            mixer = model.get_submodule(name)
+            keep_states_apart(mixer, partial(self._segments, group))
+            if runtime.options.compile:
+                mixer.forward = torch.compiler.disable(mixer.forward)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -143,7 +147,10 @@ class ContextParallel(Part, ContextAxis):
 
     def _segments(self, group: dist.ProcessGroup) -> Segments | None:
         batch = current_batch() or self._recomputed()
-        return None if batch is None else segments_of(batch, group)
+        if batch is None:
+            return None
+        chain = RankChain(batch.split, batch.rank, batch.starts, group)
+        return Segments(batch.split.pieces(batch.rank), batch.starts, chain)
 
     def _whole_segments(self) -> Segments | None:
         batch = current_batch() or self._recomputed()

@@ -53,10 +53,10 @@ def plan_context(draft: Draft) -> None:
         tuple(name for name, module in layers.items() if type(module).__name__ in kinds)
         for kinds in (found.kinds, found.handing)
     )
-    if whole and draft.layout.sequence_parallel and draft.tp > 1:
+    if (mixers := whole + handing) and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
-            f"cp_size={size} runs {wild_name(whole[0])} on full sequences, and sequence_parallel=True shards its "
-            "input: use sequence_parallel=False"
+            f"cp_size={size} runs {wild_name(mixers[0])} on all tokens that a rank has, and sequence_parallel=True "
+            "shards its input: use sequence_parallel=False"
         )
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)

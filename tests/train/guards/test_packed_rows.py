@@ -37,7 +37,7 @@ DAILY = [
     ("gpt_oss", "cp2"),
     ("bamba", "cp2"),
     ("lfm2", "pp2"),
-    ("mamba", "tp2"),
+    ("falcon_h1", "tp2"),
     ("jamba", "one"),
 ]
 

@@ -15,26 +15,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ...distributed.ops.collectives import gather_from_sequence_region, waiting
-from ...distributed.ops.segments import Segments
-from .cut_batch import CutBatch
-
-
-def segments_of(batch: CutBatch, group: dist.ProcessGroup) -> Segments:
-    """Return the segments of this rank's tokens, whose states come from the other ranks of ``group``."""
-    return Segments(batch.split.pieces(batch.rank), batch.starts, RankChain(batch, group))
+from ...plan.sequence_split import Split
+from .collectives import gather_from_sequence_region, waiting
 
 
 @dataclass(frozen=True)
 class RankChain:
-    """Carry states between the pieces of one pass; a :class:`hfscale.distributed.ops.segments.Chain`."""
+    """Carry states between the pieces of sequences, whose ``index`` counts those of this rank."""
 
-    batch: CutBatch
+    split: Split
+    rank: int
+    # for each row, or once for all alike, the places where a document begins; ``None``: nowhere
+    starts: tuple[tuple[int, ...], ...] | None
     group: dist.ProcessGroup
 
     def tails(self, x: Tensor, width: int) -> list[Tensor]:
-        """All-gather the last ``width`` inputs of every piece; return what is before each piece of this rank."""
-        split, rank = self.batch.split, self.batch.rank
+        """All-gather the last ``width`` inputs of every piece, of ``x [b, d, own tokens]``; return for each piece here
+        those before it, ``[b, d, width]``, zeros where they are another document's.
+        """
+        split, rank = self.split, self.rank
         pieces = [split.pieces(each) for each in range(split.size)]
         kept = [[min(width, stop - start) for start, stop in of_rank] for of_rank in pieces]
         here = x.split([stop - start for start, stop in pieces[rank]], -1)
@@ -48,38 +47,41 @@ class RankChain:
         ]
 
     def _before(self, start: int, ends: list[Tensor], x: Tensor, width: int) -> Tensor:
-        """Return the ``width`` inputs before place ``start``, given the ``ends`` of all pieces there; else zeros."""
         there = torch.cat([x[..., :0], *ends], -1)
         there = F.pad(there[..., max(0, there.shape[-1] - width) :], (max(0, width - there.shape[-1]), 0))
-        if self.batch.starts is None:
+        if self.starts is None:
             return there
-        first = [max((place for place in row if place <= start), default=0) for row in self.batch.starts]
+        first = [max((place for place in row if place <= start), default=0) for row in self.starts]
         places = torch.arange(start - width, start, device=x.device)
         other = places < torch.tensor(first, device=x.device)[:, None]
         return there.masked_fill(other[:, None], 0.0)
 
     def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state before a piece: from another rank unless the piece before is here, or there is none."""
+        """Return the state before a piece, with a gradient if ``anchor`` has one; ``state`` is zeros, or that after the
+        previous piece here.
+        """
         number = self._number(index)
-        if number == 0 or self._owner(number - 1) == self.batch.rank:
+        if number == 0 or self._owner(number - 1) == self.rank:
             return state
         received: Tensor = _Received.apply(anchor, state, self._owner(number - 1), self.group)
         return received
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
-        """Send the state after a piece to the rank of the next one, if that is another."""
+        """Send the state after a piece to the rank of the next one, if that is another; the output must depend on what
+        is returned (:func:`.segments.tied`) for the gradient to be received.
+        """
         number = self._number(index) + 1
-        if number == 2 * self.batch.split.size or self._owner(number) == self.batch.rank:
+        if number == 2 * self.split.size or self._owner(number) == self.rank:
             return None
         sent: Tensor = _Sent.apply(state, self._owner(number), self.group)
         return sent
 
     def _number(self, index: int) -> int:
         """Return the place among all pieces of this rank's early (0) or late (1) one."""
-        return self.batch.rank if index == 0 else 2 * self.batch.split.size - 1 - self.batch.rank
+        return self.rank if index == 0 else 2 * self.split.size - 1 - self.rank
 
     def _owner(self, number: int) -> int:
-        return min(number, 2 * self.batch.split.size - 1 - number)
+        return min(number, 2 * self.split.size - 1 - number)
 
 
 def _send(x: Tensor, rank: int, group: dist.ProcessGroup) -> None:
