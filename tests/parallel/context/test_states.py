@@ -24,10 +24,14 @@ from hfscale.testing.proofs.probe import perturb
 
 from ...families import config_of
 from ...mixtures import EAGER
+from ...sweeps import cases
 
 Pools = Callable[[int], RankPool]
-FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")
-"""One for each function that mixers call: gated delta rule, KDA, Mamba-2's and Mamba's scan, convolution alone."""
+FUNCTIONS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")
+"""A family for each function that mixers call: gated delta rule, KDA, Mamba-2's and Mamba's scan, convolution alone."""
+OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "bailing_hybrid", "falcon_h1")
+OTHERS += ("granitemoehybrid", "nemotron_h", "mamba2", "mamba", "falcon_mamba", "lfm2_moe", "lfm3", "inkling_text")
+FAMILIES = cases((*FUNCTIONS, *OTHERS), daily=FUNCTIONS)
 TOKENS = 21
 
 
