@@ -30,7 +30,7 @@ Pools = Callable[[int], RankPool]
 FUNCTIONS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")
 """A family for each function that mixers call: gated delta rule, KDA, Mamba-2's and Mamba's scan, convolution alone."""
 OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid", "bailing_hybrid", "falcon_h1")
-OTHERS += ("granitemoehybrid", "nemotron_h", "mamba2", "mamba", "falcon_mamba", "lfm2_moe", "lfm3", "inkling_text")
+OTHERS += ("granitemoehybrid", "nemotron_h", "mamba2", "mamba", "falcon_mamba", "lfm2_moe", "lfm3")
 FAMILIES = cases((*FUNCTIONS, *OTHERS), daily=FUNCTIONS)
 TOKENS = 21
 
