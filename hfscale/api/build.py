@@ -24,6 +24,7 @@ from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime
+from ..train.watchdog import watch_by_default
 from .arguments import (
     arguments_with_config,
     check_layout,
@@ -65,6 +66,7 @@ def build(
             model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
         )
     assemble(model, plan, mesh, options, weights, adapters)
+    watch_by_default(mesh)
     return model
 
 
