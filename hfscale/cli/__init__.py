@@ -19,6 +19,7 @@ from . import cmd_calibrate as calibrate
 from . import cmd_completion as completion
 from . import cmd_convert as convert
 from . import cmd_doctor as doctor
+from . import cmd_drill as drill
 from . import cmd_estimate as estimate
 from . import cmd_explain as explain
 from . import cmd_inspect as inspect
@@ -35,6 +36,7 @@ from .model import check_place
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
+    "drill": drill,
     "plan": plan,
     "estimate": estimate,
     "search": search,
@@ -158,7 +160,7 @@ def _in_the_list(name: str) -> str:
 
 _COUNTS = (
     *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node"),
+    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 
