@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,15 +132,8 @@ def _recorded() -> Iterator[Sequence[Any]]:
         yield told.get("entries", ())
 
 
-class Call(NamedTuple):
-    """Describe when this process came to a collective; ``key`` is the same on all ranks of its group."""
-
-    key: tuple[str, int, int]
-    at: float  # seconds since 1970, or another moment
-
-    def before(self, moment: float) -> "Call":
-        """Return it with its time counted from ``moment``."""
-        return self._replace(at=self.at - moment)
+Call = tuple[tuple[str, int, int], float]
+"""A key, the same on all ranks of a collective's group, and when this rank came to it, in seconds since 1970."""
 
 
 def recorded_calls() -> list[Call]:
@@ -151,7 +144,7 @@ def recorded_calls() -> list[Call]:
         if name not in groups:
             groups[name] = hash(tuple(ranks_of_group(name)))
         key = (name, groups[name], int(entry["collective_seq_id"]))
-        found.append(Call(key, int(entry["time_created_ns"]) / 1e9))
+        found.append((key, int(entry["time_created_ns"]) / 1e9))
     return found
 
 

@@ -28,6 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ..recipes.drill import drill
 
     working("running the recipe, undisturbed and disturbed")
-    found = drill(arguments.recipe, arguments.overrides, arguments.kills, arguments.seed)
-    print(found)
-    return 1 if found.differences else 0
+    report, alike = drill(arguments.recipe, arguments.overrides, arguments.kills, arguments.seed)
+    print(report)
+    return 0 if alike else 1

@@ -1,7 +1,7 @@
 """Rehearse failures: kill and stop the ranks of a recipe's run at random, and compare its end with an undisturbed run.
 
-torch's elastic agent (``torchrun --max-restarts``) starts the ranks again, as it would those of any job. What happens
-when is drawn from a seed; what the run does is read from its ``metrics.jsonl``, so nothing in it knows of the drill.
+torch's elastic agent (``torchrun --max-restarts``) starts the ranks again. What happens when is drawn from a seed; what
+the run does is read from its ``metrics.jsonl``, so nothing in it knows of the drill.
 """
 
 import hashlib
@@ -13,16 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ..config.parallel import ParallelConfig
+from ..plan.columns import aligned
 from .launch import prepare_launch
 from .read import read_recipe
 from .run_log import read_metrics
-from .schema import Recipe, RecipeError
+from .schema import RecipeError
 
 KINDS = ("rank", "save", "load", "all", "stop")
 """A rank is killed in a step, in a save, or while it starts again; all are killed; one is stopped for a while."""
@@ -37,120 +38,100 @@ class Strike:
     rank: int
     step: int  # the last one before it
     lost: int  # steps that were done again
-    seconds: float  # from the last signal to the end of the next step that was new to the restarted ranks
+    seconds: float  # from the last signal to the end of the next step of the ranks that were started again
 
 
-@dataclass
-class Drill:
-    """Hold the results of a drill; ``undisturbed`` and ``seconds`` are those of whole runs, starts included."""
+def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple[str, bool]:
+    """Run a recipe as ``NAME-drill-plain``, and again with ``kills`` strikes as ``NAME-drill``.
 
-    undisturbed: float
-    seconds: float = 0.0
-    strikes: list[Strike] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        rows = [f"{'kind':6}{'rank':>6}{'after step':>12}{'steps lost':>12}{'s to next step':>16}"]
-        rows += [f"{s.kind:6}{s.rank:6}{s.step:12}{s.lost:12}{s.seconds:16.1f}" for s in self.strikes]
-        times = [strike.seconds for strike in self.strikes if strike.kind != "stop"] or [0.0]
-        lost, share = [strike.lost for strike in self.strikes], self.undisturbed / max(self.seconds, 1e-9)
-        return "\n".join(
-            [
-                *rows,
-                "",
-                f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
-                f"steps lost: median {median(lost or [0])}, at most {max(lost, default=0)}",
-                f"effective time: {share:.1%} ({self.undisturbed:.0f} s undisturbed, {self.seconds:.0f} s disturbed)",
-                f"the end differs from the undisturbed run's: {', '.join(self.differences)}"
-                if self.differences
-                else "the end equals that of the undisturbed run, bit for bit",
-            ]
-        )
-
-
-def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> Drill:
-    """Run a recipe twice, once undisturbed and once with ``kills`` strikes, as ``NAME-drill-plain`` and ``NAME-drill``.
+    Returns:
+        a report, and whether both ended alike: weights bit for bit, and losses of all steps.
 
     Raises:
         RecipeError: a run failed by itself, or ended before all strikes.
     """
     recipe = read_recipe(source, overrides)
-    every = recipe.training.save_every or max(1, recipe.training.steps // 10)
-    if recipe.training.steps < 2 * kills:
-        raise RecipeError(f"{kills} kills need at least {2 * kills} steps, and training.steps={recipe.training.steps}")
+    steps, every = recipe.training.steps, recipe.training.save_every or max(1, recipe.training.steps // 10)
+    if steps < 2 * kills:
+        raise RecipeError(f"{kills} kills need at least {2 * kills} steps, and training.steps={steps}: use more")
     fixed = [*overrides, "training.log_every=1", f"training.save_every={every}", "training.resume=true"]
-    plain, struck = (_Run(source, [*fixed, f"name={recipe.name}-{end}"], kills) for end in ("drill-plain", "drill"))
-    found = Drill(plain.finish())
-    chance, steps = random.Random(seed), recipe.training.steps
+    plain = _Run(source, [*fixed, f"name={recipe.name}-drill-plain"], kills)
+    undisturbed = plain.finish()
+    struck, chance, strikes = _Run(source, [*fixed, f"name={recipe.name}-drill"], kills), random.Random(seed), []
     for number in range(kills):
         due = 1 + int((number + chance.random()) * 0.9 * (steps - 1) / kills)
-        found.strikes.append(struck.strike(chance.choice(KINDS), due, chance))
-    found.seconds = struck.finish()
-    found.differences = [name for name, value in plain.end().items() if struck.end().get(name) != value]
-    return found
+        strikes.append(struck.strike(chance.choice(KINDS), due, chance))
+    disturbed = struck.finish()
+    wrong = [name for name, value in plain.end().items() if struck.end().get(name) != value]
+    return _report(strikes, undisturbed, disturbed, wrong), not wrong
+
+
+def _report(strikes: Sequence[Strike], undisturbed: float, disturbed: float, wrong: Sequence[str]) -> str:
+    rows = [("strike", "rank", "after step", "steps lost", "seconds to the next step")]
+    rows += [(s.kind, str(s.rank), str(s.step), str(s.lost), f"{s.seconds:.1f}") for s in strikes]
+    times = [strike.seconds for strike in strikes if strike.kind != "stop"] or [0.0]
+    lost = [strike.lost for strike in strikes]
+    lines = [
+        *aligned(rows, left=(0,)),
+        f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
+        f"steps lost: median {median(lost):g}, at most {max(lost)}",
+        f"effective time: {undisturbed / disturbed:.1%} ({undisturbed:.0f} s undisturbed, {disturbed:.0f} s disturbed)",
+        f"the end differs in {', '.join(wrong)}" if wrong else "the end equals the undisturbed run's, bit for bit",
+    ]
+    return "\n".join(lines)
 
 
 class _Run:
-    """One run of a recipe under torch's elastic agent, from its start."""
+    """A run of a recipe under torch's elastic agent; ``finish`` and ``end`` say how long it took, and its results."""
 
     def __init__(self, source: str, overrides: list[str], kills: int) -> None:
-        self._recipe: Recipe = read_recipe(source, overrides)
-        self._ranks = ParallelConfig(**self._recipe.parallel).total_size
-        self._line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        self._line += [str(self._ranks), "--max-restarts", str(2 * kills), "-m", "hfscale", "train", source, *overrides]
-        self._agent: subprocess.Popen[str] | None = None
-        self._begun = 0.0
-
-    def _start(self) -> "subprocess.Popen[str]":
-        if self._agent is None:
-            prepare_launch(self._ranks)
-            shutil.rmtree(self._recipe.directory, ignore_errors=True)
-            self._recipe.directory.mkdir(parents=True)
-            self._begun = time.monotonic()
-            with (self._recipe.directory / "drill.log").open("w") as log:
-                self._agent = subprocess.Popen(self._line, stdout=log, stderr=log, text=True)
-        return self._agent
+        recipe = read_recipe(source, overrides)
+        self._directory, self._metrics = recipe.directory, recipe.metrics
+        self._ranks = ParallelConfig(**recipe.parallel).total_size
+        prepare_launch(self._ranks)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        agent = ["torch.distributed.run", "--standalone", "--max-restarts", str(2 * kills)]
+        line = [*agent, "--nproc-per-node", str(self._ranks), "-m", "hfscale", "train", source, *overrides]
+        self._begun = time.monotonic()
+        with (self._directory / "drill.log").open("w") as log:
+            self._agent = subprocess.Popen([sys.executable, "-m", *line], stdout=log, stderr=log)
 
     def finish(self) -> float:
-        """Let it run to its end; return the seconds that the whole run took."""
-        if code := self._start().wait():
-            raise RecipeError(f"the run ended with exit code {code}: {self._recipe.directory}/drill.log says why")
+        if code := self._agent.wait():
+            raise RecipeError(f"the run ended with exit code {code}: {self._directory}/drill.log says why")
         return time.monotonic() - self._begun
 
     def end(self) -> dict[str, Any]:
-        """Return the checksum of each file of weights at the run's end, and its losses by step."""
-        root = self._recipe.directory
-        weights = {str(path.relative_to(root)): path for path in sorted(root.rglob("*.safetensors"))}
-        found: dict[str, Any] = {
-            name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for name, path in weights.items()
-            if not name.startswith("state")
-        }
-        training, evaluation = read_metrics(self._recipe.metrics)
-        losses = [[r["step"], r["loss"], r["grad_norm"]] for r in training]
-        return {**found, "losses": losses, "validation": [[r["step"], r["validation_loss"]] for r in evaluation]}
+        weights = [path for path in self._directory.rglob("*.safetensors") if "state" not in path.parts]
+        found: dict[str, Any] = {}
+        for path in weights:
+            found[str(path.relative_to(self._directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        training, evaluation = read_metrics(self._metrics)
+        found["losses"] = [(line["step"], line["loss"], line["grad_norm"]) for line in training]
+        return found | {"validation": [(line["step"], line["validation_loss"]) for line in evaluation]}
 
     def strike(self, kind: str, due: int, chance: random.Random) -> Strike:
         """Wait for step ``due``, strike, and wait until the ranks have done a step again."""
-        self._start()
         self._wait(lambda: self._step() >= due)
         if kind == "save":
-            self._wait(lambda: any((self._recipe.directory / "state" / ".incomplete").glob("*")))
-        time.sleep(chance.uniform(0, 0.1))
+            self._wait(lambda: any((self._directory / "state" / ".incomplete").glob("*")))
+        time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
         rank, step = chance.randrange(self._ranks), self._step()
+        resumed = step
         if kind == "stop":
             process = self._pids()[rank]
             os.kill(process, signal.SIGSTOP)
             time.sleep(_STOPPED)
             os.kill(process, signal.SIGCONT)
-            begun, resumed = time.monotonic(), step
+            begun = time.monotonic()
         else:
             begun = self._kill(range(self._ranks) if kind == "all" else [rank])
             if kind == "load":
                 time.sleep(chance.uniform(0, _LOAD))
                 begun = self._kill([rank])
-            step, changed = self._step(), self._changed()
-            self._wait(lambda: self._changed() != changed)  # steps behind the last save have been taken out
+            step, written = self._step(), self._written()
+            self._wait(lambda: self._written() != written)  # steps behind the last save have been taken out
             resumed = self._step()
         self._wait(lambda: self._step() > resumed)
         return Strike(kind, rank, step, max(step - resumed, 0), time.monotonic() - begun)
@@ -160,35 +141,32 @@ class _Run:
         before, begun = self._pids(), time.monotonic()
         for rank in ranks:
             os.kill(before[rank], signal.SIGKILL)
-        self._wait(lambda: len(now := self._pids()) == self._ranks and not set(now.values()) & set(before.values()))
+        self._wait(lambda: len(now := self._pids()) == self._ranks and not {*now.values()} & {*before.values()})
         return begun
 
     def _wait(self, come: Callable[[], bool]) -> None:
         while not come():
-            if self._start().poll() is not None:
-                raise RecipeError(f"the run ended before all strikes: {self._recipe.directory}/drill.log says why")
+            if self._agent.poll() is not None:
+                raise RecipeError(f"the run ended before all strikes: {self._directory}/drill.log says why")
             time.sleep(_LOOK)
 
     def _step(self) -> int:
-        """Return the last step that was logged."""
         try:
-            training, _ = read_metrics(self._recipe.metrics)
-        except (OSError, ValueError):  # it does not exist yet, or is being written
+            training, _ = read_metrics(self._metrics)
+        except (OSError, ValueError):  # not there yet, or just being written
             return 0
         return int(training[-1]["step"]) if training else 0
 
-    def _changed(self) -> int:
-        return self._recipe.metrics.stat().st_mtime_ns if self._recipe.metrics.exists() else 0
+    def _written(self) -> int:
+        return self._metrics.stat().st_mtime_ns if self._metrics.exists() else 0
 
     def _pids(self) -> dict[int, int]:
-        """Return the process of each rank that lives: children of the agent."""
+        """Return the process of each rank: children of the agent."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == self._start().pid:
-                    names = dict(
-                        each.split("=", 1) for each in (path / "environ").read_text().split("\0") if "=" in each
-                    )
+                if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == self._agent.pid:
+                    names = dict(text.split("=", 1) for text in (path / "environ").read_text().split("\0") if text)
                     found[int(names["RANK"])] = int(path.name)
             except (OSError, KeyError, ValueError):  # it has ended, or is no rank
                 continue

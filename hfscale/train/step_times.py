@@ -58,11 +58,8 @@ class StepTimes(Part):
     def _compare(self, runtime: Runtime) -> None:
         mesh, starts = runtime.mesh, self._starts
         mesh.largest(0)  # which ends on all ranks at once: clocks of machines differ
-        now = time.time()
-        world = mesh.layout.total_size
-        calls = [call.before(now) for call in recorded_calls() if starts[0] <= call.at <= starts[-1]][
-            -_CALLS // world :
-        ]
+        now, most = time.time(), _CALLS // mesh.layout.total_size
+        calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][-most:]
         waits = [(begin - now, end - now) for begin, end in past_waits() if begin >= starts[0]]
         told = ([start - now for start in starts], calls, waits)
         found = compared(mesh.all_gather_object(told))
@@ -78,13 +75,13 @@ def compared(every: Sequence[Told]) -> dict[str, float]:
     """Return medians over steps: their seconds, and those that each rank worked; empty where nothing was recorded."""
     last: dict[Any, float] = {}
     for _, calls, _ in every:
-        for call in calls:
-            last[call.key] = max(call.at, last.get(call.key, call.at))
+        for key, at in calls:
+            last[key] = max(at, last.get(key, at))
     count = min(len(starts) for starts, *_ in every)
-    begin = max(min((call.at for call in calls), default=0.0) for _, calls, _ in every)
+    begin = max(min((at for _, at in calls), default=0.0) for _, calls, _ in every)
     seconds, works = list[float](), list[float]()
     for starts, calls, receives in every:
-        spans = sorted([*((call.at, last[call.key]) for call in calls), *receives])
+        spans = sorted([*((at, last[key]) for key, at in calls), *receives])
         steps = [(a, b) for a, b in zip(starts[-count:], starts[-count + 1 :], strict=False) if a >= begin]
         if not steps or not spans:
             return {}

@@ -9,7 +9,6 @@ import torch
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._compat.torch_gloo import Call
 from hfscale.testing import RankPool
 from hfscale.train import step_times
 from hfscale.train.step_times import compared, in_a_line
@@ -20,9 +19,7 @@ from ..tiny_models import tiny
 def told(late: list[float]) -> Any:
     """Steps of a second, in each of which a rank comes to a collective so late."""
     starts = [float(step - len(late)) for step in range(len(late) + 1)]
-    calls = [
-        Call(("g", 0, number), start + each) for number, (start, each) in enumerate(zip(starts, late, strict=False))
-    ]
+    calls = [(("g", 0, number), start + each) for number, (start, each) in enumerate(zip(starts, late, strict=False))]
     return starts, calls, []
 
 
