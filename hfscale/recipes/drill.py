@@ -7,16 +7,17 @@ the run does is read from its ``metrics.jsonl``, so nothing in it knows of the d
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.parallel import ParallelConfig
 from ..plan.columns import aligned
@@ -30,15 +31,16 @@ KINDS = ("rank", "save", "load", "all", "stop")
 _STOPPED, _LOAD, _LOOK = 3.0, 8.0, 0.02  # seconds
 
 
-@dataclass(frozen=True)
-class Strike:
-    """Hold what was done to a run, and what came of it."""
+class Strike(NamedTuple):
+    """Hold what was done to a run after ``step``, how many steps were ``lost``, and the seconds from the last signal to
+    the end of the next step of the ranks that were started again.
+    """
 
     kind: str
     rank: int
-    step: int  # the last one before it
-    lost: int  # steps that were done again
-    seconds: float  # from the last signal to the end of the next step of the ranks that were started again
+    step: int
+    lost: int
+    seconds: float
 
 
 def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple[str, bool]:
@@ -69,16 +71,15 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
 def _report(strikes: Sequence[Strike], undisturbed: float, disturbed: float, wrong: Sequence[str]) -> str:
     rows = [("strike", "rank", "after step", "steps lost", "seconds to the next step")]
     rows += [(s.kind, str(s.rank), str(s.step), str(s.lost), f"{s.seconds:.1f}") for s in strikes]
-    times = [strike.seconds for strike in strikes if strike.kind != "stop"] or [0.0]
-    lost = [strike.lost for strike in strikes]
+    times, lost = [s.seconds for s in strikes if s.kind != "stop"] or [0.0], [s.lost for s in strikes]
+    end = f"the end differs in {', '.join(wrong)}" if wrong else "the end equals the undisturbed run's, bit for bit"
     lines = [
         *aligned(rows, left=(0,)),
         f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
         f"steps lost: median {median(lost):g}, at most {max(lost)}",
         f"effective time: {undisturbed / disturbed:.1%} ({undisturbed:.0f} s undisturbed, {disturbed:.0f} s disturbed)",
-        f"the end differs in {', '.join(wrong)}" if wrong else "the end equals the undisturbed run's, bit for bit",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, end])
 
 
 class _Run:
@@ -103,10 +104,9 @@ class _Run:
         return time.monotonic() - self._begun
 
     def end(self) -> dict[str, Any]:
-        weights = [path for path in self._directory.rglob("*.safetensors") if "state" not in path.parts]
-        found: dict[str, Any] = {}
-        for path in weights:
-            found[str(path.relative_to(self._directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        files = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*.safetensors")}
+        weights = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        found: dict[str, Any] = {name: digest for name, digest in weights.items() if not name.startswith("state")}
         training, evaluation = read_metrics(self._metrics)
         found["losses"] = [(line["step"], line["loss"], line["grad_norm"]) for line in training]
         return found | {"validation": [(line["step"], line["validation_loss"]) for line in evaluation]}
@@ -117,8 +117,8 @@ class _Run:
         if kind == "save":
             self._wait(lambda: any((self._directory / "state" / ".incomplete").glob("*")))
         time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
-        rank, step = chance.randrange(self._ranks), self._step()
-        resumed = step
+        rank = chance.randrange(self._ranks)
+        step = resumed = self._step()
         if kind == "stop":
             process = self._pids()[rank]
             os.kill(process, signal.SIGSTOP)
@@ -130,8 +130,10 @@ class _Run:
             if kind == "load":
                 time.sleep(chance.uniform(0, _LOAD))
                 begun = self._kill([rank])
-            step, written = self._step(), self._written()
-            self._wait(lambda: self._written() != written)  # steps behind the last save have been taken out
+            step, written = self._step(), self._metrics.stat().st_mtime_ns
+            self._wait(
+                lambda: self._metrics.stat().st_mtime_ns != written
+            )  # steps behind the last save have been taken out
             resumed = self._step()
         self._wait(lambda: self._step() > resumed)
         return Strike(kind, rank, step, max(step - resumed, 0), time.monotonic() - begun)
@@ -151,23 +153,15 @@ class _Run:
             time.sleep(_LOOK)
 
     def _step(self) -> int:
-        try:
-            training, _ = read_metrics(self._metrics)
-        except (OSError, ValueError):  # not there yet, or just being written
-            return 0
-        return int(training[-1]["step"]) if training else 0
-
-    def _written(self) -> int:
-        return self._metrics.stat().st_mtime_ns if self._metrics.exists() else 0
+        logged = re.findall(r'"step": (\d+), "loss"', self._metrics.read_text()) if self._metrics.exists() else []
+        return int(logged[-1]) if logged else 0
 
     def _pids(self) -> dict[int, int]:
         """Return the process of each rank: children of the agent."""
         found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == self._agent.pid:
-                    names = dict(text.split("=", 1) for text in (path / "environ").read_text().split("\0") if text)
-                    found[int(names["RANK"])] = int(path.name)
-            except (OSError, KeyError, ValueError):  # it has ended, or is no rank
-                continue
+        for path in Path(f"/proc/{self._agent.pid}/task").glob("*/children"):
+            for child in path.read_text().split():
+                with suppress(OSError, KeyError):  # it has ended, or is no rank
+                    text = Path(f"/proc/{child}/environ").read_text()
+                    found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = int(child)
         return found

@@ -20,7 +20,8 @@ from .runtime import Part, Runtime
 from .runtime.batches import Microbatch
 
 _log = logging.getLogger(__name__)
-_FIRST, _LEAST, _MOST = 12, 20, 1000  # steps of the first window, and of any other
+_FIRST, _LEAST, _MOST = 12, 20, 10_000  # steps of the first window, and of any other
+_COMPARED = 200  # steps at the end of a window, as far as torch's recorder goes back (2,000 collectives)
 _SECONDS = 60.0  # that a window lasts, within these bounds
 _SLOW, _SHARE = 1.3, 0.05  # a rank is named from so many times the median on, and such a share of a step waited for it
 _CALLS = 64_000  # times that are exchanged, over all ranks
@@ -56,14 +57,14 @@ class StepTimes(Part):
         return self._found
 
     def _compare(self, runtime: Runtime) -> None:
-        mesh, starts = runtime.mesh, self._starts
+        mesh, starts = runtime.mesh, self._starts[-_COMPARED:]
         mesh.largest(0)  # which ends on all ranks at once: clocks of machines differ
         now, most = time.time(), _CALLS // mesh.layout.total_size
         calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][-most:]
         waits = [(begin - now, end - now) for begin, end in past_waits() if begin >= starts[0]]
         told = ([start - now for start in starts], calls, waits)
         found = compared(mesh.all_gather_object(told))
-        self._starts = starts[-1:]
+        self._starts, self._length = starts[-1:], _MOST  # where nothing was recorded
         if found:
             self._found = dict(found)
             self._length = int(min(max(_SECONDS / found["step_seconds"], _LEAST), _MOST))

@@ -7,6 +7,7 @@ traceback.
 
 import gc
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..model.memory_model import MemoryEstimate
 from .memory_report import held_bytes, memory_estimate
 
 _RECOMPUTE, _HALF = {"gradient_checkpointing": True}, {"tokens": 0.5}
+_REST = "activations and others"
 _LEVERS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": _RECOMPUTE,
     "microbatches of half the tokens": _HALF,
@@ -33,42 +35,37 @@ _LEVERS: dict[str, dict[str, Any]] = {
 def explain(error: BaseException) -> str:
     """Return lines for the log about every model that hfscale parallelized; empty if there is none."""
     alive = [each for each in gc.get_objects() if issubclass(type(each), Runtime | torch.optim.Optimizer)]
-    used, limit = memory_in_use()
+    optimizers = {id(p): each for each in alive if isinstance(each, torch.optim.Optimizer) for p in _parameters(each)}
     lines = []
     for runtime in (each for each in alive if isinstance(each, Runtime)):
-        own = set(map(id, runtime.model.parameters()))
-        optimizers = (each for each in alive if isinstance(each, torch.optim.Optimizer) and _steps(each, own))
-        lines += _of_model(runtime, next(optimizers, None), _batch(error), used, limit)
+        own = [optimizers[id(each)] for each in runtime.model.parameters() if id(each) in optimizers]
+        lines += _of_model(runtime, own[0] if own else None, _batch(error))
     if lines and (path := write_memory_snapshot()):
         lines.append(f"snapshot of the device's memory, for pytorch.org/memory_viz: {path}")
     return "\n".join(lines)
 
 
-def _steps(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
-    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None, used: int, limit: int) -> list[str]:
-    held = held_bytes(runtime.model, optimizer)
-    held["activations and others"] = max(0, used - sum(held.values()))
+def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[str]:
+    (used, limit), held = memory_in_use(), held_bytes(runtime.model, optimizer)
+    held[_REST] = max(0, used - sum(held.values()))
     planned = None if batch is None else _planned(runtime, optimizer, batch)
-    told = dict.fromkeys(held, 0)
+    told = Counter[str]()
     for kind, size in planned.kinds.items() if planned is not None else ():
-        told[kind if kind in held else "activations and others"] += size
-    rows = [("held", "planned", "")]
-    rows += [
-        (human(size), human(told[kind]) if planned else "", kind) for kind, size in held.items() if size + told[kind]
-    ]
+        told[kind if kind in held else _REST] += size
+    rows = [(human(size), human(told[kind]), kind) for kind, size in held.items() if size or told[kind]]
     head = f"memory of {runtime.mesh.device} on rank {runtime.mesh.rank}: {human(used)} of {human(limit)}"
-    lines = [head, *aligned(rows, left=(2,))]
+    lines = [head, *aligned([("held", "planned", ""), *rows], left=(2,))]
     if batch is None or planned is None:
         return lines
-    now, lines = planned.total, [*lines, f"what a microbatch of {batch.numel():,} tokens would need instead"]
+    lines.append(f"what a microbatch of {batch.numel():,} tokens would need, in place of {human(planned.total)}")
     for words, changed in _LEVERS.items():
         found = _planned(runtime, optimizer, batch, **changed)
-        if found is not None and found.total < now:
-            verdict = "fits" if found.likely <= limit else "does not fit"
-            lines.append(f"  {words}: {human(found.total)} in place of {human(now)}, {verdict}")
+        if found is not None and found.total < planned.total:
+            lines.append(f"  {words}: {human(found.total)}, {'fits' if found.likely <= limit else 'does not fit'}")
     ranks, name = runtime.mesh.layout.total_size, runtime.model.config.name_or_path or "MODEL"
     return [*lines, f"  another layout: hfscale search {name} --gpus {ranks} --tokens-per-step {batch.numel() * ranks}"]
 
