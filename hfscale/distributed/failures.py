@@ -228,6 +228,7 @@ class _Listener(threading.Thread):
         self._server = socket.create_server(("127.0.0.1" if here else "", 0))
         self.place = (host, self._server.getsockname()[1], secrets.token_hex(16))
         self._ranks: dict[socket.socket, int] = {}
+        self._left: list[int] = []  # ranks that have said good-bye
         os.register_at_fork(after_in_child=self._close)
 
     def run(self) -> None:
@@ -241,10 +242,15 @@ class _Listener(threading.Thread):
                     if key.fileobj is self._server:
                         self._accept(selector)
                     elif (failure := self._read(key, selector)) is not None:
-                        until = until or time.monotonic() + _GRACE
+                        lost = failure.kind == "echo" and self._left  # how that rank ends may be known soon
+                        now = time.monotonic()
+                        until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
                         failures.append(failure)
         order = ["error", "gone", "echo"]
-        self.tell(_line(asdict(min(failures, key=lambda each: order.index(each.kind)))))
+        first = min(failures, key=lambda each: order.index(each.kind))
+        if first.kind == "echo" and self._left:
+            first = Failure(self._left[0], "gone", "ended, and others wait for it")
+        self.tell(_line(asdict(first)))
 
     def tell(self, line: bytes) -> None:
         """Send a line to all ranks; to rank 0 last, which may end this process."""
@@ -281,6 +287,7 @@ class _Listener(threading.Thread):
             line = _first_line(source)
         if line != _BYE:
             return Failure(**json.loads(line)) if line else _gone(rank, self.processes)
+        self._left.append(rank)
         with suppress(OSError, AttributeError):  # it has ended, or this is no Linux
             if self.processes[rank].machine == Process.own().machine:
                 selector.register(os.pidfd_open(self.processes[rank].pid), selectors.EVENT_READ, rank)

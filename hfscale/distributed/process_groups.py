@@ -27,6 +27,7 @@ from .processes import (
     own_device,
     rounds,
     start,
+    stay_on_this_machine,
 )
 
 
@@ -50,6 +51,7 @@ def build_mesh(
     if world == 1:
         explain_memory_errors()
         return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
+    stay_on_this_machine()
     if not dist.is_initialized():
         start(device)
     made = made_out_of(dist.group.WORLD)

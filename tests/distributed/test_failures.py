@@ -20,7 +20,7 @@ WAYS = {
     RAISES: (1, "failed: ValueError: a bad row, at failing_runs.py:"),
     "os.kill(os.getpid(), 9)": (-9, "ended (signal 9)"),
     "os._exit(3)": (3, "ended (exit code 3)"),
-    "sys.exit(4)": (4, "ended (exit code 4)"),
+    "sys.exit(4)": (4, "ended"),
 }
 FAILING = [
     {"how": how, "collective": collective, "failing": failing, "sleeps": 60.0}
