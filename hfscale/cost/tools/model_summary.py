@@ -101,6 +101,5 @@ def _kept(plan: Plan, spec: RunSpec, layer: str, types: Types, situation: Situat
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> float:
-    """Return the mean over the layers."""
     found = [known.kept for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
     return sum(found) / len(found)
