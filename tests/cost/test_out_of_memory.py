@@ -1,5 +1,6 @@
 """An error that memory ran out says what held it, beside the plan's numbers, and what would need less."""
 
+import re
 import sys
 
 import pytest
@@ -30,11 +31,11 @@ def test_what_held_it_and_what_would_fit(capsys: pytest.CaptureFixture[str], mon
     error = failed(model)
     monkeypatch.setattr(out_of_memory, "memory_in_use", lambda: (2 << 30, 1 << 39))
     sys.excepthook(type(error), error, error.__traceback__)
-    *_, told = capsys.readouterr().err.partition("memory of cpu on rank 0: 2.0 GiB of 512.0 GiB")
-    by_kind = {line.split()[-1]: " ".join(line.split()[2:4]) for line in told.splitlines()[2:6]}
+    told = capsys.readouterr().err
+    assert "memory of cpu on rank 0: 2.0 GiB of 512.0 GiB" in told
     planned = hfscale.memory_estimate(model, tokens=32, sequence_length=8)
-    for kind in ("weights", "gradients", "optimizer"):
-        assert by_kind[kind] == human(planned.kinds[kind]), told
+    for kind in ("weights", "gradients", "optimizer"):  # in the lines of this model; other tests' may be alive
+        assert re.search(rf"(?m) {human(planned.kinds[kind])}  {kind}$", told), told
     assert "gradient checkpointing: " in told
     assert "microbatches of half the tokens: " in told
     assert ", fits" in told

@@ -38,26 +38,25 @@ def test_nothing_recorded() -> None:
     assert compared([([-2.0, -1.0], [], []), told([0.1])]) == {}
 
 
-def trained(layout: ParallelConfig, slow: int) -> tuple[dict[str, float], float]:
+def trained(layout: ParallelConfig, slow: int) -> dict[str, float]:
     step_times._FIRST = 5
     model = hfscale.from_config(tiny("llama", num_hidden_layers=2), parallel=layout).train()
     rank = torch.distributed.get_rank()
     for name, module in model.named_modules():
         if rank == slow and name.endswith("mlp"):
-            module.register_forward_hook(lambda *_: time.sleep(0.04))
+            module.register_forward_hook(lambda *_: time.sleep(0.15))
     ids = torch.randint(0, 60, (2, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(7):
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
-    begun = time.perf_counter()
-    step_times.recorded_calls()
-    return hfscale.metrics(model), time.perf_counter() - begun
+    return hfscale.metrics(model)
 
 
-@pytest.mark.parametrize("axis", ["dp_shard_size", "tp_size", "pp_size", "dp_replicate_size"])
+SLOW = [pytest.param(axis, marks=pytest.mark.slow) for axis in ("tp_size", "pp_size", "dp_replicate_size")]
+
+
+@pytest.mark.parametrize("axis", ["dp_shard_size", *SLOW])
 def test_a_rank_that_sleeps_is_named(pools: Callable[[int], RankPool], axis: str) -> None:
     every = pools(2).run(trained, ParallelConfig(**{axis: 2}), 1)
-    assert every[0][0] == every[1][0]
-    found, cost = every[0]
-    assert found["work_seconds/rank_1"] > 1.3 * found["work_seconds/rank_0"], found
-    assert in_a_line(found).startswith("rank 1 works")
-    assert cost < 0.5
+    assert every[0] == every[1]
+    found = every[0]
+    assert found["work_seconds/rank_1"] > found["work_seconds/rank_0"] + 0.1, found
