@@ -7,6 +7,7 @@ and must be summed; DoRA needs the norms of full rows; and dropout before an ada
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -43,19 +44,15 @@ def install_adapter_edges(runtime: Runtime) -> None:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
-        _install_in_block(runtime, tensor, sums, block)
-
-
-def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
-    stream = tensor.region_of(block.name)
-    for name, wrapper in _wrappers(runtime.model.get_submodule(block.name), block.name):
-        row = name in block.row
-        if row:
-            sum_norms(wrapper, sums.group)
-        overlap = None if row else tensor.overlaps.get(block.name)
-        if overlap is not None and overlap.regather:
-            _keep_shares(wrapper, overlap, sums)
-        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
+        stream = tensor.region_of(block.name)
+        for name, wrapper in _wrappers(model.get_submodule(block.name), block.name):
+            row = name in block.row
+            if row:
+                sum_norms(wrapper, sums.group)
+            overlap = None if row else tensor.overlaps.get(block.name)
+            if overlap is not None and overlap.regather:
+                _keep_shares(wrapper, overlap, sums)
+            _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
@@ -63,17 +60,13 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
 
     def note(x: Tensor, found: Tensor) -> None:
         if overlap.gathered is not None:
-            overlap.gathered.made(x, found, partial(_to, found.dtype))
+            overlap.gathered.made(x, found, methodcaller("to", found.dtype))
 
     factors = modules_in(wrapper, LORA_A)
     if factors:
         note_casts(wrapper, note)
     for factor in factors:
         overlap.read_by(factor, sums.read)  # it is replicated, with a partial gradient
-
-
-def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype)
 
 
 def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
