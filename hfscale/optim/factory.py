@@ -108,7 +108,9 @@ def create_optimizer(
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     checked = _checked(groups, plans, weight_decay, runtime)
-    aside = _aside(name, runtime, _seed(stochastic_rounding, rounding_seed))
+    check_switch("stochastic_rounding", stochastic_rounding)
+    check_count("rounding_seed", rounding_seed, least=0)
+    aside = _aside(name, runtime, rounding_seed if stochastic_rounding else None)
     _warn_of_narrow_weights(name, runtime)
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
     try:
@@ -127,13 +129,6 @@ def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]
     for beta in betas:
         if not isinstance(beta, Tensor):
             check_number("betas", beta, least=0, most=1)
-
-
-def _seed(stochastic: Any, seed: Any) -> int | None:
-    """Return the seed of stochastic rounding, or ``None`` if that is off."""
-    check_switch("stochastic_rounding", stochastic)
-    check_count("rounding_seed", seed, least=0)
-    return seed if stochastic else None
 
 
 @dataclass(frozen=True)

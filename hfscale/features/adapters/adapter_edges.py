@@ -18,7 +18,7 @@ from ..._compat.peft import BASE, COPY, DORA_MAGNITUDES, DROPOUTS, LORA_A, LORA_
 from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
-from ...parallel.tensor.random import drawn_again, drop_again, drop_alike, drop_own
+from ...parallel.tensor.random import drawn_again, drop_again, drop_own
 from ...parallel.tensor.sequence_region import SequenceRegion
 from ...plan import BlockPlan
 from ...train.runtime import Runtime
@@ -135,7 +135,7 @@ def _dropped(
         return drop(x)
     again = overlap.gathered if overlap is not None else None
     if again is None or again.gives(x) is None:
-        return drop_alike(drop, x, key)
+        return drop_again(drop, x, key)(x)
     drawn = drop_again(partial(nn.functional.dropout, p=module.p, training=True), x, key)
     found = drawn_again(x, drawn)
     again.made(x, found, drawn)

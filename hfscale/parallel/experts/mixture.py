@@ -204,7 +204,10 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     def whole_rank(x: Tensor, name: str) -> Tensor:
         bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
         if name in packings_of(experts):
-            return frozen_grouped_linear(x, partial(_dequantized, experts, name), bias, counts, transposed=transposed)
+            # dequantized in each of both passes (QLoRA, Dettmers et al. 2023)
+            return frozen_grouped_linear(
+                x, lambda dtype: read_packed(experts, name).to(dtype), bias, counts, transposed=transposed
+            )
         weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
         return grouped_linear(x, weight, bias, counts, transposed=transposed)
 
@@ -226,8 +229,3 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
         factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
         found.setdefault(name, []).append((*factors, scaling))
     return found
-
-
-def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a packed parameter of ``experts`` (QLoRA, Dettmers et al. 2023) in ``dtype``, in each of both passes."""
-    return read_packed(experts, name).to(dtype)

@@ -58,16 +58,12 @@ class PartialSums:
                 yield
             finally:
                 self.deferred = False
-        _sum_together([local(p.grad) for p in parameters if p.grad is not None], self.group)
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        with torch.no_grad():
+            for dtype in dict.fromkeys(grad.dtype for grad in grads):
+                _sum_flat([grad for grad in grads if grad.dtype == dtype], self.group)
         for parameter, before in zip(parameters, held, strict=True):
             add_back(parameter, before)
-
-
-@torch.no_grad()
-def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum every tensor over the ranks, in place, with one all-reduce per type."""
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        _sum_flat([grad for grad in grads if grad.dtype == dtype], group)
 
 
 def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:

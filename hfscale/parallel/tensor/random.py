@@ -123,13 +123,10 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
         generator.set_state(after)
 
 
-def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
-    """Apply dropout to a replicated activation while a cut stream is in use: all ranks draw the same mask."""
-    return drop_again(dropout, x, key)(x)
-
-
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """Return a function that repeats at any time the dropout that :func:`drop_alike` would apply to ``x`` now."""
+    """Return a function that applies dropout to the replicated ``x`` while a cut stream is in use: at any time, and on
+    all ranks, with the same mask.
+    """
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
     return functools.partial(_drop_from, seed, dropout)
 
@@ -180,16 +177,6 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
         if mesh.data_rank > 0 or mesh.pp_rank > 0:
             place = mesh.data_rank if mesh.pp_rank == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
             generator.manual_seed(derive_seed(state, place))
-
-
-def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
-    """Call ``agree``, which acts only once, before every forward pass of a model in training mode."""
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training:
-            agree()
-
-    model.register_forward_pre_hook(before)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
