@@ -58,15 +58,9 @@ def attach_adapters(
     seed: int | None = 0,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
-    the plan with their parameters.
-
-    Args:
-        model: this rank's model, with local sizes, on the meta device if ``shares`` hold the values.
-        template: the full stock model on the meta device; it is wrapped too.
-        plan: of the stock model.
-        shares: this rank's final shards, by name.
-        source: a saved adapter to load.
-        seed: of random values in new adapters; ``None`` for torch's current RNG state.
+    the plan with their parameters. The ``model`` has local sizes, and is on the meta device if ``shares``, this rank's
+    final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
+    adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``.
     """
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]

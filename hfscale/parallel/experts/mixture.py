@@ -141,12 +141,9 @@ def through_slots(
 
     Every rank sends ``slots`` rows to each expert, used or not, so all sizes are known in advance, and the host never
     waits for the device. Unused slots are zero, and no route reads their outputs, so they have no gradient. Experts see
-    tokens of several batches; for what that means for gradients see :mod:`.dispatch`.
-
-    Args:
-        places: ``[n, k]``: the slot of each route, ``expert * slots + place``; ``count * slots`` for dropped ones.
-        slots: how many rows each rank of ``group`` sends to each expert.
-        compute: rows ``[r, h]``, and how many of them each of this rank's experts has -> ``[r, h]``.
+    tokens of several batches; for what that means for gradients see :mod:`.dispatch`. The ``places [n, k]`` are each
+    route's slot, ``expert * slots + place``, ``count * slots`` for dropped ones; ``compute`` gets rows ``[r, h]``, and
+    how many of them each of this rank's experts has.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local, own, width = count // ranks, slots[rank], hidden.shape[-1]

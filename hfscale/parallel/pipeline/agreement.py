@@ -96,15 +96,11 @@ class StageAgreement:
                     "are complete only when train_step returns: remove the hook, and step the optimizer after it"
                 )
             if id(parameter) not in tied:
-                found.update(self._stages_with(name))
+                if name not in self._own_stages:
+                    own = self._stages.of_rank(self._runtime.mesh.pp_rank)
+                    self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
+                found.update(self._own_stages[name])
         return found
-
-    def _stages_with(self, name: str) -> list[int]:
-        """Return the indices of this rank's stages that hold the parameter ``name``."""
-        if name not in self._own_stages:
-            own = self._stages.of_rank(self._runtime.mesh.pp_rank)
-            self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
-        return self._own_stages[name]
 
     def hear(self, told: list[list[int]]) -> None:
         """Take the reports of all ranks for the coming step, and freeze or train a tie alike on all stages: those that

@@ -99,11 +99,8 @@ def read_partial(
     once: bool = True,
     holder: nn.Module | None = None,
 ) -> None:
-    """Make ``module`` read the parameters ``names`` (all by default) of ``holder`` through ``sums``.
-
-    Args:
-        once: whether this rank contributes the value; if ``False``, it computes with zeros, but with a gradient.
-        holder: the module that holds them; by default ``module``, or the stock modules wrapped in it.
+    """Make ``module`` read the parameters ``names`` (all by default) of ``holder``, by default ``module`` or the stock
+    modules wrapped in it, through ``sums``. Not ``once``, it computes with zeros, but with a gradient.
     """
 
     def read(leaf: Tensor) -> Tensor:

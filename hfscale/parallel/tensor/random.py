@@ -128,7 +128,17 @@ def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor,
     all ranks, with the same mask.
     """
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
-    return functools.partial(_drop_from, seed, dropout)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        generator = default_generator(x.device)
+        after = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            return dropout(x)
+        finally:
+            generator.set_state(after)
+
+    return drop
 
 
 def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
@@ -140,16 +150,6 @@ def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
         return drop(x.contiguous())
 
     return apply_mapping(x, draw, draw)
-
-
-def _drop_from(seed: int, dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    generator = default_generator(x.device)
-    after = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        return dropout(x)
-    finally:
-        generator.set_state(after)
 
 
 def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
