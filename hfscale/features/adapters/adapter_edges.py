@@ -44,15 +44,22 @@ def install_adapter_edges(runtime: Runtime) -> None:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             read_partial(module, sums, names=(name,), once=once, holder=holder)
     for block in (block for block in plan.blocks if runtime.is_local(block.name)):
-        stream = tensor.region_of(block.name)
-        for name, wrapper in _wrappers(model.get_submodule(block.name), block.name):
-            row = name in block.row
-            if row:
-                sum_norms(wrapper, sums.group)
-            overlap = None if row else tensor.overlaps.get(block.name)
-            if overlap is not None and overlap.regather:
-                _keep_shares(wrapper, overlap, sums)
-            _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
+        _install_in_block(runtime, tensor, sums, block)
+
+
+def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
+    stream = tensor.region_of(block.name)
+    for path, wrapper in runtime.model.get_submodule(block.name).named_modules():
+        if unwrapped(wrapper) is wrapper or BASE in path.split("."):
+            continue
+        name = f"{block.name}.{path}" if path else block.name  # the stock one
+        row = name in block.row
+        if row:
+            sum_norms(wrapper, sums.group)
+        overlap = None if row else tensor.overlaps.get(block.name)
+        if overlap is not None and overlap.regather:
+            _keep_shares(wrapper, overlap, sums)
+        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
@@ -67,15 +74,6 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
         note_casts(wrapper, note)
     for factor in factors:
         overlap.read_by(factor, sums.read)  # it is replicated, with a partial gradient
-
-
-def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """Return the wrapped modules of a block, by their stock names."""
-    return [
-        (f"{name}.{path}" if path else name, module)
-        for path, module in block.named_modules()
-        if unwrapped(module) is not module and BASE not in path.split(".")
-    ]
 
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:

@@ -51,14 +51,7 @@ def initialize_adapters(
             adapters = by_module[path]
             module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
             if not plan.is_local(mesh.pp_rank, adapters[0].name):
-                # on another stage: advance the RNG, without what weights tell and no random numbers do
-                drawn = copy.deepcopy(config)
-                drawn.use_dora = False
-                if getattr(drawn, "init_lora_weights", True) in ("olora", "pissa"):
-                    drawn.init_lora_weights = False
-                for parameter in module.parameters() if needs_weights(drawn) else ():
-                    parameter.data.zero_()
-                _made_alone(module, path, drawn, name, adapters)
+                _draw_alone(module, path, config, name, adapters)
                 continue
             weights = _fill(module, path, plan, mesh, shares, dequantized) if needs_weights(config) else {}
             before = {key: getattr(module, key).detach().clone() for key in weights}
@@ -91,6 +84,18 @@ def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
             own = torch.random.get_rng_state()
     finally:
         torch.random.set_rng_state(own)
+
+
+def _draw_alone(module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]) -> None:
+    """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
+    config = copy.deepcopy(config)
+    config.use_dora = False  # computed from weights, without random numbers
+    if getattr(config, "init_lora_weights", True) in ("olora", "pissa"):
+        config.init_lora_weights = False  # the same
+    if needs_weights(config):
+        for parameter in module.parameters():
+            parameter.data.zero_()
+    _made_alone(module, path, config, name, adapters)
 
 
 def _fill(

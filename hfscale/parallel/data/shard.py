@@ -111,9 +111,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
     towers = plan.feature(TowersPlan)
     layers = (layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer))
-    loans = plan.stages.loans if plan.stages is not None else ()  # modules that layers borrow from another stage's
-    lent = (loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name))
-    for name in (*lent, *(layer for layer in layers if towers is None or not towers.holds(layer))):
+    for name in (*_lent(plan, mesh), *(layer for layer in layers if towers is None or not towers.holds(layer))):
         shard_by_type(module_at(model, name), reshard_after_forward=reshard, **how)
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
@@ -121,6 +119,12 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
+
+
+def _lent(plan: Plan, mesh: Mesh) -> list[str]:
+    """Return the modules that layers of this rank borrow from a layer of another stage."""
+    loans = plan.stages.loans if plan.stages is not None else ()
+    return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
 
 
 def _is_module(model: nn.Module, name: str) -> bool:
