@@ -48,13 +48,9 @@ class _OfOneDevice(dist.ProcessGroupGloo):
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [self._only_device()]
+        _OfOneDevice._device = _OfOneDevice._device or gloo.create_default_device()
+        options._devices = [_OfOneDevice._device]
         super().__init__(store, rank, size, options)
-
-    @classmethod
-    def _only_device(cls) -> Any:
-        cls._device = cls._device or dist.ProcessGroupGloo.create_default_device()
-        return cls._device
 
 
 def share_gloo_thread() -> None:

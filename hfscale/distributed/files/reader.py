@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from copy import copy
 from io import FileIO
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -236,9 +236,10 @@ class PartOnDisk(_OnDisk):
             part = self.source.read(pieces[0])
         else:
             part = torch.empty(self.shape, dtype=self.dtype)
-            places = [_places(dim) for dim in self.spans]
+            ends = [list(accumulate(stop - start for start, stop in dim)) for dim in self.spans]
+            places = [[slice(*span) for span in pairwise((0, *each))] for each in ends]
             for box, place in zip(pieces, product(*places), strict=True):
-                part[tuple(slice(*span) for span in place)] = self.source.read(box)
+                part[place] = self.source.read(box)
         return part if index is Ellipsis else part[index]
 
 
@@ -247,15 +248,6 @@ class ShareOnDisk(PartOnDisk):
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])
-
-
-def _places(spans: Spans) -> Spans:
-    """Return the position of each span once all are concatenated."""
-    result, offset = [], 0
-    for start, stop in spans:
-        result.append((offset, offset + stop - start))
-        offset += stop - start
-    return result
 
 
 _SUM_BYTES = 64 << 20

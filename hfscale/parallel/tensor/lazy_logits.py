@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._compat.torch import as_plain_tensors, tensor_without_memory, tree_map
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
+from ...distributed.ops.overlap import as_it_is
 from ...distributed.ops.token_scores import TokenScores, token_scores
 from ...distributed.ops.vocab_cross_entropy import VocabularySlice, compute_dtype
 from ...errors import ConfigError
@@ -212,7 +213,12 @@ class Scoring:
                 )
             self.made = self._read(logits, vocabulary)
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
-        rows, project = self._projection(logits)
+        project: Pointwise = as_it_is
+        if isinstance(logits, LazyLogits) and logits.value is None:
+            rows, project = logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
+        else:
+            real = logits.materialize() if isinstance(logits, LazyLogits) else logits
+            rows = real.reshape(-1, real.shape[-1])
         valid = (targets != _IGNORED).nonzero().squeeze(1)
         compute, shape = compute_dtype(logits.dtype), logits.shape[:-1]
 
@@ -232,11 +238,3 @@ class Scoring:
             whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
         self.scores = TokenScores(*(each.view(shape) for each in whole))
         return -whole[0].sum()
-
-    @staticmethod
-    def _projection(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return rows, and a function from some rows to logits ``[n, V/t]``."""
-        if isinstance(logits, LazyLogits) and logits.value is None:
-            return logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
-        real = logits.materialize() if isinstance(logits, LazyLogits) else logits
-        return real.reshape(-1, real.shape[-1]), lambda rows: rows
