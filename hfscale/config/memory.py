@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
 
-RECOMPUTE = ("none", "full", "selective")
+RECOMPUTE = ("none", "full", "selective", "elementwise")
 """Named ways to recompute."""
 
 _WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
@@ -29,6 +29,8 @@ class MemoryConfig(Spelled):
             - ``"selective"``: scores, softmax, dropout and weighted sum of attention; queries, keys and values are kept
               (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing under
               flash attention and SDPA, which keep none.
+            - ``"elementwise"``: norms, activations, rotary embeddings, casts, dropout and copies, in every layer, from
+              what its products and attention read, which is kept. No product and no exchange between ranks runs twice.
             - a number ``n``: every ``n``-th layer, beginning with the first.
             - names: modules in the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
             - a budget, as ``"8GiB"``: as few layers as needed to keep this rank's activations below it, those with the

@@ -33,8 +33,10 @@ class LayerHeld:
         return self.bytes.stream if self.name in chosen else self.bytes.kept
 
 
-def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[str]]:
-    """Return the activation bytes on the device and on the host, and notes on them."""
+def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, list[str]]:
+    """Return the activation bytes on the device, those of them that are computed again at once, those on the host, and
+    notes on them.
+    """
     held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
     chosen = _layers_recomputed(plan, situation)
     tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
@@ -45,9 +47,10 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[s
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
     total += _around_layers(plan, situation, types)
     total += _at_ends(plan, situation, types, _keep_inputs(plan, situation, held, chosen))
-    total += tokens * max((each.again for each in held if each.name in chosen), default=0.0)
-    total += tokens * max((each.bytes.again for each in held), default=0.0)
-    return ceil(total), away, [*notes, *_notes(plan, situation, held, chosen)]
+    again = max((each.again for each in held if each.name in chosen), default=0.0)
+    again += max((each.bytes.again for each in held), default=0.0)
+    total, once_more = ceil(total + tokens * again), ceil(tokens * again)
+    return total, once_more, away, [*notes, *_notes(plan, situation, held, chosen)]
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:

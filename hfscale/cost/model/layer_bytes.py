@@ -14,6 +14,10 @@ A frozen norm does not keep its normed input, and a frozen projection without an
 low-rank adapter keeps its ``r`` values, and a copy of its input where its factors have another type. In 16 bits a norm
 keeps its input in 32.
 
+Where all but products and attention is computed again (``recompute="elementwise"``), it keeps its input, queries and
+result, keys and values, what the first block returns (the second norm's input is the sum), gate and up: 3 + 1 + 2k + 2f
+before it is cut over tensor ranks; of the norms' outputs, and of what adapters read, nothing but what is gathered.
+
 Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
 adapter.
@@ -140,10 +144,15 @@ class _Llama:
 
     def keeps_input(self, first: bool) -> bool:
         """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
+        if self.elementwise:
+            return True
         return self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
 
     def norms(self, first: bool) -> float:
         """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
+        if self.elementwise:  # the layer's input, and what the first block returns, which is in its type
+            kept = self._kept(self.hidden, self.types.stream) + self._kept(self.hidden, self.types.size)
+            return kept / self.sequence
         total = 0.0
         for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
             trains, wide = self._trains(name), max(4, self.types.size)
@@ -155,6 +164,8 @@ class _Llama:
     def blocks(self) -> tuple[float, float]:
         """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
         total, again = 0.0, 0.0
+        if self.elementwise:
+            return self._needed(), self._made_at_once()
         blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
         for output, kept, readers in blocks:
             if self._is_alone(output):
@@ -164,6 +175,28 @@ class _Llama:
             else:
                 total += kept
         return total, again
+
+    def _needed(self) -> float:
+        """Return the bytes that the blocks keep where all but products and attention is computed again."""
+        size, inner = self.types.size, self._out("gate_proj")
+        queries, keys = self._out("q_proj"), self._out("k_proj")
+        total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
+        total += self._kept(self.scores, size) + 2 * self._kept(inner, size)
+        total += max(4, size) * self._heads(queries) * (not self.scores)
+        if shares_heads(self.plan):
+            total += self._kept(queries, size)
+        for readers in (_ATTENTION[:3], ("o_proj",), _MLP[:2], ("down_proj",)):
+            trains, adapted = self._adapted(readers)
+            total += sum(self._kept(rank, self.types.adapters) for rank in adapted)
+            if readers[0] in ("q_proj", "gate_proj") and self.sequence > 1 and not self.plan.layout.sequence_regather:
+                total += self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
+        return total
+
+    def _made_at_once(self) -> float:
+        """Return the most bytes computed again at once: an activation, and its product with what is up."""
+        trains, adapted = self._adapted(("down_proj",))
+        product = self.types.adapters * bool(adapted) or self.types.size * trains
+        return self._out("gate_proj") * (self.types.size + product)
 
     def piece(self) -> float:
         """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
@@ -175,6 +208,11 @@ class _Llama:
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
+
+    @property
+    def elementwise(self) -> bool:
+        """Return whether all but products and attention is computed again."""
+        return recomputed(self.plan).elementwise
 
     @property
     def attention_again(self) -> bool:

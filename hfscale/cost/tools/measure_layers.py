@@ -54,7 +54,7 @@ def measured_layers(
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
-    if again.attention or again.modules:
+    if again.attention or again.modules or again.elementwise:
         assert spec.memory is not None
         parts = {"recompute": spec.memory.recompute}
 

@@ -30,6 +30,8 @@ def plan_memory(draft: Draft) -> None:
     if given == "selective":
         _refuse_other_attention(draft)
         draft.features.append(RecomputePlan(attention=True))
+    elif given == "elementwise":
+        draft.features.append(RecomputePlan(elementwise=True))
     elif isinstance(given, tuple):
         draft.features.append(RecomputePlan(modules=_modules(draft, given)))
     else:
@@ -75,11 +77,11 @@ def _plan_compression(draft: Draft) -> None:
     elif find_spec("bitsandbytes") is None:
         draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
     again = draft.options.memory_levers.recompute
-    if draft.mixtures and again not in ("none", "selective"):
+    if draft.mixtures and again not in ("none", "selective", "elementwise"):
         draft.problem(
             f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
-            "recomputed from a rounded input may send tokens to other experts: use recompute='none' or "
-            "'selective', or offload_activations=True in place of 8 bits"
+            "recomputed from a rounded input may send tokens to other experts: use recompute='none', "
+            "'selective' or 'elementwise', or offload_activations=True in place of 8 bits"
         )
     draft.features.append(CompressPlan(least))
 

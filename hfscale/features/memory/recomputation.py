@@ -29,6 +29,7 @@ from ...plan.sequence_split import tokens_of
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
+from .rematerialization import rematerialize
 
 _PREFIX = "hfscale_recomputed_"
 
@@ -48,6 +49,8 @@ class Recomputation(Part):
             self.chosen = frozenset(planned.layers)
         elif planned.tokens is not None:
             self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.cp), 0, None)
+        for name in filter(runtime.is_local, runtime.plan.layers if planned.elementwise else ()):
+            rematerialize(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.layers):
             recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
         for name in filter(runtime.is_local, planned.modules):
