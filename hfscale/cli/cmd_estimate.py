@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="compute over the weights")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
-    parser.add_argument("--recompute", default="none", metavar="HOW", help="none, selective, full, or every n-th layer")
+    parser.add_argument(
+        "--recompute", default="none", metavar="HOW", help="none, elementwise, selective, full, or every n-th layer"
+    )
     parser.add_argument("--offload", default="", metavar="WHAT,...", help="any of activations, parameters, optimizer")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
     add_json(parser)
