@@ -38,6 +38,9 @@ class MemoryConfig(Spelled):
               first step.
         recompute_keep: operators whose results are kept even in recomputed layers, as ``["aten.mm", "aten.addmm"]``: by
             torch's names, with or without the overload.
+        tile_tokens: tokens of a tile: norms and MLPs run tile by tile, forward and backward, and only their inputs are
+            there whole (Bekman et al. 2025, ALST). With ``recompute="full"`` or ``"elementwise"``, which then holds of
+            the one layer that is computed again too.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget holds.
         offload_activations: keep activations saved for the backward pass on the CPU: ``True``, or the size of the
             smallest tensor that is worth a copy, as ``"1MiB"``, the default of ``True``. For layers that are
@@ -56,6 +59,7 @@ class MemoryConfig(Spelled):
 
     recompute: str | int | Sequence[str] = "none"
     recompute_keep: Sequence[str] = ()
+    tile_tokens: int | None = None
     tokens: int | None = None
     offload_activations: bool | str = False
     compress_activations: bool | str = False
@@ -72,6 +76,13 @@ class MemoryConfig(Spelled):
                 f"recompute_keep={list(kept)} needs layers that are recomputed in full, and recompute={given!r} "
                 "recomputes none: use recompute='full', a number or a budget with it"
             )
+        if self.tile_tokens is not None:
+            check_count("tile_tokens", self.tile_tokens)
+            if given not in ("full", "elementwise"):
+                raise ConfigError(
+                    f"tile_tokens={self.tile_tokens} needs recompute='full' or 'elementwise', got recompute={given!r}: "
+                    "use one of these, or leave tile_tokens out"
+                )
         if self.tokens is not None:
             check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:

@@ -67,7 +67,7 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
         notes.append("what layers keep is counted in 8 bits")
     if again.keep:
         notes.append("results of operators that recomputed layers keep are not counted")
-    if any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
+    if not again.tile and any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
         notes.append("what modules that are recomputed by themselves do not keep is not deducted")
     if chosen:
         notes.append(
@@ -94,7 +94,11 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
     norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    normed = sum(max(4, types.size) + types.stream * (name in trained) for name in norms)
+    again = recomputed(plan).modules
+    normed = sum(
+        types.stream if name.rpartition(".")[0] in again else max(4, types.size) + types.stream * (name in trained)
+        for name in norms
+    )
     return width * (normed / sequence_ranks(plan) + types.stream)
 
 

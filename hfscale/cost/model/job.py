@@ -117,7 +117,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         gathers=layout.dp_shard > 1 and (layout.pp == 1 or bool(layout.weights_regather)),
         sequence_parallel=bool(plan.sequence_regions),
         exchanged=10 if layout.sequence_regather else 8,
-        recompute=0.5 if again.modules else fraction,
+        recompute=0.5 if again.modules and not again.tile else fraction,
         elementwise=again.elementwise,
         attention_again=again.attention,
         trained=trains,

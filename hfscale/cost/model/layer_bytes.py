@@ -181,19 +181,24 @@ class _Llama:
         size, inner = self.types.size, self._out("gate_proj")
         queries, keys = self._out("q_proj"), self._out("k_proj")
         total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
-        total += self._kept(self.scores, size) + 2 * self._kept(inner, size)
+        total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self._tile)
         total += max(4, size) * self._heads(queries) * (not self.scores)
         if shares_heads(self.plan):
             total += self._kept(queries, size)
-        for readers in (_ATTENTION[:3], ("o_proj",), _MLP[:2], ("down_proj",)):
+        adapters = ("o_proj",) if self._tile else ("o_proj", *_MLP)
+        for readers in (_ATTENTION[:3], _MLP[:2]):
             trains, adapted = self._adapted(readers)
-            total += sum(self._kept(rank, self.types.adapters) for rank in adapted)
-            if readers[0] in ("q_proj", "gate_proj") and self.sequence > 1 and not self.plan.layout.sequence_regather:
+            if self.sequence > 1 and not self.plan.layout.sequence_regather:
                 total += self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
-        return total
+        return total + sum(
+            self._kept(rank, self.types.adapters) for rank in self._adapted((*_ATTENTION[:3], *adapters))[1]
+        )
 
     def _made_at_once(self) -> float:
         """Return the most bytes computed again at once: an activation, and its product with what is up."""
+        if self._tile:  # of the MLP its input, and one tile
+            part = min(1.0, self._tile / self.situation.tokens)
+            return self._kept(self.hidden, self.types.size) + part * 4 * self._out("gate_proj") * self.types.size
         trains, adapted = self._adapted(("down_proj",))
         product = self.types.adapters * bool(adapted) or self.types.size * trains
         return self._out("gate_proj") * (self.types.size + product)
@@ -208,6 +213,11 @@ class _Llama:
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
+
+    @property
+    def _tile(self) -> int:
+        """Return the tokens of a tile of norms and MLPs; 0: they run whole."""
+        return recomputed(self.plan).tile
 
     @property
     def elementwise(self) -> bool:

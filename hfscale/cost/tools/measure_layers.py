@@ -56,7 +56,8 @@ def measured_layers(
     parts: dict[str, Any] = {}
     if again.attention or again.modules or again.elementwise:
         assert spec.memory is not None
-        parts = {"recompute": spec.memory.recompute}
+        how = "elementwise" if again.elementwise else spec.memory.recompute
+        parts = {"recompute": how, "tile_tokens": again.tile or None}
 
     def seen(**memory: Any) -> MeasuredLayers | None:
         return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)

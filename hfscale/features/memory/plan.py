@@ -30,6 +30,10 @@ def plan_memory(draft: Draft) -> None:
     if given == "selective":
         _refuse_other_attention(draft)
         draft.features.append(RecomputePlan(attention=True))
+    elif asked.tile_tokens is not None:
+        layers = tuple(draft.layers) if given == "full" else ()
+        tiled, keep = _tiled(draft, asked.tile_tokens), tuple(asked.recompute_keep)
+        draft.features.append(RecomputePlan(layers, tiled, elementwise=True, tile=asked.tile_tokens, keep=keep))
     elif given == "elementwise":
         draft.features.append(RecomputePlan(elementwise=True))
     elif isinstance(given, tuple):
@@ -84,6 +88,33 @@ def _plan_compression(draft: Draft) -> None:
             "'selective' or 'elementwise', or offload_activations=True in place of 8 bits"
         )
     draft.features.append(CompressPlan(least))
+
+
+def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
+    """Return the modules that treat each token by itself: MLPs and norms of the layers, and norms behind them."""
+    said = f"tile_tokens={tile}"
+    if draft.mixtures:
+        draft.problem(
+            f"{said}: {wild_name(draft.mixtures[0].name)} routes the tokens of a microbatch together: use "
+            "recompute='full' without it, and more context ranks"
+        )
+    if draft.options.mixed_precision == "fp8":
+        draft.problem(
+            f"{said} with mixed_precision='fp8', which scales whole tensors: use mixed_precision='bf16', or leave "
+            "tile_tokens out"
+        )
+    above = draft.layers[0].rpartition(".")[0].rpartition(".")[0]
+    found = dict[str, bool]()
+    for name, module in draft.modules.items():
+        kind, parent = type(module).__name__, name.rpartition(".")[0]
+        is_mlp = parent in draft.layers and kind.endswith(("MLP", "FeedForward"))
+        if is_mlp or (parent in (above, *draft.layers) and "Norm" in kind):
+            found[name] = is_mlp
+    if not any(found.values()):
+        draft.problem(f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave it out")
+    inside = [name.removeprefix(f"{draft.layers[0]}.") for name in found if name.startswith(f"{draft.layers[0]}.")]
+    _modules(draft, tuple(inside))
+    return tuple(found)
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
