@@ -1,6 +1,7 @@
 """Recipes of memory: the operator that filled it, what that read, and what is kept of it until the backward pass."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple
@@ -67,6 +68,10 @@ class Filled:
         self.kept = self.kept if now is None else keep(now.clone())
         self._overwritten, self.given = True, False
 
+    def made_of(self) -> "list[Filled]":
+        """Return what its operator reads."""
+        return [] if self.operator is None else self.operator.inputs
+
     def own_cost(self) -> float:
         """Return the bytes that keeping it takes."""
         return self._size if not self._overwritten and living_storage(self._storage) is not None else inf
@@ -78,19 +83,24 @@ class Filled:
         if self not in known:
             known[self] = self.own_cost()
             if self.operator is not None:
-                known[self] = min(known[self], sum(each.cost(known) for each in self.operator.inputs))
+                known[self] = min(known[self], sum(each.cost(known) for each in self.made_of()))
         return known[self]
 
-    def read(self) -> Tensor:
-        """Return its value; compute it if need be."""
+    def read(self, uses: Counter["Filled"]) -> Tensor:
+        """Return its value; compute it if need be. ``uses``: how often that will still read each on the way to it."""
         if self.value is None and self.kept is not None:
             self.value = self.kept()
             if self.value.stride() != self.layout.stride:  # views count on it
                 self.value = _empty(self.layout, self.value.device).copy_(self.value)
         if self.value is None and self.operator is not None:
-            self.operator.run()
+            self.operator.run(uses)
         assert self.value is not None
         return self.value
+
+    def free(self) -> None:
+        """Drop its value, unless a saved tensor is a view of it; what is kept can be read only once."""
+        if self.waiting <= 0 or (self.kept is None and self.saved <= 0):  # with retain_graph all may be read again
+            self.value = None
 
 
 class Read(NamedTuple):
@@ -122,18 +132,18 @@ class Operator:
         """Record what it has filled, in the order of its results."""
         self._results = [None if each is None else weakref.ref(each) for each in results]
 
-    def run(self) -> None:
-        """Call it again, and set the value of all that it fills and somebody may wait for."""
+    def run(self, uses: Counter[Filled]) -> None:
+        """Call it again, set the value of all that it fills, and free what nothing else reads."""
         whole, base = None, self._into
         if isinstance(base, Filled):
-            whole, base = base.read().clone(), base.layout
+            whole, base = base.read(uses).clone(), base.layout
         elif base is not None:
             whole = _empty(base, self._device)
 
         def tensor_of(each: Any) -> Any:
             if not _is_read(each):
                 return each
-            of, at = (whole, base) if each.filled is None else (each.filled.read(), each.filled.layout)
+            of, at = (whole, base) if each.filled is None else (each.filled.read(uses), each.filled.layout)
             return each.layout.within(of, at)
 
         args, kwargs = tree_map(tensor_of, self._given, is_leaf=_is_read)
@@ -147,6 +157,10 @@ class Operator:
             filled = None if result is None else result()
             if filled is not None and filled.value is None:
                 filled.value = value
+        for each in self.inputs:
+            uses[each] -= 1
+            if uses[each] <= 0:
+                each.free()
 
 
 class Recipe:
@@ -160,14 +174,13 @@ class Recipe:
 
     def read(self) -> Tensor:
         """Return the tensor; what no other saved tensor reads is freed."""
+        uses = Counter(each for one in self._needed if one.kept is None for each in one.made_of())
         with torch.no_grad(), without_autocast():  # operators were seen below of both
-            found = self._layout.within(self._filled.read(), self._filled.layout)
+            found = self._layout.within(self._filled.read(uses), self._filled.layout)
         self._filled.saved -= 1
         for each in self._needed:
             each.waiting -= 1
-            # What is kept is read once: from the host, or a recomputation. With retain_graph all may be read again.
-            if each.waiting <= 0 or (each.kept is None and each.saved <= 0):
-                each.value = None
+            each.free()
         return found
 
 

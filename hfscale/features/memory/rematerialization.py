@@ -162,7 +162,7 @@ class Rematerialization(TorchDispatchMode):
         if filled in needed:
             return
         needed[filled] = None
-        inputs = [] if filled.operator is None else filled.operator.inputs
+        inputs = filled.made_of()
         own = 0.0 if filled.given or filled.operator is None else filled.own_cost()
         if filled.kept is None and own <= sum(each.cost(costs) for each in inputs):
             now = filled.now()
