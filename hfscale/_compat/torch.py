@@ -164,7 +164,7 @@ without_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableA
 @lru_cache(maxsize=4096)
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(func, "_schema", None)
-    arguments = () if schema is None else schema.arguments
+    arguments: Any = () if schema is None else schema.arguments
     if getattr(func, "namespace", "") == "c10d":  # whose schemas do not say it: all write into their first argument
         return () if func._opname == "send" else ((0, arguments[0].name),)
     marks = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
