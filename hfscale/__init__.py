@@ -139,16 +139,8 @@ _MODULES = {
     ".integrations.trainer": ["Seq2SeqTrainer", "Trainer", "TrainerMixin"],
     ".train": [
         *["BadStepError", "BadSteps", "Preempted", "Teacher", "preempted", "watchdog"],
-        *[
-            "batch_rank",
-            "batch_world",
-            "clip_grad_norm_",
-            "drain",
-            "eval_step",
-            "metrics",
-            "token_scores",
-            "train_step",
-        ],
+        *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics"],
+        *["token_scores", "train_step"],
     ],
 }
 _SUBMODULES = ("trl",)

@@ -35,11 +35,7 @@ class CheckpointError(HFScaleError, RuntimeError):
 
 
 class RankFailedError(CheckpointError):
-    """Raised on every rank if some ranks failed in a collective operation.
-
-    Attributes:
-        failures: rank -> message of its error.
-    """
+    """Raised on every rank if some failed in a collective operation; ``failures`` maps ranks to errors' messages."""
 
     everywhere = True
 

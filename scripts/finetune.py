@@ -12,8 +12,9 @@ from hfscale.recipes import check_installed
 
 if __name__ == "__main__":
     check_installed()
+    from recipe_flags import recipe_and_limit
+
     from hfscale.recipes.main_process import run
-    from hfscale.recipes.read import recipe_and_limit
     from hfscale.recipes.run import start
     from hfscale.recipes.schema import FinetuneRecipe
 

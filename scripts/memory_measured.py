@@ -31,7 +31,7 @@ from hfscale.features.memory.compressed import Here, OnHost, Stored
 from hfscale.features.memory.kept_activations import KeptActivations
 from hfscale.features.memory.recomputation import Recomputation
 from hfscale.features.memory.saved import SavedBytes, count_saved
-from hfscale.parallel.pipeline.in_flight import in_flight_together
+from hfscale.parallel.pipeline.microbatches import in_flight_together
 from hfscale.train.runtime import Runtime, runtime_of
 
 VOCABULARY = 640

@@ -1,7 +1,8 @@
 """Pools of rank processes, one per world size, for the whole run."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,32 @@ import torch
 from hfscale.testing import RankPool
 from hfscale.testing.pool import PRELOADED
 
+# By all ranks: once for all in the process that they are forked from. PEFT recommends a package as it comes.
+IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build")
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
+    config.addinivalue_line("markers", "daily(*ids): the cases of a test that `make test` runs; the others are slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark cases slow that a test's own mark ``daily`` does not name."""
+    made = yield
+    daily = made[0].get_closest_marker("daily") if isinstance(made, list) and made else None
+    if daily is not None:
+        cases = {item.callspec.id: item for item in made}
+        if unknown := set(daily.args) - cases.keys():
+            raise pytest.UsageError(f"{made[0].originalname} has no case {sorted(unknown)}: it has {sorted(cases)}")
+        for case in cases.keys() - set(daily.args):
+            cases[case].add_marker(pytest.mark.slow)
+    return made
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: a tenth of a second or more for each collection that goes through it
+    gc.set_threshold(20_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +48,7 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(world: int) -> RankPool:
         if world not in started:
-            started[world] = RankPool(world, preload=(*PRELOADED, "peft"))  # which recommends a package as it comes
+            started[world] = RankPool(world, preload=(*PRELOADED, *IMPORTED))
         return started[world]
 
     yield pool

@@ -1,4 +1,7 @@
-"""Cases of which some run in ``make test-all`` only, since cheaper ones keep their property in ``make test``."""
+"""Cases of which some run in ``make test-all`` only, since cheaper ones keep their property in ``make test``.
+
+``@pytest.mark.daily`` says the same of a whole test, by the names of its cases.
+"""
 
 from collections.abc import Iterable
 from itertools import product

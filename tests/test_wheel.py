@@ -74,6 +74,7 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
     assert extra == {"datasets", "matplotlib", "omegaconf", "pillow", "PyYAML"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # three processes that import everything, where many others run
 def test_what_is_installed_trains_a_shipped_recipe_and_plans(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"

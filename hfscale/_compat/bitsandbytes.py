@@ -87,15 +87,13 @@ scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
 
 def dequantized_from_4_bits(parameter: Any) -> Tensor:
     """Return a parameter of bitsandbytes' own class, dequantized to its original type."""
-    found: Tensor = functional().dequantize_4bit(parameter.data, parameter.quant_state)
-    return found
+    return functional().dequantize_4bit(parameter.data, parameter.quant_state)
 
 
 def dequantized_from_8_bits(module: Any, parameter: Any) -> Tensor:
     """Return an 8-bit parameter of ``module`` dequantized; its scales move to the module in the first forward pass."""
     scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
-    found: Tensor = functional().int8_vectorwise_dequant(parameter.data, scales)
-    return found
+    return functional().int8_vectorwise_dequant(parameter.data, scales)
 
 
 def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -107,8 +105,7 @@ def product_in_8_bits(module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias
     state.threshold, state.has_fp16_weights = module.state.threshold, False
     state.use_pool, state.is_training = module.state.use_pool, module.training
     state.CB, state.SCB = rows, scales
-    out: Tensor = bnb.matmul(x, state.CB, bias=bias, state=state)
-    return out
+    return bnb.matmul(x, state.CB, bias=bias, state=state)
 
 
 def tensors_beside_weight(module: nn.Module) -> Iterator[Any]:

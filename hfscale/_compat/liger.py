@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-"""Its switches for the loss."""
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")  # its switches for the loss
 
 
 def is_installed() -> bool:

@@ -42,8 +42,7 @@ HOOKS = (
 )
 """A module's attributes with its hooks, by kind."""
 
-CONTENTS = ("_parameters", "_buffers", "_modules", "training")
-"""A module's attributes with its contents."""
+CONTENTS = ("_parameters", "_buffers", "_modules", "training")  # a module's attributes with its contents
 
 
 def before_iterators(loader: DataLoader[Any], function: Callable[[], None]) -> None:
@@ -71,6 +70,16 @@ def autocast_remembers() -> Iterator[None]:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the model was returned by ``torch.compile(model)``."""
     return hasattr(model, "_orig_mod")
+
+
+scaled_mm = torch._scaled_mm  # torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13
+
+
+def allow_recompiles() -> None:
+    """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 64)
 
 
 # These are functions and no attrgetters, which torch.compile does not trace.

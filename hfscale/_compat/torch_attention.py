@@ -15,10 +15,7 @@ def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return output and lse; keys and values may have fewer heads."""
-    found: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-    )
-    return found
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def flash_on_cpu_backward(
@@ -33,10 +30,9 @@ def flash_on_cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v."""
-    found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return found
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -61,7 +57,6 @@ def flash_on_cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v."""
     off = torch.zeros((), dtype=torch.int64, device=q.device)  # RNG state of a dropout with p=0
-    found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
+    return _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, off, off, scale=scale
     )
-    return found

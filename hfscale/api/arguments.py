@@ -9,21 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from .. import errors
 from .._compat.hub import hub_is_away
 from .._compat.transformers.classes import classes_by_config, made_or_explained
 from .._compat.transformers.loading import loading_arguments
 from ..config.parallel import ParallelConfig
 from ..distributed.files.replace import finish_move
-from ..errors import (
-    CheckpointError,
-    ConfigError,
-    check_count,
-    check_path,
-    check_switch,
-    did_you_mean,
-    meant,
-    written_like_a_path,
-)
 from ..models.fields import field
 from ..plan.quantized import AS_STORED
 
@@ -50,22 +41,22 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
     """Return the requested layout, one process by default; refuse other ways to distribute a model."""
     if parallel is not None and not isinstance(parallel, ParallelConfig):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"parallel must be a hfscale.ParallelConfig, got {parallel!r}: pass hfscale.ParallelConfig(tp_size=...)"
         )
     if kwargs.get("output_loading_info"):
-        raise ConfigError(
+        raise errors.ConfigError(
             "output_loading_info=True would return a pair, and hfscale returns the model alone: leave it out; missing "
             "and unexpected weights are printed"
         )
     weights = next((name for name in _WEIGHTS if kwargs.get(name) is not None), None)
     if weights is not None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{weights}= would replace the checkpoint's weights, which hfscale reads from its files: leave it out"
         )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{', '.join(clashing)} would distribute the model a second way: leave it out, and give hfscale the layout "
             "as parallel=hfscale.ParallelConfig(...)"
         )
@@ -77,11 +68,11 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     refuse_missing(path)
     finish_move(path)
     if "trust_remote_code" in kwargs:
-        check_switch("trust_remote_code", kwargs["trust_remote_code"])
+        errors.check_switch("trust_remote_code", kwargs["trust_remote_code"])
     taken = {key: value for key, value in reachable(path, kwargs).items() if key not in ("dtype", "torch_dtype")}
     given = taken.pop("config", None)
     if given is not None and not isinstance(given, PreTrainedConfig | str | os.PathLike):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"
         )
     if isinstance(given, PreTrainedConfig):
@@ -90,10 +81,10 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         try:
             with made_or_explained(os.path.join(path, "config.json") if os.path.isdir(path) else path):
                 config, rest = AutoConfig.from_pretrained(given or path, return_unused_kwargs=True, **taken)
-        except ConfigError as error:
+        except errors.ConfigError as error:
             if os.path.exists(path) or not taken.get("local_files_only"):
                 raise
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
                 "config.json, or a Hub id that is in the cache"
             ) from error
@@ -109,16 +100,16 @@ def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_place(path: Any) -> None:
     """Refuse a ``path`` that cannot contain a checkpoint."""
-    check_path("path", path)
+    errors.check_path("path", path)
     if os.path.isfile(path):
-        raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
+        raise errors.CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
     refuse_missing(str(path))
 
 
 def refuse_missing(path: str) -> None:
     """Refuse a missing path, which the Hub's own message would call a wrong repository name."""
-    if not os.path.exists(path) and written_like_a_path(path):
-        raise CheckpointError(
+    if not os.path.exists(path) and errors.written_like_a_path(path):
+        raise errors.CheckpointError(
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
         )
 
@@ -139,14 +130,14 @@ def check_sizes(config: PreTrainedConfig) -> None:
         least = 0 if name in _MAY_BE_NONE else 1
         if isinstance(size, int) and not least <= size <= most:
             use = f"use at least {max(least, 1)}" if size < least else f"use at most {most:,}"
-            raise ConfigError(f"{name}={size} of this {config.model_type} config is invalid: {use}")
+            raise errors.ConfigError(f"{name}={size} of this {config.model_type} config is invalid: {use}")
 
 
 def check_tokens(tokens: object) -> None:
     """Refuse an invalid vocabulary size."""
-    check_count("resize_token_embeddings", tokens)
+    errors.check_count("resize_token_embeddings", tokens)
     if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"resize_token_embeddings={tokens} is invalid: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
         )
 
@@ -155,7 +146,7 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
     """Refuse arguments that neither the config, the model class, transformers nor hfscale (``taken_here``) takes."""
     kind = isinstance(auto_class, type)
     if not kind or not (hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"auto_class must be an Auto class like transformers.AutoModelForCausalLM, got {auto_class!r}"
         )
     mapping = classes_by_config(auto_class)
@@ -168,9 +159,9 @@ def refuse_unknown(kwargs: Iterable[str], auto_class: Any, config: PreTrainedCon
     known = {*ours, *taken, *_HUB, *_CODE, *_EXCLUSIVE, *loading_arguments()}
     for name in kwargs:
         if name not in known:
-            close = meant(name, sorted(known))
+            close = errors.meant(name, sorted(known))
             hint = f"did you mean {close}?" if close else f"hfscale takes {', '.join(ours[1:-1])}"
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{name}= is no argument of hfscale's, of transformers' or of {kinds[0].__name__}: {hint}"
             )
 
@@ -188,8 +179,10 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
             continue
         found = getattr(torch, each, None) if isinstance(each, str) else each
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            hint = did_you_mean(each, _DTYPES)
-            raise ConfigError(f"dtype={each!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}")
+            hint = errors.did_you_mean(each, _DTYPES)
+            raise errors.ConfigError(
+                f"dtype={each!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}"
+            )
     return None if dtype == "auto" else dtype
 
 

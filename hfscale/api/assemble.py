@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._compat.torch import allow_recompiles
 from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
@@ -108,6 +109,8 @@ def assemble(
         part.install(runtime, weights)
     runtime.attach()
     routed = {planned.layer for planned in plan.mixtures}  # in so many graphs that compiling takes minutes
+    if options.compile:
+        allow_recompiles()
     for layer in plan.layers if options.compile else ():
         if runtime.is_local(layer) and layer not in routed:
             backend = options.compile if isinstance(options.compile, str) else "inductor"

@@ -24,23 +24,11 @@ from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime
-from .arguments import (
-    arguments_with_config,
-    check_layout,
-    check_place,
-    check_sizes,
-    check_tokens,
-    code_arguments,
-    known_dtype,
-    load_config,
-    reachable,
-    refuse_unknown,
-)
+from . import arguments
 from .assemble import assemble
 from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
 
-Adapter = tuple[Any, str | None]
-"""A PEFT config, and the path of a saved adapter, if it is one."""
+Adapter = tuple[Any, str | None]  # a PEFT config, and the path of a saved adapter, if it is one
 
 
 def build(
@@ -113,20 +101,20 @@ def from_pretrained(
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
-    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
+    layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
     given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
     options = Options(*given)
     check_count("seed", seed, least=0)
-    check_place(path)
-    hf_kwargs = reachable(str(path), hf_kwargs)
+    arguments.check_place(path)
+    hf_kwargs = arguments.reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     adapter = None if peft_config is None else read_config(peft_config)
-    config, rest = load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
-    refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
-    named = {"dtype": known_dtype(hf_kwargs), **code_arguments(hf_kwargs)}
+    config, rest = arguments.load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
+    arguments.refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
+    named = {"dtype": arguments.known_dtype(hf_kwargs), **arguments.code_arguments(hf_kwargs)}
     outline, resized = _resized(_outline(config, auto_class, named, quantization, options), resize_token_embeddings)
     if outline.stored or outline.form or resized:
-        hf_kwargs = arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
+        hf_kwargs = arguments.arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
     return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
 
 
@@ -153,7 +141,7 @@ def from_config(
     a rank never holds more than its shards and one full layer. Arguments, result and errors are those of
     :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
-    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
+    layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
     given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
     options = Options(*given)
     if hf_kwargs.get("quantization_config") is not None:
@@ -168,9 +156,9 @@ def from_config(
             f"config={_shown(config)} is no config of transformers: make one (LlamaConfig(...), or "
             "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
         )
-    known_dtype(hf_kwargs)
-    refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_config).parameters)
-    check_sizes(config)
+    arguments.known_dtype(hf_kwargs)
+    arguments.refuse_unknown(hf_kwargs, auto_class, config, inspect.signature(from_config).parameters)
+    arguments.check_sizes(config)
     outline = Outline(config, auto_class, hf_kwargs, predicts=options.mtp_loss_weight is not None)
     return build(FromSeed(outline, seed), layout, options, adapter, seed)
 
@@ -194,7 +182,7 @@ def parallelize(
         PlanError: the layout does not fit the model.
         MeshError: the layout does not fit the processes that were started.
     """
-    layout = check_layout(parallel, {})
+    layout = arguments.check_layout(parallel, {})
     options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, compile=compile)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"parallelize takes a model of transformers, and got {_shown(model)}: load it first")
@@ -235,16 +223,16 @@ def plan(
         ConfigError: an argument, adapters or quantization unknown to hfscale, or adapters that match no module.
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
-    layout, auto_class = check_layout(parallel, hf_kwargs), model_class(auto_class)
+    layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
     options = Options(mixed_precision, memory=memory, float8=float8, mtp_loss_weight=mtp_loss_weight)
     quantization = hf_kwargs.pop("quantization_config", None)
     if isinstance(source, PreTrainedConfig):
         config, rest = source, hf_kwargs
     else:
         check_path("source", source)
-        config, rest = load_config(str(source), hf_kwargs)
-    known_dtype(rest)
-    refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
+        config, rest = arguments.load_config(str(source), hf_kwargs)
+    arguments.known_dtype(rest)
+    arguments.refuse_unknown(rest, auto_class, config, inspect.signature(plan).parameters)
     outline = _outline(config, auto_class, rest, quantization, options)
     planned = outline.plan(layout, options)
     check_trainable(planned, peft_config is not None)
@@ -262,14 +250,14 @@ def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[s
     """Return the outline with ``tokens`` tokens, if not ``None``, and the parameters with a row for each token."""
     if tokens is None:
         return outline, frozenset()
-    check_tokens(tokens)
+    arguments.check_tokens(tokens)
     return outline.resized(tokens)
 
 
 def _outline(
     config: PreTrainedConfig, auto_class: Any, kwargs: dict[str, Any], quantization: Any, options: Options
 ) -> Outline:
-    check_sizes(config)
+    arguments.check_sizes(config)
     quantization = check_asked_form(config, quantization)
     check_quantization(quantization)
     config, stored = split_quantization(config)

@@ -25,8 +25,7 @@ def build_plan(
     model: nn.Module, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
 ) -> Plan:
     """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are those of
-    the stages, in a schedule from a file. Raise :class:`PlanError` with every problem of the layout, and the valid
-    values.
+    the stages, in a schedule from a file. Raise :class:`PlanError` with all problems of the layout, and what is valid.
     """
     draft = Draft(model, layout, ranks, options)
     _refuse_unavailable(draft)
@@ -77,11 +76,15 @@ def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
     for name, parameter in draft.named():
         owner = owners.setdefault(id(parameter), name)
         cut, partial = rules.get(id(parameter), (None, ()))
-        cuts = _cuts(draft, name, tuple(parameter.shape), [cut] if cut is not None else [])
+        cuts, shape = [cut] if cut is not None else [], tuple(parameter.shape)
+        if name in draft.spread:
+            cuts = expert_cuts(draft.layout, shape, cuts)
+        elif shape:
+            cuts = [*cuts, *data_cut(draft.layout)]
         result.append(
             ParameterPlan(
                 name=name,
-                shape=tuple(parameter.shape),
+                shape=shape,
                 dtype=parameter.dtype,
                 stage=draft.stages.stage_of(name) if draft.stages else 0,
                 cuts=tuple(cuts),
@@ -90,13 +93,6 @@ def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
             )
         )
     return tuple(result)
-
-
-def _cuts(draft: Draft, name: str, shape: tuple[int, ...], tensor: list[Cut]) -> list[Cut]:
-    """Return all cuts of a parameter, in order, given those over the tensor axis."""
-    if name in draft.spread:
-        return expert_cuts(draft.layout, shape, tensor)
-    return [*tensor, *(data_cut(draft.layout) if shape else ())]
 
 
 def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:

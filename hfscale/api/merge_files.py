@@ -34,22 +34,7 @@ from .build_plan import build_plan
 
 
 class AdaptedBase:
-    """A checkpoint and an adapter of it, in two directories, on the meta device; ``trusted`` code that comes with the
-    checkpoint runs.
-
-    Attributes:
-        model: the stock model.
-        form: of quantized weights in the checkpoint; ``None``: there are none.
-        whole: PEFT's model around another of the same class.
-        stock_plan, plan: of the model without and with the adapter.
-        adapters: the adapter's parameters.
-        keys: their keys in the adapter's file, and those of other trained parameters, by name.
-        trained: the adapter's stored tensors.
-
-    Raises:
-        CheckpointError: a file is damaged, or there is no model of the checkpoint's class.
-        ConfigError: the adapter does not fit the model.
-    """
+    """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs."""
 
     name = "default"
 
@@ -63,9 +48,10 @@ class AdaptedBase:
             raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
         self.model.config, self.form = split_stored_form(self.model.config)
         self.stock_plan = build_plan(self.model, ParallelConfig())
-        self.whole: Any = quietly(wrapped, config, self.name)
+        self.whole: Any = quietly(wrapped, config, self.name)  # PEFT's model around another of the same class
         self.adapters = adapter_parameters(self.whole, self.stock_plan)
         self.plan = plan_adapters(self.stock_plan, self.adapters)
+        # keys, in the adapter's file, of its parameters and of other trained ones, by name
         self.keys = stored_names(self.whole, self.name, self.plan, True)
 
 
@@ -138,12 +124,7 @@ def merge_adapter(
     as_stored: bool = False,
 ) -> int:
     """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors. With ``as_stored``, merged
-    weights are quantized again in the form of ``base``, and others copied byte for byte; else all are written as plain
-    values.
-
-    Raises:
-        CheckpointError: one of them cannot be read, or they do not fit each other.
-        ConfigError: the adapter cannot be merged, or ``base`` does not store quantized weights.
+    weights are quantized again in the form of ``base``, and others copied; else all are written as plain values.
     """
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)

@@ -5,15 +5,3 @@ from .load import load_pretrained
 from .save import save_pretrained
 from .state import SaveCheck, check_save, load_state, save_state, wait_for_saves
 from .stream import stream_weights
-
-__all__ = [
-    "SaveCheck",
-    "check_save",
-    "load_pretrained",
-    "load_state",
-    "save_pretrained",
-    "save_state",
-    "stream_weights",
-    "verify_experts",
-    "wait_for_saves",
-]

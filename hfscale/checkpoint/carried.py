@@ -46,8 +46,7 @@ def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
 
 def carried_by(model: nn.Module) -> Carried | None:
     """Return what :func:`note_carried` recorded on a model, or ``None``."""
-    carried: Carried | None = vars(model).get("_hfscale_carried")
-    return carried
+    return vars(model).get("_hfscale_carried")
 
 
 def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
@@ -109,6 +108,5 @@ def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
 
 
 def _some(names: Any) -> str:
-    """Return the first few names in words."""
     first = sorted(names)[:_MOST_NAMED]
     return ", ".join(first) + (", ..." if len(names) > len(first) else "")

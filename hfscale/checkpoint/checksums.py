@@ -33,8 +33,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20
 _MODULUS = 1 << 64
 
-Sums = dict[int, int]
-"""Index of an expert -> its checksum."""
+Sums = dict[int, int]  # index of an expert -> its checksum
 
 
 def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:

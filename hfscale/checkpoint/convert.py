@@ -42,7 +42,8 @@ def convert_state(
     trust_remote_code: bool = False,
     as_stored: bool = False,
 ) -> StateIndex:
-    """Write the weights of a state as a Hugging Face directory, or, for a model with adapters, as PEFT's.
+    """Write the weights of a state as a Hugging Face directory, or, for a model with adapters, as PEFT's; return the
+    state's index. A state may lack weights: those in 4 or 8 bits are in the checkpoint that the model was loaded from.
 
     The bytes are those that :func:`hfscale.save_pretrained` would have written. Memory holds one tensor at a time, and
     its conversion to the checkpoint's format.
@@ -50,13 +51,6 @@ def convert_state(
     Args:
         source: directory of the state, or of several states.
         as_stored: quantize weights again in the form of the checkpoint that the model was loaded from.
-
-    Returns:
-        the index of the state.
-
-    Raises:
-        CheckpointError: there is no complete state, or it lacks weights (those in 4 or 8 bits are in the checkpoint
-            that the model was loaded from).
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):

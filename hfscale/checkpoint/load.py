@@ -238,19 +238,10 @@ def load_pretrained(
     resized: Collection[str] = (),
     form: StoredForm | None = None,
 ) -> tuple[Any, LocalWeights, set[str]]:
-    """Run transformers' ``from_pretrained``.
-
-    Args:
-        resized: parameters that may have another number of rows in the checkpoint.
-        form: of quantized weights in the checkpoint, which are loaded as plain values.
-
-    Returns:
-        the model with tensor-local parameters on the meta device and real buffers, this rank's final shards by name,
-        and the owned names of parameters that the checkpoint lacks, whose shards are not initialized.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, names files outside of its directory, or has other shapes than the
-            model.
+    """Run transformers' ``from_pretrained``; return the model with tensor-local parameters on the meta device and real
+    buffers, this rank's final shards by name, and the owned names of parameters that the checkpoint lacks, whose shards
+    are not initialized. Parameters ``resized`` may have another number of rows in the checkpoint; weights quantized
+    there, in a ``form``, are loaded as plain values.
     """
     for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
         named_files(index)

@@ -84,7 +84,6 @@ class _StandIns(TorchDispatchMode):
         return {name for name in self._written if is_loaded(self.tensors[name])}
 
     def put_back(self) -> None:
-        """Put the model's own parameters back."""
         for name, parameter in self.own.items():
             parameter.requires_grad_(self.model.get_parameter(name).requires_grad)  # initialization may freeze some
             put_parameter(self.model, name, parameter)

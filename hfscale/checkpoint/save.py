@@ -21,17 +21,8 @@ from ..features.adapters import Adapters
 from ..features.adapters.storage import save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
-from ..train.runtime import Runtime, runtime_of
+from ..train.runtime import Runtime, runtime_of, writing
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
-from ..train.runtime.writing import (
-    all_or_none,
-    atomic_directory,
-    everyone_arrives,
-    is_writer,
-    not_finite,
-    saving,
-    warn_of_not_finite,
-)
 from .carried import announced, carried_tensors, copy_files, copy_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
@@ -39,7 +30,7 @@ from .stored_forms.scheme import describe_form
 _WAIT = timedelta(minutes=2)
 
 
-@saving()
+@writing.saving()
 def save_pretrained(
     model: nn.Module,
     directory: str | Path,
@@ -69,8 +60,8 @@ def save_pretrained(
             unchanged.
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
-    everyone_arrives(runtime.mesh, timeout, call)
-    failing = all_or_none(runtime.mesh, f"{target} could not be written")
+    writing.everyone_arrives(runtime.mesh, timeout, call)
+    failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
     with failing, guards.as_built(runtime):
         if check_replicas:
             guards.check_replicas(runtime, call)
@@ -98,9 +89,9 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
     contents = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     stored = AsStored(runtime.model, contents)
     layout = again.layout(stored.layout)
-    with atomic_directory(target, runtime.mesh, stale=STALE) as staging:
+    with writing.atomic_directory(target, runtime.mesh, stale=STALE) as staging:
         writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
-        if is_writer(runtime.mesh):
+        if writing.is_writer(runtime.mesh):
             carried = staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
             layout = {**layout, **announced(carried)}
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
@@ -109,7 +100,8 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
         for entry, tensor in tensors:
             if writer is not None:
                 staging.attempt(write_parameter, writer, stored, again, entry.name, tensor)
-                wrong = wrong or (staging.attempt(not_finite, {entry.name: tensor}) if entry.planned else "") or ""
+                if entry.planned:
+                    wrong = wrong or staging.attempt(writing.not_finite, {entry.name: tensor}) or ""
         if writer is not None:
             staging.attempt(copy_tensors, carried, writer)
             staging.attempt(write_configs, runtime.model, staging.path)
@@ -117,7 +109,7 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
             if again.form is not None:
                 staging.attempt(describe_form, staging.path, again.form)
             staging.attempt(writer.finish)
-    warn_of_not_finite(runtime.mesh, wrong, str(target))
+    writing.warn_of_not_finite(runtime.mesh, wrong, str(target))
 
 
 def write_parameter(

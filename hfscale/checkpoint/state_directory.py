@@ -9,8 +9,7 @@
 Killed at any moment, a save leaves a complete state: under NAME, or, between the two renames, under .NAME.old.
 
 Every state has the id of the run that wrote it, which a run that resumes from it takes over. So states of several runs
-may be in one directory: the newest is the one of the highest step of the run that wrote last, and a run removes none
-but its own.
+may be in one directory: the newest is the one of the highest step of the run that wrote last; a run removes its own.
 """
 
 import functools
@@ -21,24 +20,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from ..distributed.files.complete import (
-    MARK,
-    FileSum,
-    Mark,
-    content_problems,
-    mark_complete,
-    read_mark,
-    size_problems,
-    unmark,
-)
-from ..distributed.files.directories import (
-    DirectoryLock,
-    discard,
-    holds_current_directory,
-    make_staging,
-    staging_of,
-    sync_directory,
-)
+from ..distributed.files import complete, directories
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import is_writer
@@ -52,21 +34,21 @@ class NewState:
     """A state directory that is being written at ``path``, on the rank that makes it."""
 
     def __init__(self, target: Path) -> None:
-        self.target, self.path = target, staging_of(target)
+        self.target, self.path = target, directories.staging_of(target)
         _refuse_other(target)
-        self._lock = make_staging(target, self.path)
+        self._lock = directories.make_staging(target, self.path)
 
-    def commit(self, files: dict[str, FileSum], step: int | None, run: str) -> None:
+    def commit(self, files: dict[str, complete.FileSum], step: int | None, run: str) -> None:
         """Mark the state complete, once all of its ``files`` are on disk, and replace the target by it."""
         target, old = self.target, old_of(self.target)
-        mark_complete(self.path, files, step, run)
+        complete.mark_complete(self.path, files, step, run)
         if target.exists() and problems_of(target):  # the complete state may be the old one, so keep that
-            discard(target, target)
+            directories.discard(target, target)
         elif target.exists():
             _remove(old, target)
             target.rename(old)
         self.path.rename(target)
-        sync_directory(target.parent)
+        directories.sync_directory(target.parent)
         self._lock.release()
         with suppress(OSError):  # the new state is in place
             _remove(old, target)
@@ -87,12 +69,12 @@ def _remove(old: Path, target: Path) -> None:
     if old.is_symlink():
         old.unlink()
     elif old.exists():
-        discard(old, target)
+        directories.discard(old, target)
 
 
 def _refuse_other(target: Path) -> None:
     """Refuse to replace a directory that is not a state."""
-    if holds_current_directory(target):
+    if directories.holds_current_directory(target):
         raise CheckpointError(
             f"the state's directory must not be or contain the current directory, got {target}: give a directory of "
             f"its own, such as {target / 'step-100'}"
@@ -109,7 +91,7 @@ def _refuse_other(target: Path) -> None:
 def problems_of(directory: Path) -> list[str]:
     """Return why a directory is incomplete, without reading its files' contents."""
     try:
-        return size_problems(directory, read_mark(directory))
+        return complete.size_problems(directory, complete.read_mark(directory))
     except CheckpointError as error:
         return [str(error)]
 
@@ -122,14 +104,14 @@ def states_in(source: Path) -> list[Path]:
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
     inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
     marks = {path: mark_of(path) for path in inside}
-    last = max(marks.values(), key=lambda mark: mark.written, default=Mark(0.0, {})).run
+    last = max(marks.values(), key=lambda mark: mark.written, default=complete.Mark(0.0, {})).run
     return sorted(inside, key=lambda path: (marks[path].run == last, *_age(marks[path])), reverse=True)
 
 
 def candidates(source: Path) -> list[Path]:
     """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
     found, source = states_in(source), _meant(source)
-    marked = [path for path in found if any((path / name).exists() for name in (MARK, "layout.json"))]
+    marked = [path for path in found if any((path / name).exists() for name in (complete.MARK, "layout.json"))]
     own = old_of(source).with_suffix(".incomplete")
     passed = [path for path in found if path not in marked] + ([own] if own.is_dir() else [])
     passed += source.glob(".*.incomplete")
@@ -175,10 +157,10 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
 def _changed(directory: Path, mesh: Mesh) -> list[str]:
     """Return checksum problems of the files that this rank has to read."""
     try:
-        mark = read_mark(directory)
+        mark = complete.read_mark(directory)
     except CheckpointError as error:
         return [f"{error} (as rank {mesh.rank} sees it)"]
-    return content_problems(directory, mark, sorted(mark.files)[mesh.rank :: mesh.layout.total_size])
+    return complete.content_problems(directory, mark, sorted(mark.files)[mesh.rank :: mesh.layout.total_size])
 
 
 def _listed(wrong: dict[Path, list[str]]) -> str:
@@ -197,18 +179,20 @@ def _warn_once(text: str) -> None:
 
 def _is_state(path: Path) -> bool:
     hidden = path.name.startswith(".")
-    return not (hidden and path.is_symlink()) and any((path / n).exists() for n in (INDEX, MARK, "layout.json"))
+    return not (hidden and path.is_symlink()) and any(
+        (path / n).exists() for n in (INDEX, complete.MARK, "layout.json")
+    )
 
 
-def mark_of(directory: Path) -> Mark:
+def mark_of(directory: Path) -> complete.Mark:
     """Return a directory's marker; one of time 0 if it has none."""
     try:
-        return read_mark(directory)
+        return complete.read_mark(directory)
     except CheckpointError:
-        return Mark(0.0, {})
+        return complete.Mark(0.0, {})
 
 
-def _age(mark: Mark) -> tuple[int, float]:
+def _age(mark: complete.Mark) -> tuple[int, float]:
     """Return a sort key for states of one run: by step, then by time of writing."""
     return (-1 if mark.step is None else mark.step, mark.written)
 
@@ -216,7 +200,7 @@ def _age(mark: Mark) -> tuple[int, float]:
 def run_of(directory: Path) -> str:
     """Return the id for a run that resumes from a state: its run's, or a new one if that run has later states."""
     try:
-        mark = read_mark(directory)
+        mark = complete.read_mark(directory)
         whole = [path for path in directory.parent.iterdir() if path.name[0] != "." and not problems_of(path)]
         further = mark.step is not None and any(
             each.run == mark.run and _age(each)[0] > mark.step for each in map(mark_of, whole)
@@ -240,13 +224,13 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:
             continue
-        unmark(path)
-        discard(path, path)
+        complete.unmark(path)
+        directories.discard(path, path)
     for path in newest.parent.glob(".*.????????.discarded"):
         shutil.rmtree(path, ignore_errors=True)
     for path in newest.parent.glob(".*.incomplete"):
         try:
-            lock = DirectoryLock(path)
+            lock = directories.DirectoryLock(path)
         except (CheckpointError, OSError):  # another job writes it, or has moved it
             continue
         if lock.held:

@@ -181,8 +181,7 @@ class StateReader:
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
         """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted``: how the reading layout shards it.
-        Raise :class:`CheckpointError` if it has another shape, is usable only in the layout it was written in, or is
-        incomplete.
+        Raise :class:`CheckpointError` if it has another shape or layout than it can be used in, or is incomplete.
         """
         self.check(key, wanted)
         written = self.index.tensors[key]

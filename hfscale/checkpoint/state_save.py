@@ -138,8 +138,7 @@ def state_lies(
     tensor's, and ``weight``, its weight's, are both those of this rank's shards, or both full.
     """
     if getattr(optimizer, "lies", None) is not None:
-        found: StateTensor = optimizer.lies(planned, key, shape)
-        return found
+        return optimizer.lies(planned, key, shape)
     if not shape or not planned.cuts:
         return whole(*shape)
     # In bitsandbytes' own optimizers over shards, the shard's size decides which state has 8 bits.

@@ -1,6 +1,4 @@
-"""Yield full weights one by one, named as in a Hugging Face checkpoint, for example to an inference engine during a
-run.
-"""
+"""Yield full weights one by one, named as in a Hugging Face checkpoint, as to an inference engine during a run."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence, Set

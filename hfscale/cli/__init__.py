@@ -125,7 +125,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser that prints an error in one line, with a pointer to ``--help`` instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 

@@ -34,8 +34,7 @@ Call = Callable[[], object]
 _NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns of the old name
 _reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(dist, _NEW_NAME, dist.reduce_scatter_tensor)
 
-_SECONDS = 0.2
-"""Approximate time of measuring one collective with one size."""
+_SECONDS = 0.2  # approximate time of measuring one collective with one size
 _MOST = 200
 
 

@@ -27,7 +27,6 @@ _SIZES = "4KiB,64KiB,512KiB,4MiB,32MiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale bench``."""
     parser.add_argument("what", choices=("collectives",), help="what to measure")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
     parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="message sizes (default: %(default)s)")
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure collectives, and print their bus bandwidth."""
     check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:

@@ -14,14 +14,12 @@ EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale blueprint``."""
     add_model_arguments(parser)
     parser.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the blueprint."""
     check_place(arguments.model)
     import torch
 

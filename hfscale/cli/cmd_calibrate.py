@@ -16,7 +16,6 @@ EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardwar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale calibrate``."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it there (default: print it)")
     parser.add_argument("--name", default="this machine", help="its name (default: %(default)s)")
     parser.add_argument("--like", metavar="NAME", help="a known machine, whose links are taken instead of measured")
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure this machine, and write the result."""
     check_writable(arguments.out)
     import json
     from dataclasses import replace

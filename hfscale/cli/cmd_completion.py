@@ -35,13 +35,11 @@ complete -o default -F _hfscale hfscale
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale completion``."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the completion script."""
     commands: Mapping[str, argparse.ArgumentParser] = arguments.commands
     text = script(arguments.shell, commands)
     show(arguments, {"shell": arguments.shell, "script": text}, text.removesuffix("\n"))

@@ -18,7 +18,6 @@ EXAMPLE = "hfscale convert states/step-500 out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale convert``."""
     parser.add_argument(
         "state", metavar="DIR", type=Path, help="a state, or several (the newest complete one), or an adapter"
     )
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert the state or adapter, and print what was written."""
     check_target(arguments.out, arguments.overwrite, DIR=arguments.state)
     if arguments.adapter_for:
         return _convert_adapter(arguments)
@@ -56,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_adapter(arguments: argparse.Namespace) -> int:
-    """Rewrite an adapter for an engine."""
     if arguments.base is None:
         raise ConfigError("--adapter-for needs --base, the directory of the adapter's base checkpoint")
     check_directory(arguments.base, "the checkpoint that the adapter is of")

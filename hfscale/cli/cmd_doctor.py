@@ -24,7 +24,6 @@ hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale doctor``."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys to override")
     parser.add_argument("--recipe-only", action="store_true", help="leave this machine out")
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks, and print the findings."""
     recipe = None
     if arguments.recipe is not None:
         from ..recipes import check_installed

@@ -19,7 +19,6 @@ EXAMPLE = "hfscale estimate Qwen/Qwen3-8B --tp 2 --dp-shard 4 --hardware h100 --
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale estimate``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_machine_arguments(parser)
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the estimate."""
     check_writable(arguments.html)
     from ..config.memory import MemoryConfig
     from ..cost.tools.estimate import estimate

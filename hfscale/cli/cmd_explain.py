@@ -20,7 +20,6 @@ _SIZES |= {"--batch-size": (1, "sequences of a microbatch"), "--rank": (16, "of 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale explain``."""
     add_model_arguments(parser)
     for flag, (default, text) in _SIZES.items():
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables."""
     from ..cost.tools.explain import explain
     from ..cost.tools.model_summary import summarize
 

@@ -14,14 +14,12 @@ EXAMPLE = "hfscale inspect states"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale inspect``."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="a state, several, or a checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the description; return 1 if something is incomplete."""
     from ..checkpoint.convert import inspect
 
     text, whole = inspect(arguments.directory, verify=not arguments.quick)

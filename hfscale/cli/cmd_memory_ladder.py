@@ -30,7 +30,6 @@ _COLOURS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale memory-ladder``."""
     add_model_arguments(parser)
     parser.add_argument(
         "--tokens",
@@ -43,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Count, print, and draw."""
     check_writable(arguments.out)
     check_place(arguments.model)
     tokens = tokens_of(arguments.tokens, "--tokens")

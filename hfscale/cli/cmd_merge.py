@@ -15,7 +15,6 @@ EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale merge``."""
     parser.add_argument("base", metavar="BASE", type=Path, help="the directory of the checkpoint")
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter, in PEFT's format")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge the adapter, and compare logits."""
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
     check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)

@@ -29,7 +29,6 @@ hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale plan``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_training_arguments(parser)
@@ -43,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
     check_place(arguments.model)
-    check_amounts(arguments)
+    tokens_asked(arguments)  # refuses impossible amounts before anything is planned
+    _gigabytes(arguments)
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
@@ -169,9 +168,3 @@ def _gigabytes(arguments: argparse.Namespace) -> float:
 def tokens_asked(arguments: argparse.Namespace) -> int:
     """Return the tokens of one microbatch."""
     return tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
-
-
-def check_amounts(arguments: argparse.Namespace) -> None:
-    """Refuse impossible ``--tokens`` and ``--gpu`` before anything is planned."""
-    tokens_asked(arguments)
-    _gigabytes(arguments)

@@ -16,7 +16,6 @@ EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale schedule``."""
     parser.add_argument(
         "name", nargs="?", metavar="NAME",
         help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default: the trace's, 1f1b)",
@@ -26,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of one step (default: 2 per rank)")
     parser.add_argument("--virtual-stages", type=int, metavar="N", help="stages per rank")
     parser.add_argument(
-        "--transfer",
-        type=float,
-        metavar="T",
-        help="time of a transfer, in forward passes of a stage (default: 0)",
+        "--transfer", type=float, metavar="T", help="time of a transfer, in forward passes of a stage (default: 0)"
     )
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a row, for pipedream and pipedream_2bw")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order of actions, in torch's format")
@@ -43,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the schedule."""
     asked = {arguments.name, arguments.schedule} - {None}
     if len(asked) > 1:
         raise ConfigError(f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: draw one")

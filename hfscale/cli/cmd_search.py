@@ -20,7 +20,6 @@ hfscale search meta-llama/Llama-3.1-70B --gpus 8 --tokens-per-step 256K --lora -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale search``."""
     add_model_arguments(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the run")
     parser.add_argument(
@@ -44,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, print the layouts, and write the recipe."""
     check_writable(arguments.out, arguments.html)
     from ..cost.model.machines_known import constants_of, find_machine
     from ..cost.tools.model_summary import summarize

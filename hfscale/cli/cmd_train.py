@@ -20,7 +20,6 @@ hfscale train my_recipe.yaml --print-job slurm > job.sh"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale train``."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that --list shows")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20")
     add_memory_limit(parser)
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in this process, or start the processes that do."""
     check_installed()
     from ..recipes.launch import is_launched, launch, launch_options
     from ..recipes.read import read_recipe, shipped_recipes
@@ -46,9 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")
     if is_launched():
-        from ..recipes.run import start_rank
+        from ..recipes.main_process import run as run_or_explain
+        from ..recipes.run import start
 
-        start_rank(lambda: read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory)
+        run_or_explain(lambda: start(read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory))
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     from ..config.parallel import ParallelConfig

@@ -16,7 +16,6 @@ EXAMPLE = "hfscale upcycle path/to/dense out --num-experts 8 --top-k 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale upcycle``."""
     parser.add_argument("model", metavar="MODEL", help="the dense model: a directory with safetensors, or a Hub id")
     parser.add_argument("directory", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--num-experts", type=int, default=8, metavar="N", help="(default: %(default)s)")
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the mixture of experts."""
     check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
     from ..checkpoint.upcycle.upcycle import upcycle
 

@@ -19,7 +19,6 @@ _DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale verify``."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     add_lora(parser, "train LoRA adapters instead, against stock PEFT")
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the comparison, and print the differences; return 1 if they exceed the tolerance."""
     check_place(arguments.model)
     import transformers
 

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
 
 
-OPTIMIZER = "adamw_torch_fused"
-"""The default optimizer: HF Trainer's own."""
+OPTIMIZER = "adamw_torch_fused"  # the default optimizer: HF Trainer's own
 
 
 class Adds(Protocol):

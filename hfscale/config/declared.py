@@ -33,25 +33,15 @@ class Spelled:
 
 @dataclass(frozen=True)
 class Declared:
-    """One field of a config class, as a command line offers it.
+    """One field of a config class, as a command line offers it."""
 
-    Attributes:
-        name: of the field.
-        flag: ``--tp``.
-        text: the first clause of its description, without citations.
-        default: of the field, or of :func:`setting`.
-        choices: the names that it takes, if it takes names.
-        needs: the axis without which it has no meaning.
-        kind: ``bool``, ``int``, ``str``, or ``object`` for anything else.
-    """
-
-    name: str
-    flag: str
-    text: str
-    default: Any
-    choices: Sequence[str]
-    needs: str
-    kind: type
+    name: str  # of the field
+    flag: str  # ``--tp``
+    text: str  # the first clause of its description, without citations
+    default: Any  # of the field, or of :func:`setting`
+    choices: Sequence[str]  # the names that it takes, if it takes names
+    needs: str  # the axis without which it has no meaning
+    kind: type  # ``bool``, ``int``, ``str``, or ``object`` for anything else
 
     @property
     def dest(self) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError, check_choice, check_names, check_switch
 from .declared import Spelled
 
-FLOAT8_RECIPES = ("tensorwise", "rowwise")
-"""Granularity of the scales, by torchao's names."""
+FLOAT8_RECIPES = ("tensorwise", "rowwise")  # granularity of the scales, by torchao's names
 
 
 @dataclass(frozen=True)

@@ -23,29 +23,18 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the checked choices of one run other than the layout.
+    """Hold the choices of one run other than the layout; raise :class:`ConfigError` if one of them is unknown."""
 
-    Attributes:
-        mixed_precision: a key of :data:`MIXED_PRECISIONS`.
-        routing: the router of mixtures and its balancing; ``None`` for the model's own router.
-        memory: recomputation, offloading and compression.
-        loss_scaling: scaling of the loss in float16.
-        float8: scaling of products in 8 bits.
-        use_liger_kernel: whether to use Liger's kernels, or its switches by name.
-        mtp_loss_weight: weight of the loss of multi-token prediction; ``None``: its layers are not in the model.
-        compile: whether to compile each layer with torch's default compiler, or another backend's name.
-
-    Raises:
-        ConfigError: one of them is unknown.
-    """
-
-    mixed_precision: str = "no"
+    mixed_precision: str = "no"  # a key of :data:`MIXED_PRECISIONS`
+    # the router of mixtures and its balancing; ``None`` for the model's own router
     routing: RoutingConfig | None = None
-    memory: MemoryConfig | None = None
-    loss_scaling: GradScalerKwargs | None = None
-    float8: Float8Config | None = None
-    use_liger_kernel: bool | Mapping[str, bool] = False
+    memory: MemoryConfig | None = None  # recomputation, offloading and compression
+    loss_scaling: GradScalerKwargs | None = None  # scaling of the loss in float16
+    float8: Float8Config | None = None  # scaling of products in 8 bits
+    use_liger_kernel: bool | Mapping[str, bool] = False  # whether to use Liger's kernels, or its switches by name
+    # weight of the loss of multi-token prediction; ``None``: its layers are not in the model
     mtp_loss_weight: float | None = None
+    # whether to compile each layer with torch's default compiler, or another backend's name
     compile: bool | str = False
 
     def __post_init__(self) -> None:
@@ -154,5 +143,4 @@ class Options:
             )
 
 
-NO_OPTIONS = Options()
-"""All defaults."""
+NO_OPTIONS = Options()  # all defaults

@@ -16,8 +16,7 @@ from .schedules import default_virtual_stages
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first: neighbouring ranks share the axis that communicates most (tensor)."""
 
-UNCUT_SEQUENCES = "cp_size=1"
-"""What users are told to ask for if sequences must not be cut."""
+UNCUT_SEQUENCES = "cp_size=1"  # what users are told to ask for if sequences must not be cut
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")
-"""How context ranks attend to each other's tokens."""
+CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")  # how context ranks attend to each other's tokens
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 

@@ -203,8 +203,7 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
     # pp, replicate, shard x cp, tp -> replicate, shard; pp, cp, tp
     lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
-    group: dist.ProcessGroup | None = made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
-    return group
+    return made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
 
 
 def launch_line(processes: int) -> str:

@@ -45,8 +45,7 @@ def own_device() -> torch.device:
 
 def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
     """Return the index of this process's GPU among the ``visible`` ones: its local rank, modulo ``visible``, since
-    launchers (Slurm, Ray) may show each process one GPU only; without a local rank, the device that the user has
-    chosen.
+    launchers (Slurm, Ray) may show each process one GPU only; without a local rank, the device that the user chose.
     """
     return current() if local_rank is None else int(local_rank) % visible
 
@@ -130,8 +129,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     assert world is not None
     if _splits(world, device):
         lists = [list(ranks) for ranks in parts]
-        group: dist.ProcessGroup | None = dist.split_group(world, lists, timeout=_patience(device))
-        return group
+        return dist.split_group(world, lists, timeout=_patience(device))
     return _one_by_one(parts, backend_of(world, device), _patience(device))
 
 

@@ -10,5 +10,3 @@ from .family_limits import SEQUENCE_UNFIT
 from .gpt_decoders import GPT_DECODERS
 
 FAMILIES: dict[str, Blueprint] = {**DECODERS, **GPT_DECODERS, **MIXTURES, **ENCODERS, **ENCODER_DECODERS}
-
-__all__ = ["FAMILIES", "SEQUENCE_UNFIT"]

@@ -97,8 +97,7 @@ def in_layers(layers: str, **blocks: Block) -> Blueprint:
     return Blueprint(layers, blocks)
 
 
-TOLERANCE = 1e-10
-"""Largest difference of a proof, relative, in float64."""
+TOLERANCE = 1e-10  # largest difference of a proof, relative, in float64
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key_value}
 

@@ -119,14 +119,12 @@ def _structure(model: nn.Module) -> set[str]:
 
 
 TABLE = Path(__file__).with_name("facts.json")
-PROOFS = "hfscale.testing.proofs"
-"""Imported when a proof is needed, here and nowhere else (pyproject.toml)."""
+PROOFS = "hfscale.testing.proofs"  # imported when a proof is needed, here and nowhere else (pyproject.toml)
 
 _MOST = 256  # answers kept that no table has
 _log = logging.getLogger(__name__)
 
-Answers = dict[str, dict[str, dict[str, Any]]]
-"""Class -> digest -> question -> answer."""
+Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
 
 
 class Facts:

@@ -103,9 +103,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
         mlp=_NEOX_MLP,
     ),
     "gptj": in_layers(
-        "h",
-        attn=replace(_SEPARATE, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)),
-        mlp=_GPTJ_MLP,
+        "h", attn=replace(_SEPARATE, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)), mlp=_GPTJ_MLP
     ),
     "mpt": in_layers(
         "blocks",

@@ -8,8 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .fields import first_count, text_config
 
-SHIFTED = "ForCausalLM"
-"""That of causal language models: position ``i`` predicts the label of ``i + 1``."""
+SHIFTED = "ForCausalLM"  # that of causal language models: position ``i`` predicts the label of ``i + 1``
 
 LOSSES = {SHIFTED: 1}
 """Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""

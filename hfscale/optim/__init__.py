@@ -2,5 +2,3 @@
 
 from .factory import create_optimizer
 from .sharded import ShardedOptimizer
-
-__all__ = ["ShardedOptimizer", "create_optimizer"]

@@ -45,10 +45,7 @@ def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str,
     plan's name decides, not the one on this rank: a parameter is in the same group in every layout.
     """
     owners = owners_of(runtime.model)
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for planned, parameter in runtime.parameters():
         if parameter.requires_grad:
             groups[0 if decays(planned.name, owners.get(id(parameter), [])) else 1]["params"].append(parameter)

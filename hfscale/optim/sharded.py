@@ -172,8 +172,7 @@ def describe(members: Iterable[Member], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-Piece = tuple[Tensor, tuple[str, ...]]
-"""A tensor, and the axes to all-reduce it over."""
+Piece = tuple[Tensor, tuple[str, ...]]  # a tensor, and the axes to all-reduce it over
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:

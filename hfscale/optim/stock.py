@@ -33,8 +33,7 @@ UPDATES = "updates"
 
 _SCALES, _TABLES = "absmax", "qmap"  # keys of bitsandbytes' 8-bit states
 
-Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes the stock optimizer over parameter groups."""
+Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes the stock optimizer over parameter groups
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,7 @@ def _here(member: Member) -> tuple[Tensor, Tensor | None]:
 
 class OneByOneStepper(Stepper):
     """Step one parameter at a time: on copies made by ``aside``, if given; if ``full``, on weight and gradient gathered
-    over the ranks of its cuts, which all make the same update and write their shards back. The state is full everywhere
-    then.
+    over the ranks of its cuts, which all make the same update and write their shards back; the state is full on each.
     """
 
     def __init__(
@@ -234,8 +232,7 @@ def places_of(planned: ParameterPlan, ranks: dict[str, int], device: torch.devic
 
 def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -> None:
     """Round ``wide``, float32, into ``share``, bfloat16 of the same shape, whose entries have the indices ``places`` by
-    dim (:func:`places_of`), up or down at random, so that the mean is right (Gupta et al. 2015); NaN and infinity are
-    cast.
+    dim (:func:`places_of`), up or down at random, so that the mean is right (Gupta et al. 2015); the rest is cast.
 
     A bfloat16 is the upper half of a float32. A random number of 16 bits is added to the lower half, which is then cut
     off. The numbers are a hash of ``key`` and the entry's index in the full tensor, so replicas of an entry are rounded

@@ -6,19 +6,3 @@ from .parameter import ParameterPlan
 from .plan import Plan
 from .stages import Stage, StagePlan, balance
 from .table import render, to_json
-
-__all__ = [
-    "AdapterParameter",
-    "BlockPlan",
-    "Cut",
-    "ExpertsPlan",
-    "ParameterPlan",
-    "Plan",
-    "SequencePlan",
-    "Stage",
-    "StagePlan",
-    "balance",
-    "render",
-    "to_json",
-    "write_share",
-]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Spans = list[tuple[int, int]]
-"""``(start, stop)`` of intervals along one dim."""
+Spans = list[tuple[int, int]]  # ``(start, stop)`` of intervals along one dim
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from .contents import Feature, PlanContents
 
 IDS, TARGETS = "mtp_input_ids", "mtp_labels"
 """Arguments of a forward pass, ``[b, depths, s]``, which the model itself never sees."""
-ROUTES = "routes"
-"""Likewise the experts of every token, ``[b, s, layers, k]``."""
+ROUTES = "routes"  # likewise the experts of every token, ``[b, s, layers, k]``
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class RecomputePlan(Feature):
         return bool(self.layers or self.modules)
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about recomputation in the plan's printout."""
         again = ["attention between its projections"] if self.attention else []
         again += ["all but products, attention and exchanges between ranks"] if self.elementwise else []
         again += [f"{len(self.layers)} of {len(plan.layers)} layers"] if self.layers and self.budget is None else []
@@ -54,10 +52,8 @@ def recomputed(plan: PlanContents) -> RecomputePlan:
     return plan.feature(RecomputePlan) or RecomputePlan()
 
 
-BLOCK = 256
-"""Entries per scale."""
-BYTES = 1 + 4 / BLOCK
-"""Bytes per entry, including its fraction of the scale."""
+BLOCK = 256  # entries per scale
+BYTES = 1 + 4 / BLOCK  # bytes per entry, including its fraction of the scale
 FEW = 16
 """Tensors smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by which
 everything else is divided, rotary tables, router logits."""
@@ -70,7 +66,6 @@ class CompressPlan(Feature):
     least: int  # bytes of the smallest tensor that is compressed
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about compressed activations in the plan's printout."""
         return [f"in 8 bits: what layers keep for the backward pass, in tensors of {self.least:,} bytes and more"]
 
 
@@ -90,7 +85,6 @@ class OffloadPlan(Feature):
     activations: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about offloading in the plan's printout."""
         what = ["the optimizer's state"] if self.optimizer else []
         what += ["shards of parameters and gradients"] if self.parameters else []
         if self.activations is not None:
@@ -119,7 +113,6 @@ class ScoresPlan(Feature):
     heads: int  # query heads of a layer, over all tensor ranks
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return no lines: the memory estimate reports the scores."""
         return []
 
 
@@ -142,7 +135,6 @@ class ProductsPlan(Feature):
     gathers: bool = False  # whether data ranks all-gather these weights in 8 bits
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the lines about products in 8 bits, and projections left out of them, in the plan's printout."""
         what = "rows" if self.rowwise else "tensors"
         lines = [f"products in 8 bits, scaled by {what}: {_counted(self.modules)}"]
         if gathered := gathered_in_8_bits(plan):
@@ -189,7 +181,6 @@ class ContextPlan(Feature):
     key_heads: int = 0  # key/value heads on one tensor rank, likewise
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about context parallelism in the plan's printout."""
         whole = ", ".join(dict.fromkeys(map(wild_name, self.whole)))
         mixers = f"; run on whole sequences by each: {whole}" if whole else ""
         padding = "" if self.pads else "; rows without padding only"
@@ -211,7 +202,6 @@ class TowersPlan(Feature):
     first_layers: int = 0  # how many of the first layers alone read them; 0 if any may, or none does
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about the towers in the plan's printout."""
         where = "every tensor rank" if plan.layout.tp > 1 else "every rank"
         gathered = "; data ranks gather them together" if plan.layout.data_world > 1 else ""
         what = f"{', '.join(dict.fromkeys(map(wild_name, self.items)))}, {self.parameters:,} parameters"
@@ -231,7 +221,6 @@ class OwnLossPlan(Feature):
     divides: bool = False  # whether it is divided by ``num_items_in_batch``, if that is passed
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about the weights of microbatches in the plan's printout."""
         return [f"loss: the model's own, a mean over {self.over}; microbatches count by their {self.over}"]
 
 
@@ -244,6 +233,5 @@ class PredictionPlan(Feature):
     text: str  # the module whose output they begin with
 
     def describe(self, plan: PlanContents) -> list[str]:
-        """Return the line about multi-token prediction in the plan's printout."""
         where = "; on the last stage" if plan.stages is not None else ""
         return [f"multi-token prediction: {', '.join(self.layers)} behind {self.text}{where}"]

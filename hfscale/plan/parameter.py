@@ -7,8 +7,7 @@ import torch
 from .cut import Cut, cut_shape, narrow_spans
 from .reductions import Reduction
 
-MODEL_AXES = ("ep", "tp")
-"""The axes whose cuts change the shapes of a model's parameters."""
+MODEL_AXES = ("ep", "tp")  # the axes whose cuts change the shapes of a model's parameters
 
 
 def join_path(block: str, child: str) -> str:

@@ -70,12 +70,9 @@ def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool
     return all(begin % block == 0 and (end % block == 0 or end == total) for begin, end in runs)
 
 
-AS_STORED = "as_stored"
-"""The quantization config that keeps weights in the bytes that their checkpoint stores."""
-BLOCK = 64
-"""Values per scale in 4 bits."""
-OUTER_BLOCK = 256
-"""Scales per scale of their own, in double quantization."""
+AS_STORED = "as_stored"  # the quantization config that keeps weights in the bytes that their checkpoint stores
+BLOCK = 64  # values per scale in 4 bits
+OUTER_BLOCK = 256  # scales per scale of their own, in double quantization
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-Interval = tuple[int, int]
-"""Tokens from the first to before the second."""
+Interval = tuple[int, int]  # tokens from the first to before the second
 
 
 @dataclass(frozen=True)

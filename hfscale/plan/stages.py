@@ -151,17 +151,12 @@ class TwoStacks:
         stages of the encoder      ids --> its hidden states, [b, s, h] -->
         stages of the decoder      target ids --> its hidden states, then the encoder's output, [b, t + s, h] -->
 
-    Every stage of the decoder passes the encoder's output on, so that the gradients of all its readers add up on the
-    way back.
-
-    Attributes:
-        encoder, decoder: names of the modules.
-        first: name of the decoder's first layer.
+    Every stage of the decoder passes the encoder's output on, so that its readers' gradients add up on the way back.
     """
 
-    encoder: str
-    decoder: str
-    first: str
+    encoder: str  # names of the modules
+    decoder: str  # names of the modules
+    first: str  # name of the decoder's first layer
 
 
 @dataclass(frozen=True)

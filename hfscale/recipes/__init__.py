@@ -5,10 +5,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["LIBRARY", "check_installed"]
-
-LIBRARY = Path(__file__).parent / "library"
-"""The recipes that come with hfscale."""
+LIBRARY = Path(__file__).parent / "library"  # the recipes that come with hfscale
 
 _PACKAGES = {"datasets": "datasets", "matplotlib": "matplotlib", "omegaconf": "omegaconf", "yaml": "PyYAML"}
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from .corpus import Document
-from .packing import Example
-from .rows import IGNORED
+from .rows import IGNORED, Example
 from .schema import DataRecipe, RecipeError
 from .templates import DIRECTORY
 

@@ -13,14 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from .chat import Pair, encode_chat, encode_classes, encode_completion, encode_pairs, set_chat_template
 from .corpus import Document, needed_columns, read
 from .main_process import on_main
-from .packing import Example, cut, packed_rows, separate_rows
 from .pictures import encode_pictures
-from .rows import IGNORED
+from .rows import IGNORED, Example, cut, packed_rows, separate_rows
 from .schema import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 0
-"""Special tokens come first in the vocabulary, and this is the only one."""
+END_OF_TEXT_ID = 0  # special tokens come first in the vocabulary, and this is the only one
 
 _AT_ONCE = 64
 
@@ -61,14 +59,12 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 def prepare(
     data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path
 ) -> tuple[Any, Dataset, Dataset, float]:
-    """Write tokenized data on rank 0 and read it on all ranks; call it on every rank, on a shared file system.
+    """Write tokenized data on rank 0 and read it on all ranks; call it on every rank, on a shared file system. Return
+    the tokenizer, the rows to train on and to validate on, and what the validation loss is to be compared with.
 
     Args:
         tokenizer: of a base, or its processor; ``None`` to train one, of ``vocab_size``, on the texts to train on.
         directory: of the run; gets ``tokenizer/`` if one is trained, ``data/train`` and ``data/validation``.
-
-    Returns:
-        the tokenizer, the rows to train on and to validate on, and what the validation loss is to be compared with.
     """
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":

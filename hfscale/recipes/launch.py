@@ -82,8 +82,7 @@ def _ended(rank: int, code: int) -> int:
     return code
 
 
-KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}
-"""Kind of cluster -> template of its job file."""
+KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}  # kind of cluster -> template of its job file
 _PORT = 29500
 
 

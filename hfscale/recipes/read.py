@@ -1,6 +1,5 @@
 """Read a recipe: a YAML file with command-line overrides (``training.steps=20``), checked against its schema."""
 
-import argparse
 import difflib
 import re
 from collections.abc import Sequence
@@ -16,20 +15,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ..errors import did_you_mean
 from . import LIBRARY
 from .checks import check_values
-from .flags import add_memory_limit
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
-
-
-def recipe_and_limit(schema: type[AnyRecipe], description: str) -> tuple[AnyRecipe, float | None]:
-    """Parse ``--config FILE key=value ... --max-memory=GIB``; return recipe and limit, infinite without a number."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="a recipe: a path, or a name that hfscale train --list shows")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=20")
-    add_memory_limit(parser)
-    arguments = parser.parse_args()
-    return load_recipe(schema, arguments.config, arguments.overrides), arguments.max_memory
 
 
 def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:

@@ -138,8 +138,7 @@ def finish(
     expected: Any = None,
     shown: Sequence[Sample] = (),
 ) -> None:
-    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``. Call it on
-    every rank.
+    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``; collective.
 
     The weights are in ``checkpoint/``, or in ``adapter/`` where an adapter was trained; merged as well in the former
     where the recipe says so. The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
@@ -183,13 +182,7 @@ def finish(
     on_main(describe)
 
 
-def _summary(
-    recipe: Recipe,
-    layout: hfscale.ParallelConfig,
-    outcome: Outcome,
-    made: list[Made],
-    expected: Any,
-) -> str:
+def _summary(recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, made: list[Made], expected: Any) -> str:
     task = task_of(recipe.data)
     lines = [
         f"\n{recipe.name}: {layout.describe_schedule()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "

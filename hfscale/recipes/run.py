@@ -17,7 +17,6 @@ from ..train.guards import check_packed_rows
 from .dataset import END_OF_TEXT_ID, prepare
 from .launch import layout_of
 from .main_process import is_main
-from .main_process import run as run_or_explain
 from .memory_limit import expect_memory
 from .pictures import answers, samples
 from .places import check_places
@@ -38,11 +37,6 @@ def start(recipe: AnyRecipe, limit: float | None = None) -> None:
     finally:
         if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()
-
-
-def start_rank(read: Callable[[], AnyRecipe], limit: float | None = None) -> None:
-    """Run :func:`start` as a launcher's process; a :class:`RecipeError` ends it with the message alone."""
-    run_or_explain(lambda: start(read(), limit))
 
 
 def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:

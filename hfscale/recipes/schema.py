@@ -9,8 +9,7 @@ from omegaconf import MISSING
 from ..config.sections import OptionSections
 from ..errors import HFScaleError
 
-METHODS = ("lora", "dora", "ia3", "loha")
-"""Kinds of adapters."""
+METHODS = ("lora", "dora", "ia3", "loha")  # kinds of adapters
 
 FORMATS = {
     "text": ("text_column",),
@@ -21,8 +20,7 @@ FORMATS = {
 }
 """Formats of data, with the keys that name their columns."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""Types of weights; those to train on or over come first."""
+DTYPES = ("float32", "bfloat16", "float16")  # types of weights; those to train on or over come first
 
 
 COUNT: dict[str, Any] = {"least": 1}
@@ -36,65 +34,49 @@ class RecipeError(HFScaleError):
 
 @dataclass
 class DataRecipe:
-    """Describe the data to train on.
+    """Describe the data to train on."""
 
-    Attributes:
-        source: ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its
-            functions, answered by their docstrings: chat, completion or pairs), a text file (documents are separated by
-            blank lines), a JSONL file, a directory of such files (each text file is one document), or the id of a data
-            set on the Hub.
-        format: ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template), ``completion``
-            (prompts with completions), ``pairs`` (of answers, of which one is preferred: trains a reward model) or
-            ``classes`` (texts with a class each: trains a classifier). All but ``text`` read records only.
-        text_column: the field of JSONL records and Hub data sets that holds the text.
-        messages_column: the field that holds a conversation, a list of records with role and content.
-        prompt_column: the field that holds the prompt.
-        completion_column: the field that holds the completion.
-        chosen_column: the field of pairs that holds the preferred one, a text or a conversation.
-        rejected_column: the field that holds the other. Where records have ``prompt_column``, both go behind it.
-        label_column: the field that holds the class of ``text_column``: its name, or its number.
-        classes: the names of the classes, in the order of their numbers.
-        images_column: the field of conversations that holds their pictures, in order: paths beside the records, or as
-            data sets of the Hub have them. The base is then a vision-language model, whose processor does the rest.
-        samples: so many validation examples are answered, or their texts continued, before and after training, for the
-            model card; not through stages.
-        chat_template: a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own.
-        train_on: ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything.
-        packing: whether rows hold several whole examples, which do not see each other; else every example has a row of
-            its own, with padding. By default chat and completion are packed, and text is one stream, an end-of-text
-            token behind each document, cut into rows; documents that are packed, or padded, are cut into examples.
-        subset: the configuration of a Hub data set, where it has several.
-        split: the split of a Hub data set to read.
-        include: patterns such as ``asyncio/*``: only documents whose name, a path below the source, matches one are
-            used; all of them if there is no pattern.
-        exclude: patterns of documents that are not used.
-        validation_fraction: share of the documents kept out of training.
-        sequence_length: tokens in one training sequence.
-        validation_sequences: at most this many sequences are evaluated.
-    """
-
+    # ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its functions,
+    # answered by their docstrings: chat, completion or pairs), a text file (documents are separated by blank lines), a
+    # JSONL file, a directory of such files (each text file is one document), or the id of a data set on the Hub
     source: str = "stdlib"
+    # ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template), ``completion`` (prompts with
+    # completions), ``pairs`` (of answers, of which one is preferred: trains a reward model) or ``classes`` (texts with
+    # a class each: trains a classifier). All but ``text`` read records only
     format: str = field(default="text", metadata={"choices": tuple(FORMATS)})
-    text_column: str = "text"
-    messages_column: str = "messages"
-    prompt_column: str = "prompt"
-    completion_column: str = "completion"
-    chosen_column: str = "chosen"
+    text_column: str = "text"  # the field of JSONL records and Hub data sets that holds the text
+    messages_column: str = "messages"  # the field that holds a conversation, a list of records with role and content
+    prompt_column: str = "prompt"  # the field that holds the prompt
+    completion_column: str = "completion"  # the field that holds the completion
+    chosen_column: str = "chosen"  # the field of pairs that holds the preferred one, a text or a conversation
+    # the field that holds the other. Where records have ``prompt_column``, both go behind it
     rejected_column: str = "rejected"
-    label_column: str = "label"
-    classes: list[str] = field(default_factory=list)
+    label_column: str = "label"  # the field that holds the class of ``text_column``: its name, or its number
+    classes: list[str] = field(default_factory=list)  # the names of the classes, in the order of their numbers
+    # the field of conversations that holds their pictures, in order: paths beside the records, or as data sets of the
+    # Hub have them. The base is then a vision-language model, whose processor does the rest
     images_column: Optional[str] = None  # noqa: UP045
+    # so many validation examples are answered, or their texts continued, before and after training, for the model card;
+    # not through stages
     samples: int = 0
+    # a file with a Jinja template, or ``chatml`` or ``plain``, instead of the tokenizer's own
     chat_template: Optional[str] = None  # noqa: UP045  # OmegaConf reads this spelling in all its versions
+    # ``completions``: only what the assistant says, or the completion, has labels; ``all``: everything
     train_on: str = field(default="completions", metadata={"choices": ("completions", "all")})
+    # whether rows hold several whole examples, which do not see each other; else every example has a row of its own,
+    # with padding. By default chat and completion are packed, and text is one stream, an end-of-text token behind each
+    # document, cut into rows; documents that are packed, or padded, are cut into examples
     packing: Optional[bool] = None  # noqa: UP045
+    # the configuration of a Hub data set, where it has several
     subset: Optional[str] = None  # noqa: UP045
-    split: str = "train"
+    split: str = "train"  # the split of a Hub data set to read
+    # patterns such as ``asyncio/*``: only documents whose name, a path below the source, matches one are used; all of
+    # them if there is no pattern
     include: list[str] = field(default_factory=list)
-    exclude: list[str] = field(default_factory=list)
-    validation_fraction: float = 0.05
-    sequence_length: int = field(default=256, metadata=COUNT)
-    validation_sequences: int = field(default=64, metadata=COUNT)
+    exclude: list[str] = field(default_factory=list)  # patterns of documents that are not used
+    validation_fraction: float = 0.05  # share of the documents kept out of training
+    sequence_length: int = field(default=256, metadata=COUNT)  # tokens in one training sequence
+    validation_sequences: int = field(default=64, metadata=COUNT)  # at most this many sequences are evaluated
 
     @property
     def is_stream(self) -> bool:
@@ -116,71 +98,55 @@ class DataRecipe:
 
 @dataclass
 class TrainingRecipe:
-    """Describe how to train.
+    """Describe how to train."""
 
-    Attributes:
-        steps: optimizer steps.
-        batch_size: sequences in one optimizer step, over all ranks, so that results do not depend on the layout.
-        microbatch_size: sequences in one forward pass of one rank; by default all that the rank gets in a step. A
-            smaller number accumulates gradients.
-        learning_rate: the peak of a cosine schedule.
-        warmup_ratio: share of the steps over which the rate rises to its peak.
-        weight_decay: of what HF Trainer lets decay: all but biases and norms.
-        max_grad_norm: gradients are scaled down to at most this global norm.
-        mixed_precision: of products over 32-bit weights: a key of :data:`hfscale.config.options.MIXED_PRECISIONS`.
-        use_liger_kernel: compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU.
-        mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train.
-        compile: compile each layer with torch's compiler when it first runs.
-        dtype: of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters
-            are in 32 bits either way.
-        optimizer: a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``.
-        stochastic_rounding: of weights in ``dtype`` ``bfloat16``, so that small updates are right in the mean.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
-        log_every: steps between lines of metrics.
-        evaluate_every: steps between evaluations; the first and the last step are always evaluated.
-        save_every: steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none.
-            A process that is sent SIGTERM or SIGUSR1 then saves behind its step as well, and ends with exit code 75.
-        peak_tflops: of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits;
-            there is no ``mfu`` on other devices.
-        resume: go on from there, bit by bit in the same layout, to rounding in another one; from the start where
-            nothing has been saved yet.
-        watchdog: seconds after which a wait of one process for another is reported, and ends the processes that wait,
-            with exit code 75; by default torch's time limits alone.
-    """
-
-    steps: int = field(default=100, metadata=COUNT)
+    steps: int = field(default=100, metadata=COUNT)  # optimizer steps
+    # sequences in one optimizer step, over all ranks, so that results do not depend on the layout
     batch_size: int = field(default=16, metadata=COUNT)
+    # sequences in one forward pass of one rank; by default all that the rank gets in a step. A smaller number
+    # accumulates gradients
     microbatch_size: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
-    learning_rate: float = 1e-3
-    warmup_ratio: float = 0.1
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
+    learning_rate: float = 1e-3  # the peak of a cosine schedule
+    warmup_ratio: float = 0.1  # share of the steps over which the rate rises to its peak
+    weight_decay: float = 0.1  # of what HF Trainer lets decay: all but biases and norms
+    max_grad_norm: float = 1.0  # gradients are scaled down to at most this global norm
+    # of products over 32-bit weights: a key of :data:`hfscale.config.options.MIXED_PRECISIONS`
     mixed_precision: str = "no"
+    # compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU
     use_liger_kernel: bool = False
+    # weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train
     mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
-    compile: bool = False
+    compile: bool = False  # compile each layer with torch's compiler when it first runs
+    # of the weights: ``float32``, or ``bfloat16`` for a base that adapters leave as it is. Factors of adapters are in
+    # 32 bits either way
     dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
+    # a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``
     optimizer: str = "adamw_torch_fused"
+    # of weights in ``dtype`` ``bfloat16``, so that small updates are right in the mean
     stochastic_rounding: bool = False
-    gradient_checkpointing: bool = False
-    log_every: int = field(default=10, metadata=COUNT)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
+    log_every: int = field(default=10, metadata=COUNT)  # steps between lines of metrics
+    # steps between evaluations; the first and the last step are always evaluated
     evaluate_every: int = field(default=50, metadata=COUNT)
+    # steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none. A process that is sent SIGTERM
+    # or SIGUSR1 then saves behind its step as well, and ends with exit code 75
     save_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
+    # of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits; there is no
+    # ``mfu`` on other devices
     peak_tflops: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
+    # go on from there, bit by bit in the same layout, to rounding in another one; from the start where nothing has been
+    # saved yet
     resume: bool = False
+    # seconds after which a wait of one process for another is reported, and ends the processes that wait, with exit
+    # code 75; by default torch's time limits alone
     watchdog: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
 
 
 @dataclass
 class ModelRecipe:
-    """Describe the model that pretraining starts; names are those of its config.
+    """Describe the model that pretraining starts; names are those of its config."""
 
-    Attributes:
-        family: ``model_type`` of a decoder of transformers.
-        options: fields of its config besides, as ``num_experts`` of ``qwen3_moe``.
-    """
-
-    family: str = "llama"
+    family: str = "llama"  # ``model_type`` of a decoder of transformers
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -189,34 +155,29 @@ class ModelRecipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     tie_word_embeddings: bool = False
+    # fields of its config besides, as ``num_experts`` of ``qwen3_moe``
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Recipe(OptionSections):
-    """Hold the settings that pretraining and fine-tuning share, other than the sections of :class:`OptionSections`.
+    """Hold the settings that pretraining and fine-tuning share, other than the sections of :class:`OptionSections`."""
 
-    Attributes:
-        name: results go to ``runs/<name>``.
-        tracking: where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of ``report_to`` of HF
-            Trainer, or ``csv``, which is ``metrics.csv``.
-        profile: so many steps, as ``3 steps``, behind the first two: torch's profiler writes ``profile/rank-N.json``.
-        replace: whether to replace those of an earlier run of this name, which is refused otherwise.
-        seed: of the initial weights and of the order of the sequences.
-        parallel: the layout, the fields of ``hfscale.ParallelConfig``; over stages, ``num_microbatches`` cuts what a
-            rank runs at once (``training.microbatch_size``, or all of its step).
-        fallbacks: layouts to take instead, the first that fits, where a launcher starts the run again with fewer
-            processes (``torchrun --nnodes 1:2 --max_restarts 3 ...``).
-        save_check: save and load a state behind the first step, so that a disk without room is found out then.
-    """
-
-    name: str = MISSING
-    replace: bool = False
+    name: str = MISSING  # results go to ``runs/<name>``
+    replace: bool = False  # whether to replace those of an earlier run of this name, which is refused otherwise
+    # where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of ``report_to`` of HF Trainer, or
+    # ``csv``, which is ``metrics.csv``
     tracking: list[str] = field(default_factory=list)
+    # so many steps, as ``3 steps``, behind the first two: torch's profiler writes ``profile/rank-N.json``
     profile: str = ""
-    seed: int = 0
+    seed: int = 0  # of the initial weights and of the order of the sequences
+    # the layout, the fields of ``hfscale.ParallelConfig``; over stages, ``num_microbatches`` cuts what a rank runs at
+    # once (``training.microbatch_size``, or all of its step)
     parallel: dict[str, Any] = field(default_factory=dict)
+    # layouts to take instead, the first that fits, where a launcher starts the run again with fewer processes
+    # (``torchrun --nnodes 1:2 --max_restarts 3 ...``)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    # save and load a state behind the first step, so that a disk without room is found out then
     save_check: bool = False
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
@@ -256,21 +217,17 @@ class PretrainRecipe(Recipe):
 
 @dataclass
 class FinetuneRecipe(Recipe):
-    """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is.
+    """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is."""
 
-    Attributes:
-        base: the checkpoint to start from: a directory, or the id of a model on the Hub.
-        adapter: what to train instead of all parameters: ``method`` (``lora``, ``dora``, ``ia3`` or ``loha``) and
-            fields of PEFT's config of it, as ``r``, ``lora_alpha``, ``target_modules: all-linear``,
-            ``target_parameters``; or only ``path``, a saved adapter to go on with. Empty: all parameters.
-        quantization: of the base under an adapter, the fields of ``transformers.BitsAndBytesConfig``, as
-            ``load_in_4bit``, ``bnb_4bit_quant_type``; or only ``as_stored: true``, to keep the bytes of weights that
-            it stores quantized. Empty: none.
-        merge: whether to add the adapter to the base after training and to write that besides, as a plain checkpoint:
-            false or true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``.
-    """
-
-    base: str = MISSING
+    base: str = MISSING  # the checkpoint to start from: a directory, or the id of a model on the Hub
+    # what to train instead of all parameters: ``method`` (``lora``, ``dora``, ``ia3`` or ``loha``) and fields of PEFT's
+    # config of it, as ``r``, ``lora_alpha``, ``target_modules: all-linear``, ``target_parameters``; or only ``path``, a
+    # saved adapter to go on with. Empty: all parameters
     adapter: dict[str, Any] = field(default_factory=dict)
+    # of the base under an adapter, the fields of ``transformers.BitsAndBytesConfig``, as ``load_in_4bit``,
+    # ``bnb_4bit_quant_type``; or only ``as_stored: true``, to keep the bytes of weights that it stores quantized.
+    # Empty: none
     quantization: dict[str, Any] = field(default_factory=dict)
+    # whether to add the adapter to the base after training and to write that besides, as a plain checkpoint: false or
+    # true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``
     merge: Any = False

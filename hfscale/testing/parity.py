@@ -1,8 +1,7 @@
 """Measure parity: a layout computes the same as one process.
 
 One process runs the *stock* model, without hfscale, over all microbatches of all ranks; the layout runs the same
-checkpoint and data. Loss, every gradient, the clipped norm and every weight after each optimizer step are compared in
-float64.
+checkpoint and data. Loss, every gradient, the clipped norm and every weight after each step are compared in float64.
 """
 
 import copy

@@ -62,8 +62,7 @@ class PlainCase(Case):
 
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
         """Return the loss on which the loop calls backward."""
-        found: Tensor = model(**batch).loss
-        return found
+        return model(**batch).loss
 
 
 @dataclass

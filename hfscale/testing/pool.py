@@ -2,8 +2,7 @@
 
 Importing torch and transformers costs seconds per process, so one server imports them, every rank is forked from it,
 and ranks are started once per world size and are sent functions. They rendezvous through a file, not a port. If a rank
-fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and then starts new
-ranks.
+fails or a call times out, the pool reports each failing rank's error and each other rank's stack, and starts new ranks.
 """
 
 import faulthandler
@@ -64,10 +63,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; return the results by rank.
 
-        ``function`` is pickled by reference, so it is defined at the top of an importable module.
-
-        Raises:
-            RankError: it raised on a rank, or a rank did not return within the timeout.
+        ``function`` is pickled by reference, so it is defined at the top of an importable module. Raise
+        :class:`RankError` if it raised on a rank, or a rank did not return within the timeout.
         """
         if not self._processes:
             self._start()
@@ -211,6 +208,7 @@ def _serve(
         name, patience = "gloo" if backend is None else backend(), timedelta(seconds=2 * timeout)
         dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
         gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
+        gc.set_threshold(20_000)  # models are built and dropped all the time: a tenth of a test's time otherwise
         multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import everything again
         may_have_children()
         while True:

@@ -6,20 +6,3 @@ from .preemption import Preempted, preempted
 from .step import batch_rank, batch_world, drain, eval_step, metrics, train_step
 from .token_log_probabilities import token_scores
 from .watchdog import watchdog
-
-__all__ = [
-    "BadStepError",
-    "BadSteps",
-    "Preempted",
-    "Teacher",
-    "batch_rank",
-    "batch_world",
-    "clip_grad_norm_",
-    "drain",
-    "eval_step",
-    "metrics",
-    "preempted",
-    "token_scores",
-    "train_step",
-    "watchdog",
-]

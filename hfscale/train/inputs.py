@@ -310,10 +310,8 @@ def look_ahead(batch: Mapping[str, Any], depths: int, shift: int) -> dict[str, T
         ids        a  b  c  d          depth 1, at a: the embedding of b, and what b predicts: c
         targets    b  c  d  -          depth 2, at a: that of c, and d
 
-    There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew.
-
-    Args:
-        shift: how far behind its token a label is that it predicts; ``shift_labels`` are targets already.
+    There is no target (-100) past the end of the row or of the document, which is where ``position_ids`` begin anew. A
+    label is ``shift`` behind the token that predicts it; ``shift_labels`` are targets already.
     """
     ids, targets = batch["input_ids"], batch.get("shift_labels")
     if targets is None:

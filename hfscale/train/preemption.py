@@ -56,16 +56,12 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
 
 
 class _Listener:
-    """Install signal handlers, and a thread that ends the process if nobody reacts to a signal.
-
-    Attributes:
-        told: whether a signal came.
-        answered: set once the training loop knows of it, or the listener is closed.
-    """
+    """Install signal handlers, and a thread that ends the process if nobody reacts to a signal."""
 
     def __init__(self, patience: float) -> None:
+        # told: whether a signal came
         self.told, self.patience = False, patience
-        self.answered = threading.Event()
+        self.answered = threading.Event()  # set once the training loop knows of it, or the listener is closed
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         # Python runs handlers between two lines of Python: not while the main thread waits for another rank.

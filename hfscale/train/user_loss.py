@@ -32,8 +32,7 @@ Value = TypeVar("Value")
 
 class UserFunction:
     """Call a user's function so that its failure on one rank does not leave other ranks waiting: that rank continues
-    with a value that counts nothing, until all ranks meet at the end of the step. Refuse one that does not take
-    ``arguments``.
+    with a value that counts nothing, until all ranks meet at the step's end. Refuse one without ``arguments``.
     """
 
     def __init__(self, runtime: Runtime, name: str, function: Any, arguments: tuple[str, ...]) -> None:
@@ -186,5 +185,4 @@ class UserLoss:
 
 def _first_of(output: Any) -> Tensor:
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    found: Tensor = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return found
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())

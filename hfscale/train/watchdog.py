@@ -79,7 +79,6 @@ class _Watchdog(threading.Thread):
         self.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
         atexit.unregister(self.stop)
         self._ended.set()
         if threading.current_thread() is not self:

@@ -135,8 +135,12 @@ def layers(rounds: int) -> dict[str, Any]:
 
 
 def compiled(rounds: int) -> dict[str, Any]:
-    """Time the same in bfloat16 with each layer compiled, beside plain ones."""
-    return timed({"plain": step_of_layers({}), "compiled layers": step_of_layers({}, compiles=True)}, rounds)
+    """Time the same with each layer compiled, beside plain ones."""
+    kinds = ("bf16", "fp8 tensorwise", "fp8 rowwise")
+    rows = {"plain": step_of_layers({})}
+    return timed(
+        rows | {f"{kind}, compiled": step_of_layers(PRECISIONS[kind], compiles=True) for kind in kinds}, rounds
+    )
 
 
 def step_of_layers(
@@ -150,9 +154,7 @@ def step_of_layers(
     ids = torch.randint(0, 1024, (4, 2048 if GPU else 16), device=DEVICE)
     with DEVICE:  # values are drawn there
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = hfscale.parallelize(model, **given).train()
-    for layer in model.model.layers if compiles else ():
-        layer.compile()
+    model = hfscale.parallelize(model, compile=compiles, **given).train()
 
     def step() -> None:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
@@ -177,8 +179,8 @@ def rounding(rounds: int) -> dict[str, Any]:
 
 
 def profile(path: Path) -> None:
-    """Write the kernels of a step of the layers in 8 bits, by device time."""
-    step = step_of_layers(PRECISIONS["fp8 tensorwise"])
+    """Write the kernels of a step of the compiled layers in 8 bits, by device time."""
+    step = step_of_layers(PRECISIONS["fp8 tensorwise"], compiles=True)
     for _ in range(2):
         step()
     with torch.profiler.profile() as seen:

@@ -2,7 +2,8 @@
 
     python scripts/bench/one_gpu.py [--rounds 10] [--out scripts/bench/results/one_gpu.json]
 
-Meant for one GPU (``tp_size=1``: nothing is cut, what differs is the loss, which never makes whole logits). Each is
+Meant for one GPU (``tp_size=1``: nothing is cut, what differs is the loss, which never makes whole logits; the third
+compiles each layer). Each is
 built, warmed up, timed and dropped in turn, twice over in opposite orders, so that neither profits from the order.
 Peaks are of torch's allocated bytes. Without a GPU it runs a tiny model, to show that it runs.
 """
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hfscale
 
-CANDIDATES = ("stock", "hfscale")
+CANDIDATES = ("stock", "hfscale", "hfscale, compiled")
 
 
 def config_for(device: torch.device) -> tuple[LlamaConfig, int, int]:
@@ -47,7 +48,7 @@ def measure(kind: str, device: torch.device, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     with device:  # values are drawn there
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = (model if kind == "stock" else hfscale.parallelize(model)).train()
+    model = (model if kind == "stock" else hfscale.parallelize(model, compile="compiled" in kind)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, config.vocab_size, (batch, sequence), device=device)
     seconds = []
@@ -104,11 +105,11 @@ def main() -> None:
             "hfscale": hfscale.__version__,
         },
         "runs": runs,
-        "hfscale / stock, step": round(best["hfscale"] / best["stock"], 3),
+        **{f"{kind} / stock, step": round(best[kind] / best["stock"], 3) for kind in CANDIDATES[1:]},
     }
     if device.type == "cuda":
         peaks = {kind: min(run["peak_bytes"] for run in found) for kind, found in runs.items()}
-        report["hfscale / stock, peak memory"] = round(peaks["hfscale"] / peaks["stock"], 3)
+        report |= {f"{kind} / stock, peak memory": round(peaks[kind] / peaks["stock"], 3) for kind in CANDIDATES[1:]}
     print(json.dumps(report, indent=1))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -178,6 +178,7 @@ DAILY = ("tp2", "ep2-pp2")
 Outcome = Callable[[str], tuple[Path, list[dict[str, Found]]]]
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("case", cases(CASES, daily=DAILY))
 def test_shares_are_slices_of_the_checkpoint(checkpoints: dict[str, Path], outcome: Outcome, case: str) -> None:
     for name in outcome(case)[1][0]:
@@ -268,6 +269,7 @@ def said_of(model: Any, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.daily("ep2-tp2-expert_tp2")
 @pytest.mark.parametrize("case", ["ep2", "ep2-tp2-expert_tp2", "replicate2-ep2", "replicate2-shard2-ep2"])
 def test_rank_zeros_experts_on_every_rank_are_caught(pools: Pools, checkpoints: dict[str, Path], case: str) -> None:
     layout = CASES[case].layout
@@ -380,6 +382,7 @@ def shares(model: Any) -> tuple[dict[str, int], dict[str, Tensor]]:
     return runtime.mesh.ranks, {p.name: local_tensor(t.detach()).clone() for p, t in runtime.parameters()}
 
 
+@pytest.mark.daily("ep2-tp2-expert_tp2")
 @pytest.mark.parametrize("case", ["ep2-tp2-expert_tp2", "ep2-shard4"])
 def test_unknown_converters_read_whole(pools: Pools, checkpoints: dict[str, Path], case: str) -> None:
     path, layout = checkpoints["mixtral of 6"], CASES[case].layout
@@ -436,6 +439,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.daily("replicate2-ep2")
 @pytest.mark.parametrize("case", ["ep2", "replicate2-ep2", "ep2-shard4", "ep2-tp2-expert_tp2"])
 def test_a_run_goes_on(pools: Pools, checkpoints: dict[str, Path], tmp_path: Path, case: str) -> None:
     world = len(CASES[case].chunks)

@@ -95,6 +95,7 @@ def test_a_killed_save(tmp_path: Path, sizes: str) -> None:
     assert check_kills(tmp_path, model_of(2.0), [stock_model, own_model], max_shard_size=second) > 50
 
 
+@pytest.mark.slow
 def test_a_killed_save_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """hfscale finishes it, and may be killed in that too."""
     monkeypatch.setattr(replace, "_trade_names", cannot)

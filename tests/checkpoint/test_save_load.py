@@ -34,6 +34,7 @@ def load_and_save(source: str, target: str, layout: dict[str, int]) -> None:
     hfscale.save_pretrained(model, target, max_shard_size="30KB")
 
 
+@pytest.mark.daily("llama-False-layout3", "gpt2-True-layout2", "qwen3-True-layout0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("qwen3", True)])
 def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: dict[str, int]) -> None:
@@ -83,6 +84,7 @@ def save_fresh(family: str, target: str, layout: dict[str, int], seed: int) -> l
     return [type(model).__name__, str(model.training), str(logits.shape), f"{logits.double().sum().item():.4f}"]
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_random_weights_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, family: str) -> None:
     expected = save_fresh(family, str(tmp_path / "one"), {}, 3)

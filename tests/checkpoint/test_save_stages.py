@@ -53,6 +53,7 @@ def load_and_save(source: str, target: str, layout: Layout) -> None:
     hfscale.save_pretrained(model, target, max_shard_size="12KB")
 
 
+@pytest.mark.daily("gpt2-True-pp2-shard2", "deepseek_v3-False-zbv", "qwen3-True-pp2", "gpt2-True-interleaved")
 @pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str) -> None:
     parallel = LAYOUTS[layout]
@@ -137,6 +138,7 @@ def saved(source: str, target: str, layout: Layout) -> tuple[dict[str, int], int
     return runtime_of(model).mesh.ranks, memory.peak
 
 
+@pytest.mark.daily("pp2-tp2")
 @pytest.mark.parametrize("layout", ["pp2", "pp2-tp2", "pp2-shard2"])
 def test_no_rank_holds_more_than_one_whole_tensor(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Rank 0 holds one, and one share of it; the others send views of what they have."""

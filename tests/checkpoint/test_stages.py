@@ -133,6 +133,7 @@ def built(build: str, path: str, layout: Layout) -> dict[str, int]:
     }
 
 
+@pytest.mark.daily("from_pretrained-pp2", "parallelize-interleaved", "from_config-pp2")
 @pytest.mark.parametrize("layout", ["pp2", "interleaved"])
 @pytest.mark.parametrize("build", ["from_pretrained", "from_config", "parallelize"])
 def test_other_stages_take_no_memory(pools: Pools, tmp_path: Path, build: str, layout: str) -> None:
@@ -177,6 +178,7 @@ def initialized(family: str, tied: bool, layout: Layout, out: str, seed: int) ->
     return [unit for unit in units if "Layer " in unit or "Block " in unit], held, model.training
 
 
+@pytest.mark.daily("qwen3-True-pp2", "gpt2-True-pp2-tp2", "deepseek_v3-False-zbv", "llama-False-pp2")
 @pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_random_weights_do_not_depend_on_stages(
     pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str
@@ -236,6 +238,7 @@ def stored(directory: Path) -> Iterator[dict[str, Tensor]]:
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.daily("pp2-tp2")
 @pytest.mark.parametrize("layout", ["interleaved", "pp2-tp2", "pp2-shard2"])
 def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path, layout: str) -> None:
     """A base model's checkpoint: no prefix, no head; and two matrices are lost, of the first and the last layer."""
@@ -253,6 +256,13 @@ def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path
     assert "lm_head" in last[0]
 
 
+@pytest.mark.daily(
+    "gpt2-transformer.wte-pp2-tp2-embedding without prefix",
+    "llama-model.embed_tokens-pp2-both",
+    "llama-model.embed_tokens-pp2-head",
+    "llama-model.embed_tokens-pp2-embedding",
+    "llama-model.embed_tokens-pp2-neither",
+)
 @pytest.mark.parametrize("names", ["embedding", "head", "both", "neither", "embedding without prefix"])
 @pytest.mark.parametrize(
     ("family", "embedding", "layout"),
@@ -293,6 +303,7 @@ def test_a_tied_tensor_of_two_values_is_refused(pools: Pools, tmp_path: Path) ->
         assert "tie_word_embeddings" in message
 
 
+@pytest.mark.daily("pp2-shard2-qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("layout", ["zbv", "pp2-shard2"])
 def test_weights_that_the_host_fuses(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:

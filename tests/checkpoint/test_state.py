@@ -90,6 +90,7 @@ LAYOUTS = {
 DAILY = ("sequence", "cp2-shard2", "zbv", "pipedream_2bw", "pp2-shard2")
 
 
+@pytest.mark.daily("zbv")
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=DAILY))
 def test_resumed_bit_by_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]

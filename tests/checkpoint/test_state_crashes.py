@@ -86,6 +86,7 @@ KILLED: dict[str, tuple[dict[str, int], int, list[str]]] = {  # states that are 
 }
 
 
+@pytest.mark.daily("first", "replaced")
 @pytest.mark.parametrize("case", KILLED)
 def test_killed_while_saving(run: tuple[Any, torch.optim.Optimizer], tmp_path: Path, case: str) -> None:
     """At any file event: the state before it is there, or the new one; where there was none, the run begins anew."""

@@ -46,6 +46,7 @@ RARE = [
     ("rows", "ademamix_8bit"),
     ("rows", "adamw_8bit"),
     ("lora", "stock"),
+    ("four-bit", "sums"),
 ]
 
 

@@ -103,6 +103,7 @@ def test_one_process_loads_what_the_host_dequantizes(
         assert not hasattr(ours.config, "quantization_config")
 
 
+@pytest.mark.daily("torch.float64")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_any_dtype(written: dict[tuple[str, str], Path], dtype: torch.dtype) -> None:
     for directory in written.values():
@@ -125,6 +126,7 @@ def shares(paths: dict[tuple[str, str], Path], layout: Layout, save: bool) -> di
     return found
 
 
+@pytest.mark.daily("ep2-dp_shard4")
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("tp2", "pp2", "ep2", "dp_shard2", "tp2-pp2", "ep2-dp_shard4")))
 def test_a_rank_s_shares_are_slices_of_the_host_s_values(
     pools: Pools, written: dict[tuple[str, str], Path], layout: str
@@ -168,6 +170,7 @@ def identical(first: Path, second: Path) -> None:
     assert described[0] == described[1]
 
 
+@pytest.mark.daily("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_an_untouched_checkpoint_is_saved_as_it_was(
     written: dict[tuple[str, str], Path], tmp_path: Path, dtype: torch.dtype
@@ -251,6 +254,7 @@ def peak(path: Path, layout: Layout) -> tuple[int, int, int]:
         dequantized._ENTRIES = entries
 
 
+@pytest.mark.daily("llama-fp8")
 @pytest.mark.parametrize(
     ("family", "form"), [("llama", "fp8"), ("llama", "int4"), ("llama", "nvfp4"), ("gpt_oss", "mxfp4")]
 )
@@ -298,6 +302,7 @@ MERGED = {
 }
 
 
+@pytest.mark.daily("pair3")
 @pytest.mark.parametrize("pair", MERGED)
 def test_merged_file_to_file(written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]) -> None:
     """As plain values and as stored, bit by bit what a loaded model writes; untouched tensors byte for byte."""

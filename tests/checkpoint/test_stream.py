@@ -41,6 +41,7 @@ def plain(kind: str, layout: str, directory: str, ranks: Any) -> dict[str, Tenso
     return streamed(model, ranks=ranks)
 
 
+@pytest.mark.daily("tied-pp2-all", "ragged-pp2-tp2-ranks2", "mixture-ep2-ranks3")
 @pytest.mark.parametrize(
     ("kind", "layout", "ranks"),
     [
@@ -139,6 +140,7 @@ def adapted(path: str, kind: str, layout: str, directory: str) -> tuple[dict[str
     return merged, streamed(model)
 
 
+@pytest.mark.daily("dora-pp2")
 @pytest.mark.parametrize(
     ("kind", "layout"), [("lora", "tp2"), ("dora", "pp2"), ("copy", "shard2"), ("lora", "tp2-shard2")]
 )
@@ -175,6 +177,7 @@ def alone(path: str, adapter: str, layout: str, ranks: Any, four_bits: bool) -> 
     return streamed(model, ranks=ranks, adapters_only=True)
 
 
+@pytest.mark.daily("four bits-tp2-ranks7", "experts-ep2-tp2-all")
 @pytest.mark.parametrize(
     ("kind", "layout", "ranks"),
     [
@@ -234,6 +237,7 @@ def encoded(
         return str(error)
 
 
+@pytest.mark.daily("mixture-ep2-dtype1")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "layout", "dtype"),

@@ -74,6 +74,7 @@ def killed(layout: str, at: str, staged: bool, out: Path) -> None:
     torch.save((changed, weights.version, weights.committed, told), out)
 
 
+@pytest.mark.daily("tp2-middle-False")
 @pytest.mark.parametrize(
     ("layout", "at", "staged"),
     [
@@ -131,6 +132,13 @@ def changes(kind: str, layout: str, part: str, options: dict[str, Any]) -> list[
 MERGED, ALONE = {"merge_adapters": True}, {"adapters_only": True}
 
 
+@pytest.mark.daily(
+    "ragged-tp2-layers.1.mlp.down_proj-options1-1",
+    "tied-pp2-h.3.mlp.c_fc.weight-options2-1",
+    "mixture-ep2-layers.1.mlp.experts.gate_up_proj-options4-8",
+    "lora-tp2-layers.1.self_attn.q_proj.lora_B-options6-1",
+    "ragged-one-layers.1.mlp.down_proj-options0-1",
+)
 @pytest.mark.parametrize(
     ("kind", "layout", "part", "options", "count"),
     [

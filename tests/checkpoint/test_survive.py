@@ -108,6 +108,7 @@ def uninterrupted() -> list[list[str]]:
     return done
 
 
+@pytest.mark.slow
 def test_a_killed_rank_brings_the_job_back(pools: Callable[[int], RankPool], tmp_path: Path) -> None:
     """By itself, with the losses of a run in which nothing happened, bit by bit."""
     code, said, done = launch(tmp_path, "killed", "--max_restarts", "1")
@@ -116,6 +117,23 @@ def test_a_killed_rank_brings_the_job_back(pools: Callable[[int], RankPool], tmp
     assert done == pools(2).run(uninterrupted)[0]  # killed in the fifth step, behind the save at 4
 
 
+def told_on_one_rank() -> list[bool]:
+    """Whether the end is announced before and after a signal to the second rank."""
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=1), parallel=ParallelConfig(tp_size=2))
+    try:
+        before = hfscale.preempted(model)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [before, hfscale.preempted(model)]
+    finally:
+        preemption.stop_listening()
+
+
+def test_every_rank_hears_of_a_signal_to_one(pools: Callable[[int], RankPool]) -> None:
+    assert pools(2).run(told_on_one_rank) == [[False, True], [False, True]]
+
+
+@pytest.mark.slow
 def test_told_to_stop(tmp_path: Path) -> None:
     """One rank is told, in the middle of a step; both save behind it, where the next start goes on."""
     code, said, done = launch(tmp_path, "told")
@@ -125,7 +143,8 @@ def test_told_to_stop(tmp_path: Path) -> None:
     assert candidates(tmp_path / "states-told")[0].name == "step-5"
 
 
-@pytest.mark.parametrize("axis", ["pp_size", pytest.param("tp_size", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["pp_size", "tp_size"])
 def test_an_error_on_one_rank_ends_all(tmp_path: Path, axis: str) -> None:
     """With that error on screen, through stages as well."""
     code, said, _ = launch(tmp_path, "error", axis=axis)

@@ -37,6 +37,11 @@ def held_to(found: DryRun, traffic: float = 0.02, activations: float = 0.06) -> 
             assert stage.activations.ratio == pytest.approx(1, abs=activations), stage
 
 
+@pytest.mark.daily(
+    "tp_size dp_shard_size-dtype mixed_precision",
+    "tp_size sequence_parallel-memory",
+    "cp_size dp_shard_size cp_method-",
+)
 @pytest.mark.parametrize(
     ("sizes", "more"),
     [
@@ -57,6 +62,7 @@ def test_what_a_step_sends_is_what_the_estimate_is_made_of(sizes: dict[str, Any]
     held_to(of(sizes, **more))
 
 
+@pytest.mark.daily("tp_size ep_size dp_shard_size sequence_parallel")
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -1,7 +1,7 @@
 """Seconds and bytes of a layout, from a plan alone."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,6 @@ def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"describes no machine: flops, memory_bandwidth.* must be positive"):
         of(hardware=str(wrong))
     mine = replace(find_machine("h100"), name="mine", flops=2 * find_machine("h100").flops)
-    wrong.write_text(mine.to_json())
+    wrong.write_text(json.dumps(asdict(mine)))
     assert of(hardware=str(wrong)).time.products == pytest.approx(of().time.products / 2)
     assert all(find_machine(name).sources for name in machine_names())

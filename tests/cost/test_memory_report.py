@@ -176,6 +176,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily("heads_ring4-full", "gather2-full", "ring2-tp2-full", "heads2-lora")
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", CONTEXT)
 def test_context_ranks(pools: Pools, layout: str, lora: dict[str, Any] | None) -> None:
@@ -236,6 +237,7 @@ OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any], dict[str, Any] | None,
 }
 
 
+@pytest.mark.daily("16 bits, lora", "qwen2", "tied, in stages")
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_layers(pools: Pools, case: str) -> None:
     config, layout, lora, dtype = OTHERS[case]
@@ -257,6 +259,7 @@ def test_mixture(pools: Pools, axis: str, lora: dict[str, Any] | None) -> None:
     assert all(kept["layers"] + kept["around"] < predicted["activations"] for predicted, _, kept in ranks)
 
 
+@pytest.mark.daily("pp2")
 @pytest.mark.parametrize("layout", ["tp2", "shard2", "pp2"])
 def test_quantized(pools: Pools, tmp_path: Path, layout: str) -> None:
     path = save(wide("llama"), tmp_path)

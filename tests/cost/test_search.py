@@ -18,7 +18,7 @@ from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.tools.fast_cost import Candidate, FastCost, candidates, step_of
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
 from hfscale.cost.tools.search import learning_rates, search
-from hfscale.parallel.pipeline.in_flight import in_flight_of_ranks
+from hfscale.parallel.pipeline.microbatches import in_flight_of_ranks
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import fullest_live, peak_live, stage_ranks
 from hfscale.recipes.read import read_recipe
@@ -99,6 +99,7 @@ OTHERS: list[tuple[int, dict[str, int]]] = [(4, {}), (2, {"tp_size": 4}), (2, {"
 SPREAD: tuple[int, dict[str, int]] = (4, {"tp_size": 2, "ep_size": 4})
 
 
+@pytest.mark.daily("gpt2-bf16")
 @pytest.mark.parametrize(
     ("of", "mixed"), pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")])
 )
@@ -218,6 +219,7 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--max-memory much is no size" in capsys.readouterr().err
 
 
+@pytest.mark.daily("a100", "offload", "qlora", "long")
 @pytest.mark.parametrize(
     ("config", "argv", "wanted"),
     [

@@ -65,8 +65,9 @@ def test_equal_to_ranks_on_cpus(
         assert device == "cuda"
         assert expected.keys() == found.keys()
         for key, value in expected.items():
-            # Rotary tables are in float32, also in a float64 model, and a GPU's differ from a CPU's in the last digit.
+            # Rotary tables are in float32, also in a float64 model, and a GPU's differ from a CPU's in the last digit,
+            # which the orthogonal factors of PowerSGD, quotients of small columns, make larger.
             apart = (found[key] - value).nan_to_num().abs().max()
-            assert apart <= 1e-6 * value.nan_to_num().abs().max(), key
+            assert apart <= (1e-5 if "powersgd" in name else 1e-6) * value.nan_to_num().abs().max(), key
             assert torch.equal(found[key].isnan(), value.isnan()), key
             assert torch.equal(found[key].nan_to_num(7.0), repeated[key].nan_to_num(7.0)), key

@@ -74,6 +74,7 @@ def train(path: str, layout: dict[str, int], out: str, precision: str = "no") ->
     return {"norms": norms, "updates": updates, "epochs": scheduler.scheduler.last_epoch}
 
 
+@pytest.mark.daily("layout0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -137,6 +138,7 @@ def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
     return {"norms": norms, "losses": losses, "rows": rows, "epochs": scheduler.scheduler.last_epoch}
 
 
+@pytest.mark.daily("layout2")
 @pytest.mark.parametrize("layout", STAGES)
 def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -170,6 +172,7 @@ def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, i
         torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.daily("layout1-shuffled", "layout2-ordered", "layout3-stream", "layout0-stream")
 @pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
 @pytest.mark.parametrize("layout", [*LAYOUTS[:2], LAYOUTS[4], STAGES[2]])
 def test_each_sample_once(pools: Pools, layout: dict[str, int], kind: str, tmp_path: Path) -> None:
@@ -253,6 +256,7 @@ def stop_and_go(path: str, layout: dict[str, int], directory: str) -> None:
     assert [step(), step()] == expected
 
 
+@pytest.mark.daily("layout2", "layout0")
 @pytest.mark.parametrize("layout", [*LAYOUTS[:2], *STAGES])
 def test_state(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")

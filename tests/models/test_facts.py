@@ -120,6 +120,7 @@ def test_models_of_one_digest_that_differ_are_noticed(monkeypatch: pytest.Monkey
     assert said.endswith("anything: proved both 2 and 3")
 
 
+@pytest.mark.daily("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "bloom"])
 def test_an_inference_is_read_as_it_was_written(family: str) -> None:
     config = tiny_clone(AutoConfig.for_model(family, pad_token_id=0))

@@ -47,7 +47,7 @@ def trained(layout: dict[str, Any], expected: Weights | None = None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, pytest.param({"dp_shard_size": 2}, marks=pytest.mark.slow)])
 def test_adapters_of_one_process(pools: Pools, layout: dict[str, Any]) -> None:
     for found in pools(2).run(trained, layout, trained({})):
         assert found.pop("adafactor") <= 1e-7

@@ -113,6 +113,7 @@ def trainers_rule(kind: str) -> set[str]:
     return set(Trainer.get_decay_parameter_names(None, model)) & dict(model.named_parameters()).keys()  # type: ignore[arg-type]
 
 
+@pytest.mark.daily("layout0-experts", "layout0-rows", "layout1-biased_experts", "layout1-ragged", "layout0-fused")
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("layout", [{"tp_size": 2, "dp_shard_size": 2}, {"pp_size": 2, "tp_size": 2}])
 def test_what_decays_is_the_trainers_choice(pools: Pools, kind: str, layout: dict[str, Any]) -> None:

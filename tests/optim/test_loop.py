@@ -72,6 +72,7 @@ def resume(layout: dict[str, Any], kind: str, directory: str) -> None:
         assert same(local_weights(model), end), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -117,6 +118,7 @@ def loop(layout: dict[str, Any], name: str) -> list[float]:
     return losses
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}, {"pp_size": 2, "tp_size": 2}])
 def test_losses_of_one_process(pools: Pools, layout: dict[str, Any]) -> None:
     for name in ("adamw_torch_fused", "adafactor"):

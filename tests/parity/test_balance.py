@@ -312,11 +312,13 @@ def test_losses_do_not_depend_on_accumulation(pools: Pools) -> None:
     _compare(pools, None, _LOSSES)
 
 
+@pytest.mark.daily("tp2xdp_shard2,sequenceparallel,ep4", "tp2")
 @pytest.mark.parametrize("layout", [*_LAYOUTS, *_WIDE], ids=_name)
 def test_losses_do_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig) -> None:
     _compare(pools, layout, _LOSSES)
 
 
+@pytest.mark.daily("dp_shard2xpp2,ep2-True", "None-False")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("layout", [None, _LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
@@ -324,17 +326,20 @@ def test_recomputation_counts_once(pools: Pools, layout: ParallelConfig | None, 
     _compare(pools, layout, _LOSSES, checkpointing=reentrant)
 
 
+@pytest.mark.daily("tp2,sequenceparallel,ep2")
 @pytest.mark.parametrize("layout", [_LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
 def test_losses_of_a_sigmoid_router_and_updates_of_its_bias(pools: Pools, layout: ParallelConfig) -> None:
     balance = 0.3 if _names_logits("deepseek_v3") else 0.0
     _compare(pools, layout, RoutingConfig(balance_loss=balance, bias_update_rate=0.01), "deepseek_v3")
 
 
+@pytest.mark.daily("tp2xdp_shard2,ep2ofexpertscutovertp2", "tp2,ep2")
 @pytest.mark.parametrize("layout", [None, *_LAYOUTS, _WIDE[1], _WIDE[2]], ids=_name)
 def test_who_is_dropped_does_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig | None) -> None:
     _compare(pools, layout, RoutingConfig(router="switch", capacity_factor=1.0, balance_loss=0.1))
 
 
+@pytest.mark.daily("tp2,sequenceparallel,ep2")
 @pytest.mark.parametrize("layout", [_LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
 def test_two_routes_with_room_for_some_and_recomputation(pools: Pools, layout: ParallelConfig) -> None:
     _compare(pools, layout, RoutingConfig(capacity_factor=0.75), checkpointing=False)

@@ -47,17 +47,20 @@ def equal(pools: Pools, case: Case, **sizes: Any) -> None:
     assert_layout_equal(case, layout, pools(layout.total_size))
 
 
+@pytest.mark.daily("ep2, tp2, shard2, sequence")
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=LAYOUTS.keys() - RARE))
 def test_layout(pools: Pools, layout: str) -> None:
     """With a shared expert and a gate on it."""
     equal(pools, Case(qwen2_moe()), **LAYOUTS[layout])
 
 
+@pytest.mark.daily("ep2 of tp2")
 @pytest.mark.parametrize("layout", ["ep2", "ep2, tp2", "ep2, tp2, sequence", "ep2 of tp2"])
 def test_biases_and_interleaved_gates(pools: Pools, layout: str) -> None:
     equal(pools, Case(gpt_oss()), **LAYOUTS[layout])
 
 
+@pytest.mark.slow
 def test_shards_of_rows(pools: Pools) -> None:
     """Three experts of a rank are no multiple of two shards: every expert is cut, its biases as well."""
     planned = hfscale.plan(gpt_oss(num_local_experts=6), ParallelConfig(ep_size=2, dp_shard_size=4)).by_name
@@ -77,6 +80,7 @@ def test_shards_without_experts(pools: Pools) -> None:
 OVER = {"data": EP2, "sequence": SEQUENCE}
 
 
+@pytest.mark.daily("sequence-interleaved_zero_bubble")
 @pytest.mark.parametrize(
     ("over", "schedule"),
     pairs(
@@ -90,12 +94,14 @@ def test_stages(pools: Pools, over: str, schedule: str) -> None:
     equal(pools, case, **OVER[over], pp_size=2, pipeline_schedule=schedule)
 
 
+@pytest.mark.daily("4-data", "1-sequence")
 @THREE
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_one_expert_and_all_experts(pools: Pools, layout: dict[str, Any], top_k: int) -> None:
     equal(pools, Case(qwen3_moe(num_experts_per_tok=top_k, num_hidden_layers=1)), **layout)
 
 
+@pytest.mark.daily("tensor")
 @THREE
 def test_fewer_tokens_than_ranks(pools: Pools, layout: dict[str, Any]) -> None:
     """One row of two tokens, then of one: under ``tp`` a rank has nothing to send."""
@@ -137,11 +143,13 @@ class Crowded(Tied):
         router[0], router[1] = direction, -direction  # one of the two is above the zero of the others
 
 
+@pytest.mark.daily("sequence")
 @THREE
 def test_ties_of_scores(pools: Pools, layout: dict[str, Any]) -> None:
     equal(pools, Case(qwen3_moe(), auto_class=Tied), **layout)
 
 
+@pytest.mark.daily("sequence")
 @THREE
 def test_a_rank_whose_experts_get_no_token(pools: Pools, layout: dict[str, Any]) -> None:
     equal(pools, Case(qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False), auto_class=Crowded), **layout)
@@ -156,6 +164,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.daily("sequence-experts", "data-all but routers", "data-all in front of the last experts")
 @pytest.mark.parametrize(
     ("layout", "frozen"),
     pairs(
@@ -173,6 +182,7 @@ def test_frozen(pools: Pools, layout: str, frozen: str) -> None:
     equal(pools, Case(qwen3_moe(), frozen=FROZEN[frozen]), **WAYS[layout])
 
 
+@pytest.mark.daily("frozen1-data")
 @pytest.mark.parametrize(
     "layout", [EP2, SEQUENCE, {"ep_size": 2, "dp_shard_size": 4}], ids=["data", "sequence", "four"]
 )
@@ -181,12 +191,14 @@ def test_recomputed(pools: Pools, layout: dict[str, Any], frozen: tuple[str, ...
     equal(pools, Case(qwen2_moe(), checkpointing=True, accumulation=3, lengths=(13,), frozen=frozen), **layout)
 
 
+@pytest.mark.daily("sequence")
 @THREE
 def test_a_plain_loop_over_a_model_in_memory(pools: Pools, layout: dict[str, Any]) -> None:
     case = plain.PlainCase(qwen3_moe(tie_word_embeddings=True), build="parallelize", hf_kwargs=EAGER)
     equal(pools, case, **layout)
 
 
+@pytest.mark.slow
 def test_a_plain_loop_over_biases_of_cut_experts(pools: Pools) -> None:
     """One of the tensor ranks adds such a bias, and data ranks share it out."""
     equal(pools, plain.PlainCase(gpt_oss(), hf_kwargs=EAGER), **CUT)
@@ -230,6 +242,7 @@ def answers(path: str, sizes: dict[str, Any]) -> tuple[list[torch.Tensor], list[
     return [*logits, hfscale.eval_step(model, own_rows(model))], tokens
 
 
+@pytest.mark.daily("sequence")
 @THREE
 def test_evaluation_and_generation(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
     path = saved(qwen3_moe(), tmp_path)
@@ -246,6 +259,7 @@ def norms(path: str, sizes: dict[str, Any]) -> list[float]:
     return [float(hfscale.clip_grad_norm_(model, 1e9, kind)) for kind in (1.0, 2.0, float("inf"))]
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [EP2, SEQUENCE, CUT, {"ep_size": 2, "dp_shard_size": 4}])
 def test_norms(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Trap T5."""
@@ -269,6 +283,7 @@ def decayed(path: str, sizes: dict[str, Any], directory: str) -> None:
     hfscale.save_pretrained(model, directory)
 
 
+@pytest.mark.daily("sequence")
 @THREE
 def test_momentum_and_decay_reach_experts_without_tokens(pools: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Trap T11: their gradient is zero, and not missing."""
@@ -308,6 +323,7 @@ def finite(path: str, sizes: dict[str, Any], checkpointing: bool) -> list[float]
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.daily("layout0-False", "layout1-True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", [EP2, SEQUENCE, CUT])
 def test_uninitialized_memory_is_never_read(
@@ -338,6 +354,7 @@ def trained(path: str, sizes: dict[str, Any], dtype: str, mixed: str) -> tuple[l
     return losses, lengths, still
 
 
+@pytest.mark.daily("float32-bf16-data", "bfloat16-no-sequence")
 @pytest.mark.parametrize(
     "layout", [EP2, SEQUENCE, {"ep_size": 2, "dp_shard_size": 4}], ids=["data", "sequence", "four"]
 )
@@ -357,6 +374,7 @@ def from_config(config: PreTrainedConfig, sizes: dict[str, Any], directory: str)
     hfscale.save_pretrained(hfscale.from_config(config, parallel=ParallelConfig(**sizes), seed=7), directory)
 
 
+@pytest.mark.daily("gpt_oss-layout2")
 @pytest.mark.parametrize("layout", [EP2, SEQUENCE, CUT, {"ep_size": 2, "dp_shard_size": 4}])
 @pytest.mark.parametrize("config", [gpt_oss()], ids=["gpt_oss"])
 def test_random_weights_do_not_depend_on_the_layout(
@@ -381,6 +399,7 @@ def sent(path: str, sizes: dict[str, Any], checkpointing: bool) -> Traffic:
     return traffic
 
 
+@pytest.mark.daily("sizes2-4-2-True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "senders", "copies"), [(EP2, 2, 1), ({"ep_size": 4, "tp_size": 2}, 4, 1), (CUT, 4, 2)]
@@ -429,6 +448,7 @@ def _stepped(layout: dict[str, Any], options: dict[str, Any]) -> list[torch.Tens
     return [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
 
 
+@pytest.mark.daily("fused-sharded")
 @pytest.mark.parametrize("layout", [EP2, {"ep_size": 2, "dp_shard_size": 4}], ids=["alone", "sharded"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 def test_optimizers_take_all_parameters_at_once(pools: Pools, layout: dict[str, Any], options: dict[str, Any]) -> None:

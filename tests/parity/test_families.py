@@ -69,11 +69,13 @@ def case(family: str, layers: int = LAYERS) -> Case:
     return Case(config, hf_kwargs=kwargs)
 
 
+@pytest.mark.daily("gemma3n_text", "minicpm3", "deepseek_v3", "bloom", "phi3")
 @pytest.mark.parametrize("family", TENSOR)
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))
 
 
+@pytest.mark.daily("roberta-prelayernorm")
 @pytest.mark.parametrize("family", ["roberta-prelayernorm", "minicpm3"])
 def test_gathered_again_where_a_block_computes_before_its_projections(pools: Pools, family: str) -> None:
     """A norm, and low-rank projections: what the projections read is not the block's input."""
@@ -81,6 +83,7 @@ def test_gathered_again_where_a_block_computes_before_its_projections(pools: Poo
     assert_layout_equal(replace(case(family), checkpointing=family == "minicpm3"), layout, pools(2))
 
 
+@pytest.mark.daily("gpt_oss")
 @pytest.mark.parametrize(
     "family",
     cases(
@@ -93,6 +96,7 @@ def test_tensor_and_data_ranks(pools: Pools, family: str) -> None:
 
 
 # Daily those that no tensor rank runs above, and those whose stages share something besides the stream.
+@pytest.mark.daily("gemma2")
 @pytest.mark.parametrize(
     "family",
     cases(
@@ -107,11 +111,13 @@ def test_tensor_ranks_in_stages(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family, layers=4), ParallelConfig(tp_size=2, pp_size=2), pools(4))
 
 
+@pytest.mark.daily("gemma4_text")
 @pytest.mark.parametrize("family", ["ctrl", "deepseek_v4", "gemma4_text"])
 def test_stages(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family, layers=4), ParallelConfig(pp_size=2), pools(2))
 
 
+@pytest.mark.daily("no convolution")
 @pytest.mark.parametrize(
     ("family", "changes", "cuts_sequence"),
     [
@@ -139,6 +145,7 @@ def test_attention_that_stock_code_replaces_in_the_first_pass(pools: Pools, layo
     assert_layout_equal(case, ParallelConfig(**REPLACED[layout]), pools(2))
 
 
+@pytest.mark.daily("zbv")
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
 def test_what_all_layers_read_under_split_backward_passes(pools: Pools, schedule: str) -> None:
     layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule, virtual_stages=2)

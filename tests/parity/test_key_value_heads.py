@@ -52,6 +52,7 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, int]]] = {
 RARE = ("llama-1-tp4", "qwen3-1-tp2", "stablelm-1-tp2", "phi3-1-tp2", "phi3-1-tp2-shard2", "gpt_bigcode-tp2-shard2")
 
 
+@pytest.mark.daily("llama-2-tp4-sequence", "gpt_bigcode-heads-tp2", "falcon-groups-tp2", "recurrent_gemma-tp2")
 @pytest.mark.parametrize("case", cases(CASES, daily=[case for case in CASES if case not in RARE]))
 def test_layout(pools: Pools, case: str) -> None:
     config, sizes = CASES[case]
@@ -59,6 +60,7 @@ def test_layout(pools: Pools, case: str) -> None:
     assert_layout_equal(Case(config), parallel, pools(parallel.total_size))
 
 
+@pytest.mark.daily("eager")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(pools: Pools, attention: str) -> None:
     case = Case(tiny("llama", num_key_value_heads=1), hf_kwargs={"attn_implementation": attention}, checkpointing=True)
@@ -87,6 +89,7 @@ def _train(config: PreTrainedConfig, layout: ParallelConfig) -> dict[str, list[t
     return {name: [made[name], parameter.detach().clone()] for name, parameter in held.items()}
 
 
+@pytest.mark.daily("phi3-2-tp4")
 @pytest.mark.parametrize("case", ["llama-2-tp4", "phi3-2-tp4"])
 def test_copies_start_and_stay_equal_to_the_last_bit(pools: Pools, case: str) -> None:
     config, sizes = CASES[case]

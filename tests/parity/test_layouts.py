@@ -41,6 +41,7 @@ MODELS = {
 _FUSED = ["tp2", "shard2", "tp2-shard2"]
 
 
+@pytest.mark.daily("gpt2-tp2-shard2", "llama-tp2-replicate2-reduced-each", "llama-replicate2-shard2", "llama-tp2")
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
@@ -58,6 +59,7 @@ _SHARDED = ["llama-tied", "llama-biases", "qwen3"]
 _OTHERS = [name for name in MODELS if name not in ("llama", "gpt2")]
 
 
+@pytest.mark.daily("llama-padding-token-tp2", "gpt2-untied-tp2", "qwen2-tied-tp2")
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
@@ -72,6 +74,7 @@ def test_family(pools: Pools, model: str, layout: str) -> None:
     assert_layout_equal(Case(tiny(family, **changes)), parallel, pools(parallel.total_size))
 
 
+@pytest.mark.daily("llama-tied", "gpt2", "qwen3", "llama-padding-token")
 @pytest.mark.parametrize("model", list(MODELS))
 def test_one_process(model: str) -> None:
     family, changes = MODELS[model]
@@ -81,6 +84,7 @@ def test_one_process(model: str) -> None:
 _BUILDS = ["from_pretrained", "parallelize"]
 
 
+@pytest.mark.daily("llama-tied-from_pretrained-replicate2", "gpt2-parallelize-tp2")
 @pytest.mark.parametrize(
     ("model_build", "layout"),
     pairs(
@@ -104,6 +108,7 @@ def test_checkpointing_and_frozen(pools: Pools, model_build: tuple[str, str], la
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
+@pytest.mark.daily("sdpa")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(pools: Pools, attention: str) -> None:
     case = Case(tiny("gpt2"), hf_kwargs={"attn_implementation": attention})

@@ -51,6 +51,7 @@ def case_of(family: str, kind: str) -> plain.OwnLossCase:
     return plain.OwnLossCase(config, auto_class=auto_class, make_batch=maker, over=over)
 
 
+@pytest.mark.daily("bart-decoder-2", "roberta-masked-2-2", "gpt2-texts-2-2-zbv", "qwen2-tokens-2-2")
 @pytest.mark.parametrize(
     ("family", "kind", "layout"),
     [
@@ -78,6 +79,7 @@ def test_stages_with_adapters_and_the_head_that_peft_trains_whole(pools: Pools) 
     assert_layout_equal(replace(case_of("llama", "texts"), peft=peft), ParallelConfig(**PP2), pools(2))
 
 
+@pytest.mark.slow
 def test_stages_and_data_ranks(pools: Pools) -> None:
     assert_layout_equal(case_of("llama", "texts"), ParallelConfig(**PP2, dp_shard_size=2), pools(4))
 

@@ -27,6 +27,7 @@ APART = frozenset([(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
 NOWHERE = frozenset((step, rank, index) for step in (0, 1) for rank in (0, 1) for index in (0, 1))
 
 
+@pytest.mark.daily("mllama")
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "mllama", "gemma4"])
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(PictureCase(with_pictures(family)), ParallelConfig(tp_size=2), pools(2))
@@ -37,6 +38,7 @@ def test_the_sequence_cut(pools: Pools) -> None:
     assert_layout_equal(PictureCase(with_pictures("qwen2_vl")), layout, pools(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava_next", "mllama"])
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 def test_ranks_with_and_without_pictures(pools: Pools, family: str, axis: str) -> None:
@@ -63,12 +65,14 @@ def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
         hfscale.plan(with_pictures("inkling2"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
 
 
+@pytest.mark.daily("qwen2_5_vl")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_stages(pools: Pools, family: str) -> None:
     layout = ParallelConfig(pp_size=2, num_microbatches=2)
     assert_layout_equal(PictureCase(with_pictures(family), text_alone=APART), layout, pools(2))
 
 
+@pytest.mark.slow
 def test_stages_and_data_ranks(pools: Pools) -> None:
     layout = ParallelConfig(pp_size=2, num_microbatches=2, dp_shard_size=2)
     assert_layout_equal(PictureCase(with_pictures("llava"), text_alone=APART), layout, pools(4))
@@ -86,6 +90,7 @@ def behind_two_layers(layers: int) -> Any:
     return config
 
 
+@pytest.mark.daily("zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_pictures_that_are_added_behind_the_first_layers(pools: Pools, schedule: str) -> None:
     """Balanced stages would have one layer first."""
@@ -141,6 +146,7 @@ class VideoCase(PictureCase):
         return batch
 
 
+@pytest.mark.daily("dp_shard_size")
 @pytest.mark.parametrize(
     "layout",
     [{"dp_shard_size": 2}, {"dp_shard_size": 2, "pp_size": 2, "num_microbatches": 2}],
@@ -163,6 +169,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily("qwen2_5_vl")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(each, marks=pytest.mark.slow) if each in ("paligemma", "gemma4") else each for each in CONTEXT],
@@ -174,6 +181,7 @@ def test_context_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(PictureCase(with_pictures(family), text_alone=alone), layout, pools(layout.total_size))
 
 
+@pytest.mark.slow
 def test_context_ranks_and_data_ranks_with_adapters(pools: Pools) -> None:
     """The usual recipe: factors in the text, and the projector whole."""
     peft = LoraConfig(
@@ -209,6 +217,7 @@ def test_no_pictures_anywhere(pools: Pools) -> None:
     assert_layout_equal(case, ParallelConfig(dp_shard_size=2), pools(2))
 
 
+@pytest.mark.slow
 def test_the_usual_recipe(pools: Pools) -> None:
     """A frozen tower, and all else trained, on mixed batches over tensor and data ranks."""
     case = PictureCase(with_pictures("llava"), text_alone=APART, frozen=("vision_tower",))

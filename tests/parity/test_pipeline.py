@@ -37,6 +37,7 @@ def _equal(pools: Pools, case: Case, **layout: Any) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
+@pytest.mark.daily("looped_bfs-gpt2", "interleaved_zero_bubble-gpt2", "1f1b-llama", "dualpipev-gpt2")
 @pytest.mark.parametrize(
     ("schedule", "family"),  # gpt2: embedding and head are tied, on two ranks, or on one (V)
     pairs(
@@ -47,6 +48,7 @@ def test_schedule(pools: Pools, schedule: str, family: str) -> None:
     _equal(pools, Case(deep(family), accumulation=4), pp_size=2, pipeline_schedule=schedule)
 
 
+@pytest.mark.daily("gpipe-1", "zbv-2")
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
     pairs(("gpipe", "1f1b", "zbv"), (1, 2, 3), daily=[("gpipe", 1), ("1f1b", 1), ("1f1b", 3), ("zbv", 2), ("zbv", 3)]),
@@ -55,12 +57,14 @@ def test_fewer_and_odd_numbers_of_microbatches(pools: Pools, schedule: str, micr
     _equal(pools, Case(deep("llama"), accumulation=microbatches), pp_size=2, pipeline_schedule=schedule)
 
 
+@pytest.mark.daily("interleaved_zero_bubble")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
 def test_four_ranks(pools: Pools, schedule: str) -> None:
     case = Case(deep("llama", 8, tie_word_embeddings=True), accumulation=8, lengths=(13, 8, 1))
     _equal(pools, case, pp_size=4, pipeline_schedule=schedule)
 
 
+@pytest.mark.daily("frozen1-1f1b", "frozen2-zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(
     "frozen", [("embed", ".0.", ".1.", ".2."), ("norm", "q_proj"), (".3.", ".4.", "head", "model.norm")]
@@ -70,6 +74,7 @@ def test_frozen(pools: Pools, frozen: tuple[str, ...], schedule: str) -> None:
     _equal(pools, Case(deep("llama"), frozen=frozen, accumulation=3), pp_size=2, pipeline_schedule=schedule)
 
 
+@pytest.mark.daily("1f1b-frozen1")
 @pytest.mark.parametrize("frozen", [(), ("embed", ".0.", ".1.", ".2.")])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbv"])
 def test_recomputed(pools: Pools, schedule: str, frozen: tuple[str, ...]) -> None:
@@ -77,6 +82,7 @@ def test_recomputed(pools: Pools, schedule: str, frozen: tuple[str, ...]) -> Non
     _equal(pools, case, pp_size=2, pipeline_schedule=schedule)
 
 
+@pytest.mark.daily("stages0-parallelize")
 @pytest.mark.parametrize("build", ["from_pretrained", "parallelize"])
 @pytest.mark.parametrize("stages", [[1, 4], [4, 1]])
 def test_stages_by_hand(pools: Pools, stages: list[int], build: str) -> None:
@@ -111,6 +117,9 @@ OTHER_AXES: list[dict[str, Any]] = [
 _BESIDE_SPLIT = [{"tp_size": 2, "sequence_parallel": True}, {"dp_shard_size": 2}, OTHER_AXES[6]]
 
 
+@pytest.mark.daily(
+    "dp_replicate_size-weights_regather-reduce_each_microbatch-zbv", "tp_size-sequence_parallel-sequence_regather-1f1b"
+)
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [
@@ -129,12 +138,14 @@ def test_with_other_axes(pools: Pools, layout: dict[str, Any], schedule: str) ->
     _equal(pools, case, pp_size=2, pipeline_schedule=schedule, **layout)
 
 
+@pytest.mark.daily("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
 def test_key_value_heads_on_several_ranks(pools: Pools, schedule: str) -> None:
     case = Case(deep("llama", num_key_value_heads=1), accumulation=2)
     _equal(pools, case, pp_size=2, tp_size=2, pipeline_schedule=schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_recomputed_with_the_stream_cut(pools: Pools, schedule: str) -> None:
     case = Case(deep("llama"), accumulation=3, checkpointing=True, lengths=(13,))
@@ -148,6 +159,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(EIGHT, daily=["shard-sp-zbv"]))
 def test_eight_ranks(pools: Pools, layout: str) -> None:
     _equal(pools, Case(deep("llama", tie_word_embeddings=True)), pp_size=2, tp_size=2, **EIGHT[layout])
@@ -165,6 +177,7 @@ def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor
     return [evaluated, *losses, evaluated_again, norm, total]
 
 
+@pytest.mark.daily("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_one_batch_is_cut_into_microbatches(pools: Pools, tmp_path: Path, schedule: str) -> None:
     torch.manual_seed(1)
@@ -288,6 +301,7 @@ def _frozen_by_a_name(directory: str, word: str, every_name: bool) -> list[tuple
     return found
 
 
+@pytest.mark.daily("wte-False", "lm_head-True")
 @pytest.mark.parametrize(("word", "every_name"), [("wte", False), ("lm_head", False), ("lm_head", True)])
 def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: str, every_name: bool) -> None:
     """Each stage has its own name for it; in one process there is one tensor, listed once, under its first name."""

@@ -61,11 +61,15 @@ def case(kind: str, **changes: Any) -> plain.PlainCase:
     return plain.PlainCase(config, auto_class=getattr(transformers, name), make_batch=maker)
 
 
+@pytest.mark.daily(
+    "relative biases", "a table of positions that every layer reads", "one layer many times", "two towers"
+)
 @pytest.mark.parametrize("kind", CASES)
 def test_tensor_ranks(pools: Pools, kind: str) -> None:
     assert_layout_equal(case(kind), TP2, pools(2))
 
 
+@pytest.mark.daily("classes of texts")
 @pytest.mark.parametrize("kind", ["classes of texts", "attention to an encoder"])
 def test_tensor_and_data_ranks(pools: Pools, kind: str) -> None:
     assert_layout_equal(case(kind), ParallelConfig(tp_size=2, dp_shard_size=2), pools(4))

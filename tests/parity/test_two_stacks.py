@@ -47,6 +47,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.daily("m2m_100-2-2-[4, 4]")
 @pytest.mark.parametrize(
     ("family", "layout"),
     cases([*LAYOUTS, *MORE], daily=LAYOUTS),

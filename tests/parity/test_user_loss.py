@@ -65,12 +65,14 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.daily("pp x dp", "sequence")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pairs(pools: Pools, layout: str) -> None:
     size = LAYOUTS[layout].total_size
     assert_layout_equal(reward(), LAYOUTS[layout], pools(size) if size > 1 else None)
 
 
+@pytest.mark.daily("tp", "pp")
 @pytest.mark.parametrize("layout", ["tp", "dp", "pp"])
 def test_counts_of_tokens(pools: Pools, layout: str) -> None:
     assert_layout_equal(odd(), LAYOUTS[layout], pools(2))

@@ -7,8 +7,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from hfscale.recipes.chat import TEMPLATES, encode_chat, encode_completion, set_chat_template
-from hfscale.recipes.packing import Example
-from hfscale.recipes.rows import IGNORED
+from hfscale.recipes.rows import IGNORED, Example
 from hfscale.recipes.schema import DataRecipe, RecipeError
 
 CONVERSATION = [

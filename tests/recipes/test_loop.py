@@ -35,7 +35,7 @@ def _run(directory: str, layout: dict, microbatch_size: int | None) -> Outcome:
     [
         ({"num_microbatches": 4}, None),  # cuts the step's four rows, and the fifth validation row with three that fill
         ({}, 2),  # two batches a step are two microbatches
-        ({"pipeline_schedule": "dualpipev"}, 1),  # takes no fewer than four
+        pytest.param({"pipeline_schedule": "dualpipev"}, 1, marks=pytest.mark.slow),  # takes no fewer than four
     ],
 )
 def test_curves_through_stages(

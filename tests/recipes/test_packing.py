@@ -13,8 +13,7 @@ from torch import Tensor
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.recipes.batch_sizes import evaluation_steps
-from hfscale.recipes.packing import Example, cut, first_fit, packed_rows, separate_rows
-from hfscale.recipes.rows import IGNORED, Rows, divided
+from hfscale.recipes.rows import IGNORED, Example, Rows, cut, divided, first_fit, packed_rows, separate_rows
 from hfscale.recipes.run_log import read_metrics
 from hfscale.recipes.schema import PretrainRecipe, TrainingRecipe
 from hfscale.recipes.tasks import TEXT
@@ -138,6 +137,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.daily("gpt2-tp2-sequence", "llama-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_a_packed_row_computes_what_its_examples_do(pools: Pools, family: str, layout: str) -> None:
@@ -146,6 +146,7 @@ def test_a_packed_row_computes_what_its_examples_do(pools: Pools, family: str, l
     assert_layout_equal(ExamplesCase(tiny(family)), parallel, pool)
 
 
+@pytest.mark.daily("gpt2-eager", "mistral-sdpa")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_both_ways_to_attend(family: str, attention: str) -> None:
@@ -175,6 +176,7 @@ def _train(directory: str, layout: dict[str, Any], packed: bool) -> tuple[float,
     return outcome.first_validation_loss, outcome.validation_loss, outcome.tokens
 
 
+@pytest.mark.daily("True-layout3")
 @pytest.mark.parametrize(
     "layout", [{"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "microbatch_size": 2}]
 )

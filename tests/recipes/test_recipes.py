@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hfscale.cli import main
 from hfscale.recipes.flags import memory_limit_flags
-from hfscale.recipes.read import load_recipe, recipe_and_limit
+from hfscale.recipes.read import load_recipe
 from hfscale.recipes.run import adapter_of, quantization_of
 from hfscale.recipes.run import carry_out as finetune
 from hfscale.recipes.schema import FinetuneRecipe, PretrainRecipe, RecipeError
@@ -158,6 +158,7 @@ def test_a_searched_recipe_trains(pools: Pools, base: Any, tmp_path: Path, capsy
     assert losses(start, "two") == pytest.approx(expected, rel=TOLERANCE["lora"])
 
 
+@pytest.mark.daily("lora-qwen3_moe-fast")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "family", "names"), _CASES)
 def test_losses_agree(pools: Pools, base: Any, method: str, family: str, names: list[str]) -> None:
@@ -289,6 +290,9 @@ def test_what_may_be_is_taken() -> None:
 def test_a_limit_is_read(monkeypatch: pytest.MonkeyPatch, flags: list[str], limit: float | None) -> None:
     arguments = ["finetune.py", "--config", str(RECIPES / "demo_lora.yaml"), "training.steps=3", *flags]
     monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from recipe_flags import recipe_and_limit
+
     recipe, found = recipe_and_limit(FinetuneRecipe, "x")
     assert (recipe.training.steps, found) == (3, limit)
     assert all(
@@ -300,6 +304,9 @@ def test_a_limit_that_is_no_number_is_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", "x", "--max-memory", "training.steps=3"])
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from recipe_flags import recipe_and_limit
+
     with pytest.raises(SystemExit):
         recipe_and_limit(FinetuneRecipe, "x")
     assert "write --max-memory=40" in capsys.readouterr().err

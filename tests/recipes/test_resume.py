@@ -62,6 +62,7 @@ def metrics(start: dict[str, Any], name: str) -> list[dict[str, float]]:
     return [{key: value for key, value in json.loads(line).items() if key in kept} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "layout"), [("lora", {}), ("full", {"dp_shard_size": 2})])
 def test_a_stopped_run_goes_on_bit_by_bit(

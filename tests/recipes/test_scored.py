@@ -157,6 +157,7 @@ def numbers(start: dict[str, str], name: str) -> list[float]:
     return [record[kind] for record in map(json.loads, lines) for kind in kinds if kind in record]
 
 
+@pytest.mark.daily("classes")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("data", "adapter", "layouts"),

@@ -11,6 +11,7 @@ Pools = Callable[[int], RankPool]
 
 
 # A dense one under every layout; under the data axes, two types in separate modules and in one.
+@pytest.mark.daily("qwen3-True")
 @pytest.mark.parametrize(("family", "all_columns"), [("qwen3", True), ("ernie4_5_moe", False), ("olmo_hybrid", False)])
 def test_a_family_in_bfloat16(pools: Pools, family: str, all_columns: bool) -> None:
     from dtype_sweep import COLUMNS, judge

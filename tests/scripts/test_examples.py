@@ -49,6 +49,7 @@ def run_example(name: str, directory: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.daily("moe", "embed", "qlora")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOWER else []) for name in NAMES]
 )

@@ -39,6 +39,7 @@ def test_they_are_written() -> None:
     assert memory_cells.tables(FOUND) in PAGE.read_text()
 
 
+@pytest.mark.daily("gpt2-pp, 1f1b", "llama-tp")
 @pytest.mark.parametrize(("model", "axis"), [("llama", "tp"), ("mixture", "dp_shard"), ("gpt2", "pp, 1f1b")])
 def test_scores_of_eager_attention_are_counted(pools: Callable[[int], RankPool], model: str, axis: str) -> None:
     total, kept = ratios(pools(2), case_of({"attention": "eager"}, AXES[axis], SMALL[model]))
@@ -46,6 +47,7 @@ def test_scores_of_eager_attention_are_counted(pools: Callable[[int], RankPool],
     assert kept == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.daily("gpt2 256-offload_activations-pp, 1f1b", "llama 256-gradient_compression-dp_replicate")
 @pytest.mark.parametrize(
     ("model", "lever", "axis"),
     cases(

@@ -4,6 +4,7 @@ import pytest
 from memory_table import AXES, LEVERS, PAGE, page, reason
 
 
+@pytest.mark.slow
 def test_it_is_written() -> None:
     text = PAGE.read_text()
     assert page(text) == text

@@ -54,6 +54,13 @@ def test_it_is_read_as_it_is_written(sample: tuple[Facts, dict[str, str]]) -> No
     assert any("default" in group["configs"].values() for group in table["GPT2LMHeadModel"])
 
 
+@pytest.mark.daily(
+    "gemma-tp_size-sequence_parallel",
+    "llama-pp_size",
+    "qwen3_moe-tp_size",
+    "llama-cp_size",
+    "bamba-tp_size-sequence_parallel",
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "-".join(sizes))
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma", "t5", "bamba"])
 def test_plans_of_its_families_run_nothing(

@@ -6,6 +6,7 @@ Counted on the CPU, where a look costs nothing: on a GPU each waits for all that
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
+from hfscale.train.guards.structure import Structure
 
 from ..tiny_models import tiny
 
@@ -103,3 +105,14 @@ def test_one_look_at_a_step_of_one_process(microbatches: int) -> None:
 def test_one_look_at_a_step(pools: Pools, layout: dict[str, int]) -> None:
     for seen in pools(2).run(looks, layout, 4):
         assert seen == {"tolist": 1}
+
+
+def checks_of_a_step(microbatches: int) -> int:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(tp_size=2), dtype=torch.float64).train()
+    with mock.patch.object(Structure, "check", autospec=True, side_effect=Structure.check) as checked:
+        hfscale.train_step(model, [BATCH] * microbatches)
+    return checked.call_count
+
+
+def test_a_step_compares_the_model_once(pools: Pools) -> None:
+    assert pools(2).run(checks_of_a_step, 3) == [1, 1]

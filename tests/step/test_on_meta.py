@@ -52,6 +52,7 @@ def _step(
     return seen
 
 
+@pytest.mark.daily("2-4")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
 def test_tensor_ranks(tp_size: int, microbatches: int) -> None:
@@ -76,6 +77,7 @@ def test_sequence_parallel() -> None:
     assert 0 < rest <= 4 * B * S * 3 * 4 + (2 * LAYERS + 1) * H * 2 + 16
 
 
+@pytest.mark.daily("exchanged-1")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     "layout", [{"tp_size": 8, "ep_size": 8}, {"tp_size": 2, "ep_size": 2}], ids=["exchanged", "summed"]

@@ -43,6 +43,7 @@ def count(path: str, microbatches: int, checkpointing: bool) -> Traffic:
 
 
 # parameters that a cut block uses whole: number per layer, entries of each
+@pytest.mark.daily("3-False-gpt2-shared1", "1-True-llama-shared0", "1-False-qwen3-shared2")
 @pytest.mark.parametrize(("family", "shared"), [("llama", []), ("gpt2", [H, H]), ("qwen3", [8, 8])])
 @pytest.mark.parametrize(("microbatches", "checkpointing"), [(1, False), (3, False), (1, True)])
 def test_tensor_parallel_step(
@@ -89,6 +90,7 @@ def count_stages(layout: ParallelConfig, microbatches: int, frozen: str = "") ->
 STREAM = B * S * H * 4
 
 
+@pytest.mark.daily("zbv-2-edges3-4", "1f1b-4-edges2-4")
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize(
     ("schedule", "pp_size", "edges"),
@@ -113,6 +115,7 @@ def test_no_gradient_goes_to_stages_that_do_not_train(pools: Pools) -> None:
     assert sent == [(5, 0), (5, 5), (5, 10), (5, 5)]
 
 
+@pytest.mark.daily("5-False")
 @pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 5])
 def test_sharded_stages_gather_and_reduce_once(pools: Pools, microbatches: int, regather: bool) -> None:
@@ -147,6 +150,7 @@ def count_reductions(layout: ParallelConfig, microbatches: int) -> tuple[Traffic
     return traffic, waiting, numbers
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("each", [False, True])
 def test_what_waits_to_be_reduced(pools: Pools, each: bool) -> None:
     layers, rest, microbatches = 4, 1, 3
@@ -158,6 +162,7 @@ def test_what_waits_to_be_reduced(pools: Pools, each: bool) -> None:
         assert traffic.payload["reduce_scatter"] == pytest.approx(one * (microbatches if each else 1), rel=0.02)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("each", [False, True])
 def test_what_waits_to_be_reduced_on_stages(pools: Pools, each: bool) -> None:
     layers, rest, microbatches = 2, 1, 4

@@ -93,6 +93,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.daily("file")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_command_on_stages(
     pools: Callable[[int], RankPool],
@@ -128,6 +129,7 @@ def test_schedules_that_are_not_one_process_are_refused(tmp_path: Path, capsys: 
     assert message.count("pipedream") == 1
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [["--tp", "2"], ["--cp", "2"], []])
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: list[str]) -> None:
     BIG.save_pretrained(tmp_path)

@@ -52,6 +52,7 @@ CLASSES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.daily("bert-AutoModelForMaskedLM-{}", "vit-AutoModelForImageClassification-{}")
 @pytest.mark.parametrize(("family", "auto_class", "changes"), CLASSES, ids=lambda value: str(value)[:40])
 def test_the_class_asked_for_is_the_one_compared(
     run: Any, family: str, auto_class: str, changes: dict[str, Any]

@@ -120,6 +120,7 @@ LENGTHS = {"epochs": None, "steps": 12}
 LAYOUTS = {"tp2": (TP2, 2), "shard2": (DP2, 2), "pp2": (PP2, 1)}
 
 
+@pytest.mark.daily("pp2-epochs")
 @pytest.mark.parametrize(
     ("layout", "steps"), pairs(LAYOUTS, LENGTHS, daily=[("tp2", "epochs"), ("shard2", "steps"), ("pp2", "epochs")])
 )

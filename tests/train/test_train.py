@@ -60,6 +60,7 @@ def label(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.daily("gpt2-layout1", "llama-layout0")
 @pytest.mark.parametrize("layout", [{}, TP2, BOTH])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_outputs_are_the_stock_ones(pools: Pools, tmp_path: Path, family: str, layout: dict[str, int]) -> None:
@@ -98,6 +99,7 @@ def raw_loop(path: str, layout: dict[str, int], steps: int) -> dict[str, torch.T
     }
 
 
+@pytest.mark.daily("gpt2-layout3", "qwen3-layout1")
 @pytest.mark.parametrize("layout", [TP2, SHARD2, BOTH, {"tp_size": 2, "dp_replicate_size": 2}])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_a_plain_backward_loop(pools: Pools, tmp_path: Path, family: str, layout: dict[str, int]) -> None:
@@ -142,6 +144,7 @@ def low_precision(path: str, layout: dict[str, int], dtype: str, mixed: str) -> 
     }
 
 
+@pytest.mark.daily("float32-bf16-layout1", "bfloat16-no-layout0")
 @pytest.mark.parametrize("layout", [TP2, SHARD2, BOTH])
 @pytest.mark.parametrize(("dtype", "mixed"), [("bfloat16", "no"), ("float32", "bf16"), ("float32", "no")])
 def test_precisions(pools: Pools, tmp_path: Path, layout: dict[str, int], dtype: str, mixed: str) -> None:
@@ -172,6 +175,7 @@ def replicas(path: str, layout: dict[str, int]) -> dict[str, torch.Tensor]:
     return {planned.name: parameter.detach() for planned, parameter in parameters if planned.cut_over("tp") is None}
 
 
+@pytest.mark.daily("qwen3")
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "llama"])
 def test_replicas_stay_bit_equal(pools: Pools, tmp_path: Path, family: str) -> None:
     """Trap T6."""

@@ -64,6 +64,7 @@ def hang(layout: dict[str, Any], late: int, mark: str) -> str:
     return screen.getvalue()
 
 
+@pytest.mark.daily("tp", "first-stage")
 @pytest.mark.parametrize(
     ("layout", "late", "waits"),
     [

@@ -33,8 +33,7 @@ _READS_ALL = ("eager",)
 
 def leave_out_padding(padding: Tensor) -> Callable[..., Tensor]:
     """Return the mask function that hides padding, from ``[b, s]`` that is False at padding tokens."""
-    function: Callable[..., Tensor] = padding_mask_function(padding)
-    return function
+    return padding_mask_function(padding)
 
 
 def keep_documents_apart(
@@ -85,8 +84,7 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
     """Return the stock attention function; the eager one is in the file of the module's class, or of a base class."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     eager: Any = next((f for file in files if (f := getattr(file, "eager_attention_forward", None)) is not None), None)
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(host, eager)
-    return found
+    return ALL_ATTENTION_FUNCTIONS.get_interface(host, eager)
 
 
 def asks_for_attention(config: Any) -> bool:

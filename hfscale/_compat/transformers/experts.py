@@ -20,8 +20,7 @@ def compute_eagerly(config: Any) -> None:
 
 def apply_gate(experts: Any, both: Tensor) -> Tensor:
     """Apply the gate of a stock module of experts to gate and up projections side by side."""
-    gated: Tensor = experts._apply_gate(both)
-    return gated
+    return experts._apply_gate(both)
 
 
 def runs_grouped_products(experts: Any) -> bool:

@@ -41,5 +41,4 @@ class Fp8Encoder:
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the quantized tensor and its scales, ``KEY_scale_inv``; unchanged if blocks do not fit."""
-        found: dict[str, Tensor] = self._operation.convert({key: tensor})
-        return found
+        return self._operation.convert({key: tensor})

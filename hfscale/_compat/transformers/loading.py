@@ -34,8 +34,7 @@ def loading_through(
     name_of_tie: Callable[[str], str | None],
     initialize: Callable[[Any], None],
 ) -> Iterator[dict[str, Any]]:
-    """Call ``prepare`` with each freshly built meta model before ``from_pretrained`` reads weights, inside the ``with``
-    block.
+    """Call ``prepare`` with each freshly built meta model before ``from_pretrained`` reads weights, in the block.
 
     ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
     the state dict to load from. The yielded dict receives the missing and mismatched keys that transformers reports.

@@ -25,8 +25,7 @@ from ...errors import ConfigError
 from ..replaced import attribute_replaced
 from ..torch import own_modules
 
-PREDICTION = "mtp"
-"""The name of the layers in a model."""
+PREDICTION = "mtp"  # the name of the layers in a model
 PREDICTION_LOOKUP = f"{PREDICTION}.embed_tokens"
 """The model's embedding, once more: it may be on another pipeline stage than these layers."""
 
@@ -133,8 +132,7 @@ def attach_prediction(model: Any) -> None:
 
 def stored_names(model: Any) -> StoredNames:
     """Return what tensors of a model are called in its checkpoint."""
-    found: StoredNames = vars(model).get("_hfscale_stored_names") or StoredNames({})
-    return found
+    return vars(model).get("_hfscale_stored_names") or StoredNames({})
 
 
 def refuse_adapters_of_prediction(keys: Iterable[str], what: str) -> None:

@@ -25,26 +25,18 @@ from ...errors import CheckpointError
 from . import arithmetic
 from .scheme import Scheme, StoredForm
 
-Found = Mapping[str, TensorOnDisk]
-"""The stored tensors of one weight, by their part in it."""
+Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their part in it
 
 
 @dataclass(frozen=True)
 class Form:
-    """Describe one form.
+    """Describe one form."""
 
-    Attributes:
-        scales: ending of the names of its scales, by which weights are found.
-        values: ending of the name of the packed values, in place of that of the scales.
-        shown: ending of the name that the weight has in a plain checkpoint.
-        make: makes the lazy weight of its tensors.
-        beside: endings of further tensors that belong to the weight -> their part in it; ``None``: not needed.
-    """
-
-    scales: str
-    values: str
-    shown: str
-    make: Callable[[str, Found, Scheme], DequantizedOnDisk]
+    scales: str  # ending of the names of its scales, by which weights are found
+    values: str  # ending of the name of the packed values, in place of that of the scales
+    shown: str  # ending of the name that the weight has in a plain checkpoint
+    make: Callable[[str, Found, Scheme], DequantizedOnDisk]  # makes the lazy weight of its tensors
+    # endings of further tensors that belong to the weight -> their part in it; ``None``: not needed
     beside: Mapping[str, str | None]
 
 

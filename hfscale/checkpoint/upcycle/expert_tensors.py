@@ -2,8 +2,7 @@
 
 Data flow: the target on the meta device tells the contents of its checkpoint; every dense tensor is read once. Tensors
 outside of MLPs are copied under their names, and an MLP's projection is copied once per expert, varied on request. Two
-tensors are in memory at a time, or four if experts vary; plus the stacked tensor if the target stores all experts in
-one.
+tensors are in memory at a time, or four if experts vary; plus the stacked one if the target stores all together.
 """
 
 import os
@@ -120,19 +119,11 @@ class Variation:
     Drop-Upcycling (Nakamura et al. 2025, "Drop-Upcycling: Training Sparse Mixture of Experts with Partial
     Re-initialization") redraws a fraction of an expert's hidden channels, with the mean and standard deviation of the
     weights that they replace. A channel is a row of ``gate``, the same row of ``up`` and the same column of ``down``.
-
-    Attributes:
-        noise: standard deviation of the noise on each weight, relative to that of the weight's matrix.
-        reinitialize: fraction of the channels that are redrawn, different ones in each expert.
-        seed: of both, and of the router.
-
-    Raises:
-        ConfigError: a value is impossible.
     """
 
-    noise: float = 0.0
-    reinitialize: float = 0.0
-    seed: int = 0
+    noise: float = 0.0  # standard deviation of the noise on each weight, relative to that of the weight's matrix
+    reinitialize: float = 0.0  # fraction of the channels that are redrawn, different ones in each expert
+    seed: int = 0  # of both, and of the router
 
     def __post_init__(self) -> None:
         check_number("noise", self.noise, least=0)

@@ -21,8 +21,7 @@ _OF_THE_FILE = ("architectures", "auto_map", "model_type", "transformers_version
 DENSE = "mlp.{projection}_proj.weight"
 """Name in a layer of the MLP's ``gate``, ``up`` or ``down`` projection, in every dense family below."""
 
-INTERMEDIATE_DIM = {"gate": 0, "up": 0, "down": 1}
-"""The dim of each projection's weight that has the MLP's width."""
+INTERMEDIATE_DIM = {"gate": 0, "up": 0, "down": 1}  # the dim of each projection's weight that has the MLP's width
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, l
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
-    """Return notes on what the layers keep."""
     again, counted = recomputed(plan), all(each.bytes.counted for each in held)
     how = "counted for this kind of layer" if counted else "an upper estimate from the shapes of the layers"
     scores = "scores of attention are not kept"

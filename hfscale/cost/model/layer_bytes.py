@@ -42,7 +42,7 @@ from ..._compat.peft import LORA_A
 from ...plan.feature_plans import FEW, ContextPlan, heads_with_scores, recomputed
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
-from .cp_buffers import replicas, shares_heads
+from ...plan.sequence_split import choose
 from .situation import LayerBytes, Situation, own_parameters
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -95,7 +95,9 @@ def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, f
     stream = types.as_kept(types.stream) * hidden / sequence
     roles = _llama_roles(plan, layer)
     if roles is None:
-        scores = _score_bytes(types) * situation.length * heads_with_scores(plan) / _ranks_of_heads(plan, layer)
+        cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1  # and not attention or MLP alone
+        ranks = plan.layout.tp if cut else 1
+        scores = _score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
         return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False)
     found = _Llama(plan, roles, hidden, sequence, situation, types)
     blocks, again = found.blocks()
@@ -135,7 +137,6 @@ class _Llama:
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
-        """Ranks of the low-rank adapters of each weight."""
         found = Counter[str]()
         for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:
@@ -300,12 +301,6 @@ def _score_bytes(types: Types) -> int:
     return 4 + (types.size if types.size != 4 else 0)
 
 
-def _ranks_of_heads(plan: Plan, layer: str) -> int:
-    """Return the number of tensor ranks that shard a layer's heads; 1 if only one of its blocks is sharded."""
-    blocks = [block for block in plan.blocks if block.name.startswith(f"{layer}.")]
-    return plan.layout.tp if len(blocks) > 1 else 1
-
-
 def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     """Return the parameters of a LLaMA layer by name; ``None`` for any other layer."""
     owned = own_parameters(plan, layer)
@@ -343,3 +338,47 @@ def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) ->
     kept = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
     copied = low_rank if types.adapters != types.size else ()
     return kept + sum(plan.by_name[adapter.base].model_shape(ranks)[-1] for adapter in copied)
+
+
+def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:
+    """Return the peak bytes of other ranks' keys and values that one layer's attention buffers under context
+    parallelism, of ``s`` tokens of which ``own`` are this rank's, with ``kv`` bytes of a token's keys and values and
+    ``q`` of its queries::
+
+        gather       2 kv s        all keys and values, and the gradients that this rank adds to them
+        ring         4 kv own      a block and the next one under way, and the same of their gradients
+        heads        2 q own       what is sent of queries, and what comes for it
+        heads_ring   as the ring, with key heads replicated where there are fewer of them than ranks that share them out
+
+    What collectives copy in order to send it comes on top: as much again at most, over gloo.
+    """
+    context = plan.feature(ContextPlan)
+    if context is None:
+        return 0.0
+    method = method_of(context, plan.layout.cp)
+    if method == "heads":
+        return 2 * q * own
+    return 2 * kv * tokens if method == "gather" else 4 * kv * replicas(plan) * own
+
+
+def method_of(context: ContextPlan, size: int) -> str:
+    """Return the context-parallel method of a layer's attention."""
+    if not context.heads:
+        return "gather" if context.method == "auto" else context.method
+    return choose(context.method, context.heads, context.key_heads, size)
+
+
+def replicas(plan: Plan) -> float:
+    """Return how many ranks hold each key head when there are more ranks than key heads."""
+    context = plan.feature(ContextPlan)
+    size = plan.layout.cp
+    if context is None or not context.key_heads or not shares_heads(plan):
+        return 1.0
+    together = size if method_of(context, size) == "heads" else context.together
+    return max(1.0, together / context.key_heads)
+
+
+def shares_heads(plan: Plan) -> bool:
+    """Return whether context ranks exchange heads (Ulysses) instead of passing keys."""
+    context = plan.feature(ContextPlan)
+    return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

@@ -6,7 +6,7 @@ carry over to other machines; seconds are of the host, and ``hfscale calibrate``
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -52,10 +52,6 @@ class Machine:
         if needed > self.memory:
             return DOES_NOT_FIT
         return TIGHT if likely > (self.budget if budget is None else budget) else FITS
-
-    def to_json(self) -> str:
-        """Return the machine as the text of a data file."""
-        return json.dumps(asdict(self), indent=2)
 
 
 def machine_names() -> tuple[str, ...]:

@@ -9,7 +9,7 @@
     optimizer   its state: :mod:`.optimizer_bytes`
     activations what layers and final norm keep for backward passes, of all microbatches alive: :mod:`.activation_bytes`
     gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
-    exchanged   what context ranks hold of one another's keys and values: :mod:`.cp_buffers`
+    exchanged   what context ranks hold of one another's keys and values: ``cp_buffer_bytes``
     loss        one chunk of logits with its gradient, and the head's gradient on its way
 """
 
@@ -27,8 +27,7 @@ from ...plan.plan import Plan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
 from .activation_bytes import activation_bytes, around_layers, has_head, is_matrix, trained_names
-from .cp_buffers import cp_buffer_bytes
-from .layer_bytes import stream_width, types_of
+from .layer_bytes import cp_buffer_bytes, stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
 

@@ -19,10 +19,8 @@ from ...errors import ConfigError
 from ...plan.parameter import ParameterPlan
 from ...plan.quantized import flat_blocks_align
 
-BLOCK = 256
-"""Entries that share a scale in bitsandbytes' 8-bit states."""
-MIN_8BIT_SIZE = 4096
-"""bitsandbytes' default: states of tensors with fewer entries have 32 bits."""
+BLOCK = 256  # entries that share a scale in bitsandbytes' 8-bit states
+MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
 _MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
 # bitsandbytes' classes -> moments per entry, and tables of 8-bit values
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
@@ -82,10 +80,7 @@ def optimizer_bytes(
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
-        return sum(
-            _like(planned, ranks, 1, counts=False) if _is_hidden(planned, layers) else _like(planned, ranks, 2)
-            for planned in trained
-        )
+        return sum(_muon_bytes(planned, ranks, tuple(f"{layer}." for layer in layers)) for planned in trained)
     if name not in _TORCH:
         raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
     if name == "sgd":
@@ -94,14 +89,15 @@ def optimizer_bytes(
     return sum(_like(planned, ranks, tensors.get(name, 2 + bool(given.get("amsgrad")))) for planned in trained)
 
 
-def _entries(planned: ParameterPlan, ranks: dict[str, int]) -> int:
-    return prod(planned.local_shape(ranks))
-
-
 def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: bool = True) -> int:
     """Return the bytes of ``tensors`` tensors of the shard's size and dtype; an empty shard has no state."""
-    entries = _entries(planned, ranks)
+    entries = prod(planned.local_shape(ranks))
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
+
+
+def _muon_bytes(planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...]) -> int:
+    hidden = len(planned.shape) == 2 and planned.name.startswith(layers)
+    return _like(planned, ranks, 1, counts=False) if hidden else _like(planned, ranks, 2)
 
 
 def _bitsandbytes_bytes(
@@ -111,7 +107,7 @@ def _bitsandbytes_bytes(
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
-        entries, whole = _entries(planned, ranks), prod(planned.shape)
+        entries, whole = prod(planned.local_shape(ranks)), prod(planned.shape)
         if kind.bits == 32 or whole < least:
             total += 4 * moments * entries
         elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
@@ -127,7 +123,3 @@ def _adafactor_bytes(planned: ParameterPlan, ranks: dict[str, int], options: dic
     kept = prod(local[:-1]) + prod(local[:-2]) * local[-1] if len(local) >= 2 else prod(local)
     kept += prod(local) * (options.get("beta1") is not None)
     return size * (kept + bool(options.get("scale_parameter", False)))
-
-
-def _is_hidden(planned: ParameterPlan, layers: Sequence[str]) -> bool:
-    return len(planned.shape) == 2 and any(planned.name.startswith(f"{layer}.") for layer in layers)

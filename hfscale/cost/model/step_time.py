@@ -97,8 +97,7 @@ def _product_rate(machine: Machine, constants: Constants) -> float:
     return (machine.products or constants.products) * machine.flops
 
 
-Parts = tuple[Seconds, Seconds, Seconds]
-"""A layer, the head, and what tensor ranks exchange at embedding or head."""
+Parts = tuple[Seconds, Seconds, Seconds]  # a layer, the head, and what tensor ranks exchange at embedding or head
 
 
 def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ...config.parallel import AXES, ParallelConfig
-from ...parallel.pipeline.in_flight import in_flight_of_ranks
+from ...parallel.pipeline.microbatches import in_flight_of_ranks
 from ...plan import balance
 from ...plan.drafting.assign import Cost
 from ..model.job import Job, Place
@@ -87,11 +87,11 @@ class Candidate:
 
 def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: int) -> Iterator[Candidate]:
     """Yield every layout of ``gpus`` ranks for ``sequences`` sequences per step."""
-    for tp in _tensor_sizes(summary, machine, gpus):
-        for pp in _divisors(gpus // tp):
-            if pp > summary.shape.layers:
-                continue
-            for cp in _context_sizes(gpus // tp // pp, summary.job.sequence):
+    most, sequence = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node, summary.job.sequence
+    longest = 1 if sequence < _LONG else sequence // (_LONG // 4)  # of context ranks
+    for tp in (size for size in _divisors(gpus) if size <= most and summary.heads % size == 0):
+        for pp in (size for size in _divisors(gpus // tp) if size <= summary.shape.layers):
+            for cp in (size for size in _divisors(gpus // tp // pp) if size <= longest):
                 dp = gpus // tp // pp // cp
                 if sequences % dp == 0:
                     yield from _of_sizes(summary, machine, (tp, pp, cp, dp), sequences // dp)
@@ -150,15 +150,6 @@ def _runs(schedule: str, virtual: int, pp: int, microbatches: int, layers: int) 
     if schedule == "interleaved1f1b":
         return microbatches % pp == 0
     return schedule != "zbv" or microbatches >= 2 * pp
-
-
-def _tensor_sizes(summary: ModelSummary, machine: Machine, gpus: int) -> list[int]:
-    most = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node
-    return [size for size in _divisors(gpus) if size <= most and summary.heads % size == 0]
-
-
-def _context_sizes(ranks: int, sequence: int) -> list[int]:
-    return [1] if sequence < _LONG else [size for size in _divisors(ranks) if size <= sequence // (_LONG // 4)]
 
 
 def _expert_sizes(summary: ModelSummary, tp: int, dp: int) -> list[int]:

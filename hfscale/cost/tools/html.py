@@ -31,7 +31,10 @@ _STYLE = (
 
 def page_of(found: Estimate | Search, title: str) -> str:
     """Return the HTML page of an estimate or of a search."""
-    sections = _of_search(found) if isinstance(found, Search) else _of_estimate(found)
+    if isinstance(found, Search):
+        sections = [("Seconds and memory: the frontier, and the fastest of each kind", _scatter(found))]
+    else:
+        sections = list(_of_estimate(found))
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     text = f"<pre>{escape(str(found))}</pre>"
@@ -45,11 +48,9 @@ def _of_estimate(found: Estimate) -> Iterable[tuple[str, str]]:
     terms = {name: seconds for name, seconds in found.time.terms.items() if seconds > 0}
     yield "Seconds of a step, by term", _bars([("step", terms)], found.seconds, _seconds) + _key(terms)
     if found.schedule is not None and sum(1 for _ in found.schedule.spans()) <= _MOST_SPANS:
-        yield f"Schedule: {found.schedule.name}", _schedule(found.schedule) + _key(_kinds_of(found.schedule), _KINDS)
-
-
-def _of_search(found: Search) -> Iterable[tuple[str, str]]:
-    yield "Seconds and memory: the frontier, and the fastest of each kind", _scatter(found)
+        played = {span.action.kind for _, span in found.schedule.spans()}
+        key = _key([kind for kind in _KINDS if kind in played], _KINDS)
+        yield f"Schedule: {found.schedule.name}", _schedule(found.schedule) + key
 
 
 def _memory(found: Estimate) -> str:
@@ -66,7 +67,6 @@ def _bars(
     say: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw stacked bars, one per row."""
     scale, height = (_WIDTH - _LABEL - 10) / most, _ROW * len(rows) + (20 if marks else 2)
     parts = []
     for number, (name, values) in enumerate(rows):
@@ -79,11 +79,6 @@ def _bars(
         x = _LABEL + value * scale
         parts += [_dashed(x, 0, height - 14), _text(x, height - 2, f"{name} {say(value)}", "end", 11)]
     return _svg(height, parts)
-
-
-def _kinds_of(timeline: Timeline) -> list[str]:
-    played = {span.action.kind for _, span in timeline.spans()}
-    return [kind for kind in _KINDS if kind in played]
 
 
 def _schedule(timeline: Timeline) -> str:
@@ -130,7 +125,6 @@ class _Scale:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """Return the position of a value."""
         share = (log10(value) - self._low) / (self._high - self._low)
         return self._start + share * (self._end - self._start)
 

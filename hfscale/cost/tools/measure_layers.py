@@ -144,18 +144,15 @@ def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
 
 
 class _LayerCounter(SavedCounter):
-    """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass.
-
-    Attributes:
-        kept: layer, or what is no layer -> bytes.
-        most: likewise, the most at once.
-        streams: layer -> bytes of its input, as it is kept where the layer is computed again.
-        inputs: layer -> bytes of its input among those that it saved, as it was given.
-        pieces: layer -> the most bytes of those that its backward pass reads at once.
-    """
+    """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int] = ()) -> None:
+        # streams: layer -> bytes of its input, as it is kept where the layer is computed again
+        # most: likewise, the most at once
+        # kept: layer, or what is no layer -> bytes
         self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
+        # pieces: layer -> the most bytes of those that its backward pass reads at once
+        # inputs: layer -> bytes of its input among those that it saved, as it was given
         self.inputs, self.pieces, self._read = Counter[str](), Counter[str](), Counter[str]()
         self._inputs, self._reading, self._rounds = dict[str, int](), dict[int, tuple[str, int]](), False
         self._names = {id(model.get_submodule(name)): name for name in layers}
@@ -166,7 +163,6 @@ class _LayerCounter(SavedCounter):
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record that a layer begins."""
         self._place = self._names[id(layer)]
         stream = hidden_states_of(args, kwargs)
         self.streams[self._place] = stream.numel() * (BYTES if self._rounds else stream.element_size())
@@ -178,7 +174,6 @@ class _LayerCounter(SavedCounter):
         self._inputs[self._place] = storage_key(stream)
 
     def leave(self, *args: Any) -> None:
-        """Record that a layer is done."""
         super().leave(*args)
         self._place = _BEHIND
 
@@ -204,7 +199,6 @@ class _LayerCounter(SavedCounter):
         return found
 
     def freed(self, key: int) -> None:
-        """Record that nothing reads a tensor any more."""
         kind, size = self._reading.pop(key, ("", 0))
         self._reads(kind, -size)
 

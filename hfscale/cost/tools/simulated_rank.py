@@ -116,7 +116,6 @@ class SimulatedRank(TorchDispatchMode):
         return self._computed(func, name, args, kwargs)
 
     def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operator on the device."""
         if name == "_grouped_mm":
             return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if name not in _WAITING:

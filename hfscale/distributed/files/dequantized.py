@@ -12,28 +12,22 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .reader import NAMES, TensorOnDisk
+from .reader import TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 """Values of a dtype, from the tensors that make up a weight, by their part in it; their shapes broadcast."""
-Box = tuple[tuple[int, int], ...]
-"""``(start, stop)`` per dim."""
+Box = tuple[tuple[int, int], ...]  # ``(start, stop)`` per dim
 _ENTRIES = 1 << 19  # multiplied out at a time
 _MORE = 32  # times as many on a device, where every step waits for its launch
 
 
 @dataclass(frozen=True)
 class Along:
-    """How a stored tensor runs along one dim of the weight.
+    """How a stored tensor runs along one dim of the weight."""
 
-    Attributes:
-        entries: how many entries of the weight belong to ``words`` of the stored tensor.
-        words: how many of its own; 1 unless they are unpacked.
-        unpack: turns ``[..., n x words]`` into ``[..., n x entries]``; ``None``: each word counts for all ``entries``.
-    """
-
-    entries: int = 1
-    words: int = 1
+    entries: int = 1  # how many entries of the weight belong to ``words`` of the stored tensor
+    words: int = 1  # how many of its own; 1 unless they are unpacked
+    # turns ``[..., n x words]`` into ``[..., n x entries]``; ``None``: each word counts for all ``entries``
     unpack: Callable[[Tensor], Tensor] | None = None
 
     def words_of(self, span: tuple[int, int], length: int) -> tuple[int, int]:
@@ -54,17 +48,11 @@ class Along:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One stored tensor of a weight, with as many dims as the weight.
+    """One stored tensor of a weight, with as many dims as the weight."""
 
-    Attributes:
-        source: the tensor.
-        rows: how it runs along the weight's second to last dim, as stored.
-        columns: and along its last dim.
-    """
-
-    source: TensorOnDisk
-    rows: Along = Along()
-    columns: Along = Along()
+    source: TensorOnDisk  # the tensor
+    rows: Along = Along()  # how it runs along the weight's second to last dim, as stored
+    columns: Along = Along()  # and along its last dim
 
     def box(self, spans: Box) -> Box:
         """Return the box of the stored tensor that holds a box of the weight, as stored."""
@@ -101,11 +89,6 @@ class DequantizedOnDisk(TensorOnDisk):
         arithmetic: makes values of them.
         transposed: whether the stored matrices are the weight's transposed.
         if_merged: another arithmetic, for a weight that the host merges with others into one parameter.
-
-    Attributes:
-        dtype: of the values; bfloat16 until :meth:`load_as`.
-        arithmetic_now: of the values that the host loads, by :meth:`load_as`.
-        stored_as: the stored tensors by name, each with its part in the weight, if it has one.
     """
 
     def __init__(
@@ -118,17 +101,14 @@ class DequantizedOnDisk(TensorOnDisk):
     ) -> None:
         self.shape, self.dtype = shape, torch.bfloat16
         self.parts, self.arithmetic, self.transposed, self.if_merged = parts, arithmetic, transposed, if_merged
-        self.arithmetic_now = arithmetic
+        self.arithmetic_now = arithmetic  # of the values that the host loads
+        # the stored tensors by name, each with its part in the weight, if it has one
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
         """Set the dtype of the values, and whether the host merges the weight with others."""
         self.dtype = dtype
         self.arithmetic_now = self.if_merged if merged and self.if_merged is not None else self.arithmetic
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return NAMES[self.dtype]
 
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""

@@ -120,8 +120,23 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-class TensorOnDisk:
-    """One tensor of a file, with the interface of safetensors' lazy slices: index it to read."""
+class _OnDisk:
+    """The interface of safetensors' lazy slices: index one to read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return NAMES[self.dtype]
+
+
+class TensorOnDisk(_OnDisk):
+    """One tensor of a file."""
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.header[name]
@@ -138,14 +153,6 @@ class TensorOnDisk:
                 f"{file.path}: {name} of shape {self.shape} and type {entry['dtype']} has {end - self._begin} bytes, "
                 "so the file is damaged: download or save it again"
             )
-
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return NAMES[self.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         whole = tuple((0, size) for size in self.shape)
@@ -165,11 +172,11 @@ class TensorOnDisk:
             return out
         (first, last), rest = spans[0], spans[1:]
         if len(spans) > 2 and rest[0] != (0, self.shape[1]):
-            rows, (start, stop) = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])), rest[0]
+            flat, (start, stop) = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])), rest[0]
             out = torch.empty([high - low for low, high in spans], dtype=self.dtype)
             for place, matrix in enumerate(range(first, last)):
                 offset = matrix * self.shape[1]
-                out[place] = rows.read(((offset + start, offset + stop), *rest[1:]))
+                out[place] = flat.read(((offset + start, offset + stop), *rest[1:]))
             return out
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
@@ -195,20 +202,12 @@ def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
     )
 
 
-class PartOnDisk:
+class PartOnDisk(_OnDisk):
     """Select ``spans`` of each dim of a stored tensor, concatenated."""
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
         self.source, self.dtype, self.spans = source, source.dtype, spans
         self.shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the selection."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
-        return NAMES[self.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         pieces = list(product(*self.spans))

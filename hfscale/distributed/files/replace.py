@@ -31,16 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .directories import (
-    check_inside,
-    discard,
-    discarded_of,
-    holds_current_directory,
-    make_staging,
-    staging_of,
-    sync_directory,
-    sync_file,
-)
+from . import directories
 
 _INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
 _DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
@@ -55,8 +46,8 @@ class NewFiles:
     def __init__(self, target: Path) -> None:
         self.target = target
         finish_move(target)
-        self.path = target / _INSIDE if _stays(target) else staging_of(target)  # where to write them
-        self._lock, self._placed = make_staging(target, self.path), False
+        self.path = target / _INSIDE if _stays(target) else directories.staging_of(target)  # where to write them
+        self._lock, self._placed = directories.make_staging(target, self.path), False
 
     def commit(self, stale: Sequence[str]) -> None:
         """Move the files into the target, and remove its files that match the patterns ``stale``."""
@@ -64,12 +55,12 @@ class NewFiles:
         if blocked := [name for name in new if (self.target / name).is_dir()]:
             raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
         for name in new:
-            sync_file(self.path / name)
+            directories.sync_file(self.path / name)
         if not self.target.exists():
-            sync_directory(self.path)
+            directories.sync_directory(self.path)
             self.path.rename(self.target)
             self._placed = True
-            sync_directory(self.target.parent)
+            directories.sync_directory(self.target.parent)
             return
         old = {path.name for pattern in stale for path in self.target.glob(pattern) if not path.is_dir()} - {*new}
         if self.path.parent == self.target or not self._exchange({*new, *old, _INSIDE, _COMPLETE}):
@@ -80,7 +71,7 @@ class NewFiles:
         try:
             if not self._placed:
                 with suppress(OSError):
-                    discard(self.path, self.target)
+                    directories.discard(self.path, self.target)
         finally:
             self._lock.release()
 
@@ -95,8 +86,8 @@ class NewFiles:
             return False
         self._placed = True
         with suppress(OSError):  # the save is done, whatever happens to the old directory
-            sync_directory(self.target.parent)
-            old = discarded_of(self.path, self.target)
+            directories.sync_directory(self.target.parent)
+            old = directories.discarded_of(self.path, self.target)
             self.path.rename(old)
             _hand_over(old, self.target, replaced, linked)
             shutil.rmtree(old, ignore_errors=True)
@@ -109,14 +100,14 @@ class NewFiles:
             inside.mkdir()
             for name in new:
                 shutil.move(self.path / name, inside / name)  # copies between file systems
-                sync_file(inside / name)
+                directories.sync_file(inside / name)
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
-        sync_file(inside / _LIST)
-        sync_directory(inside)
+        directories.sync_file(inside / _LIST)
+        directories.sync_directory(inside)
         shutil.rmtree(self.target / _COMPLETE, ignore_errors=True)
         inside.rename(self.target / _COMPLETE)
         self._placed = self.path == inside
-        sync_directory(self.target)
+        directories.sync_directory(self.target)
         for name in {*_DOORS} & {*new}:
             (self.target / name).unlink(missing_ok=True)
         finish_move(self.target)
@@ -134,13 +125,13 @@ def finish_move(directory: str | Path) -> None:
         if doors and all((target / name).exists() for name in doors):
             return  # the move has not begun, or is over, or another save came since
         for name in [*told["old"], *told["new"]]:
-            check_inside(name, source / _LIST)
+            directories.check_inside(name, source / _LIST)
         for name in told["old"]:
             (target / name).unlink(missing_ok=True)
         for name in sorted(told["new"], key=lambda name: name in _DOORS):
             with suppress(FileNotFoundError):  # moved already
                 (source / name).replace(target / name)
-        sync_directory(target)
+        directories.sync_directory(target)
     except FileNotFoundError:
         return  # another process was faster
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -159,7 +150,7 @@ def _stays(target: Path) -> bool:
         place = str(target).replace(" ", "\\040")
         if re.search(f" {re.escape(place)}[ /]", Path("/proc/self/mountinfo").read_text()):
             return True
-    return holds_current_directory(target) or not os.access(target.parent, os.W_OK)
+    return directories.holds_current_directory(target) or not os.access(target.parent, os.W_OK)
 
 
 def _link(source: Path, target: Path, within: str, left_out: Collection[str], linked: dict[str, int]) -> None:
@@ -182,7 +173,7 @@ def _link(source: Path, target: Path, within: str, left_out: Collection[str], li
     if (there.st_uid, there.st_gid) != (here.st_uid, here.st_gid):
         os.chown(target, there.st_uid, there.st_gid)
     shutil.copystat(source, target)
-    sync_directory(target)
+    directories.sync_directory(target)
 
 
 def _trade_names(one: Path, other: Path) -> None:

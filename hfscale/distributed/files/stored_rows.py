@@ -22,11 +22,9 @@ from ...plan.cut import Cut, Spans, overlaps, share_spans
 from ..ops.packed_weights import Packing, as_bytes
 from .dequantized import Along, Arithmetic, Box, DequantizedOnDisk, StoredPart, WordsInMemory
 
-_ALIGNED = 8
-"""Bytes; the words of a part begin at a multiple."""
+_ALIGNED = 8  # bytes; the words of a part begin at a multiple
 
-Source = tuple[DequantizedOnDisk, Spans]
-"""A stored weight, and its box in the parameter: ``(start, stop)`` per dim."""
+Source = tuple[DequantizedOnDisk, Spans]  # a stored weight, and its box in the parameter: ``(start, stop)`` per dim
 
 
 @dataclass(frozen=True)
@@ -43,19 +41,13 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """Equal boxes of several matrices, of which the words of each part lie one after the other.
-
-    Attributes:
-        transposed: whether the stored matrices are the weight's transposed.
-        spans: rows and columns of the boxes, as stored; of what is in front of them, whole blocks are left out.
-        at: matrices, rows and columns in the shard.
-    """
+    """Equal boxes of several matrices, of which the words of each part lie one after the other."""
 
     parts: tuple[KeptPart, ...]
     arithmetic: Arithmetic
-    transposed: bool
-    spans: Box
-    at: Box
+    transposed: bool  # whether the stored matrices are the weight's transposed
+    spans: Box  # rows and columns of the boxes, as stored; of what is in front of them, whole blocks are left out
+    at: Box  # matrices, rows and columns in the shard
 
     def places(self) -> list[tuple[KeptPart, int, int]]:
         """Return each part, its first byte in the block, and its bytes of one matrix."""
@@ -89,14 +81,10 @@ class KeptBlock:
 
 @dataclass(frozen=True)
 class StoredPacking(Packing):
-    """How to read a weight in the bytes of its checkpoint.
+    """How to read a weight in the bytes of its checkpoint."""
 
-    Attributes:
-        dim: the dim of ``shape`` that data ranks shard.
-        shards: of each data rank its ``(start, stop)`` along ``dim``, and its blocks.
-    """
-
-    dim: int
+    dim: int  # the dim of ``shape`` that data ranks shard
+    # of each data rank its ``(start, stop)`` along ``dim``, and its blocks
     shards: tuple[tuple[tuple[int, int], tuple[KeptBlock, ...]], ...]
 
     @property

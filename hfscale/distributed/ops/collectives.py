@@ -156,8 +156,7 @@ class _Mapping(torch.autograd.Function):
 
 def apply_mapping(x: Tensor, forward: Map, backward: Map) -> Tensor:
     """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``. Saves no tensor."""
-    found: Tensor = _Mapping.apply(x, forward, backward)
-    return found
+    return _Mapping.apply(x, forward, backward)
 
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

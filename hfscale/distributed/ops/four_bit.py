@@ -26,19 +26,12 @@ from .packed_weights import Packing, as_bytes
 
 @dataclass(frozen=True)
 class FourBitPacking(Packing):
-    """The layout of a 4-bit weight's bytes.
+    """The layout of a 4-bit weight's bytes."""
 
-    Attributes:
-        quant_type: ``nf4`` or ``fp4``.
-        double: whether the scales are quantized too.
-        shards: number of data ranks that shard it.
-        dim: the dim of ``shape`` that they shard.
-    """
-
-    quant_type: str
-    double: bool
-    shards: int = 1
-    dim: int = 1
+    quant_type: str  # ``nf4`` or ``fp4``
+    double: bool  # whether the scales are quantized too
+    shards: int = 1  # number of data ranks that shard it
+    dim: int = 1  # the dim of ``shape`` that they shard
 
     @property
     def chunk(self) -> tuple[int, int, int]:
@@ -179,12 +172,10 @@ def _state(absmax: Tensor, packing: FourBitPacking, shape: tuple[int, int]) -> A
 @cache  # it is copied from a list, which syncs with the device, and every product needs it
 def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
     """Return the values of the 4-bit codes."""
-    code: Tensor = functional().get_4bit_type(quant_type, device=device)
-    return code
+    return functional().get_4bit_type(quant_type, device=device)
 
 
 @cache
 def _code(device: torch.device) -> Tensor:
     """Return bitsandbytes' values of 8-bit codes, for quantized scales."""
-    code: Tensor = functional().create_dynamic_map().to(device)
-    return code
+    return functional().create_dynamic_map().to(device)

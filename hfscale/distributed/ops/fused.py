@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat.torch import triton_works
+from ..._compat.torch import allow_recompiles, triton_works
 from ..._compat.torch_device import is_accelerator
 
 _broken: list[bool] = []  # not empty once compiling has failed: callers then work in blocks again
@@ -22,8 +22,7 @@ _broken: list[bool] = []  # not empty once compiling has failed: callers then wo
 def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``function(tensor, ...)``, compiled where the tensor is on a GPU for which Triton makes kernels.
 
-    It may write only into what it returns. Where compiling it fails (no C compiler, for one), a warning says so once
-    and it runs as it is.
+    It may write only into what it returns. Where compiling it fails (no C compiler), a warning says so, and it runs.
     """
     compiled: Any = None
     ran = False
@@ -31,9 +30,11 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(first: Tensor, *rest: Any) -> Tensor:
         nonlocal compiled, ran
-        if not is_fused(first.device) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not is_fused(first.device):
             return function(first, *rest)
-        compiled = compiled or torch.compile(function, dynamic=True)
+        if compiled is None:
+            allow_recompiles()  # for row- and column-major matrices, dtypes, scales
+            compiled = torch.compile(function, dynamic=True)
         try:
             found: Tensor = compiled(first, *rest)
         except torch.OutOfMemoryError:

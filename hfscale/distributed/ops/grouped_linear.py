@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from ..._compat.torch_device import capability_of, is_accelerator
 
-ALIGNED = 16
-"""Alignment in bytes of the rows of a grouped product's operands."""
+ALIGNED = 16  # alignment in bytes of the rows of a grouped product's operands
 # The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
 _KERNEL_CAPABILITIES = (9, 10)
 
@@ -112,8 +111,7 @@ def kernel_takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-Read = Callable[[torch.dtype], Tensor]
-"""Returns the weight, dequantized to a dtype."""
+Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a dtype
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -141,8 +139,7 @@ def frozen_linear(
     """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
     ``read`` returns the weight ``[out, in]`` in a dtype, in the backward pass.
     """
-    out: Tensor = _FrozenLinear.apply(x, bias, product, read)
-    return out
+    return _FrozenLinear.apply(x, bias, product, read)
 
 
 class _FrozenGroupedLinear(torch.autograd.Function):

@@ -295,7 +295,8 @@ def head_cross_entropy(
     hits: Tensor | None = None,
     teacher: TeacherRows | None = None,
 ) -> Tensor:
-    """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``.
+    """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``: a
+    scalar, float32 (float64 for float64 logits), equal on all ranks.
 
     Args:
         hidden: ``[N, h]``, equal on all tensor ranks; its gradient is partial: each rank has its slice's term.
@@ -306,9 +307,6 @@ def head_cross_entropy(
             are taken of the loss times this.
         hits: ``[N]`` of bool, set where a row has a target and no logit above its own.
         teacher: makes the loss of a row its divergence from this teacher's, whatever the target; excludes ``hits``.
-
-    Returns:
-        a scalar, float32 (float64 for float64 logits), equal on all ranks.
     """
     compute = compute_dtype(dtype or hidden.dtype)
     count = (targets != ignore_index).sum() if divisor is None else divisor

@@ -62,8 +62,7 @@ def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
 
 def multiplied_by(module: Any) -> Callable[[], Products]:
     """Return what :func:`multiply_by` set, or torch's own."""
-    chosen: Callable[[], Products] = module.__dict__.get(_ATTRIBUTE, Products)
-    return chosen
+    return module.__dict__.get(_ATTRIBUTE, Products)
 
 
 def products_of(module: Any) -> Products:
@@ -140,21 +139,17 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
 
 
 class DeferredWeightGrad:
-    """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`.
-
-    Attributes:
-        token: the weight, as the projection must use it: by :func:`column_parallel_linear`, once.
-        products: computes the projection's matrix products.
-        regather: gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept.
-        narrow: the shard in autocast's type, and the gather of it.
-    """
+    """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`."""
 
     def __init__(self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None) -> None:
+        # products: computes the projection's matrix products
         self.transposed, self.products, self.own = transposed, products, own
+        # gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept
         self.regather: Regather | None = None
-        self.narrow: tuple[Tensor, Regather] | None = None
+        self.narrow: tuple[Tensor, Regather] | None = None  # the shard in autocast's type, and the gather of it
         self.derive: Derive = as_it_is
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
         self.token: Any = _Weight.apply(weight, self)
 
 

@@ -20,16 +20,11 @@ from ..._compat.torch import own_parameters
 
 @dataclass(frozen=True)
 class Packing(ABC):
-    """How to read a packed weight.
+    """How to read a packed weight."""
 
-    Attributes:
-        shape: ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
-        dtype: the dtype of its values.
-        compute_dtype: the dtype that experts compute in; ``None``: that of their input. A projection knows its own.
-    """
-
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
+    shape: tuple[int, int, int]  # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix
+    dtype: torch.dtype  # the dtype of its values
+    # the dtype that experts compute in; ``None``: that of their input. A projection knows its own
     compute_dtype: torch.dtype | None
 
     @property
@@ -62,8 +57,7 @@ _PACKINGS = "_packings"
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
     """Return the packings of a module's packed parameters, by name."""
-    found: dict[str, Packing] = module.__dict__.get(_PACKINGS, {})
-    return found
+    return module.__dict__.get(_PACKINGS, {})
 
 
 def register_packed(module: nn.Module, name: str, packing: Packing) -> None:

@@ -3,8 +3,7 @@
 Each rank holds ``logits [N, V/t]`` for its slice of the vocabulary and reduces them to two numbers per token: the
 log-sum-exp of its slice and the logit of the target, where the target lies in its slice. One all-gather of those ``2
 N`` numbers gives the loss everywhere. (Megatron-LM, Shoeybi et al. 2019, section 3, reduces twice: a maximum, then the
-sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the sum of the slice. The backward pass needs no
-communication.
+sums.) Label smoothing (Szegedy et al. 2016) takes a third number, the slice's sum. The backward pass sends nothing.
 
 ::
 
@@ -197,21 +196,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def vocab_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    vocabulary: VocabularySlice | None = None,
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, vocabulary: VocabularySlice | None = None
 ) -> Tensor:
-    """Return the sum of the cross entropies of the rows whose target is not ``ignore_index``.
+    """Return the sum, in float32 or more, of the cross entropies of the rows whose target is not ``ignore_index``.
 
     Args:
         logits: ``[N, V/t]``, this rank's slice of the vocabulary.
         targets: ``[N]``, global token ids, equal on all ranks.
         vocabulary: which slice that is, and how targets are smoothed; by default ``logits`` hold the full vocabulary.
-
-    Returns:
-        a scalar, float32 (float64 for float64 logits), equal on all ranks.
     """
     vocabulary = vocabulary or VocabularySlice(0, logits.shape[1], logits.shape[1])
     return _VocabCrossEntropy.apply(logits, targets, ignore_index, vocabulary)

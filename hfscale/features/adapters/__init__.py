@@ -13,13 +13,3 @@ from .merge_adapters import merge_local_weights
 from .plan import describe_coverage
 from .planned import plan_with_adapters
 from .storage import read_config
-
-__all__ = [
-    "Adapters",
-    "attach_adapters",
-    "describe_coverage",
-    "merge_local_weights",
-    "plan_with_adapters",
-    "read_config",
-    "wrapped_by_peft",
-]

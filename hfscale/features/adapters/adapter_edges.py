@@ -2,8 +2,7 @@
 
 A wrapper computes with local factors, as the projection inside computes with a local weight, and their sum is
 all-reduced, or kept sharded, at the block's edge. The rest is done here: gradients of replicated factors are partial
-and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must use the RNG state that fits
-its input.
+and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must draw as its input does.
 """
 
 from collections.abc import Callable

@@ -9,17 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._compat.peft import (
-    COPY,
-    WRAPPED,
-    adapted_parameter,
-    ask_before_state_dicts,
-    experts_adapted,
-    is_feedforward,
-    is_wrapper,
-    no_targets,
-    wrapped_model,
-)
+from ..._compat import peft
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
@@ -32,7 +22,7 @@ from .plan import is_known
 def wrap(model: nn.Module, config: Any, name: str) -> Any:
     """Return PEFT's model around ``model``, with factors on the meta device; :class:`ConfigError` in PEFT's words."""
     try:
-        return wrapped_model(model, config, name)
+        return peft.wrapped_model(model, config, name)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"PEFT cannot put {type(config).__name__} around {class_name(model)}: {error}") from error
 
@@ -41,13 +31,13 @@ def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], cop
     """Return a copy of the config that targets only the given modules, by their full names."""
     result = copy.deepcopy(config)
     # PEFT needs a target, but this stage may have none.
-    result.target_modules = list(targets) if targets or parameters else no_targets()
+    result.target_modules = list(targets) if targets or parameters else peft.no_targets()
     if parameters and not targets:
         result.target_modules = []
     if hasattr(result, "target_parameters"):
         result.target_parameters = list(parameters) or None
     if getattr(result, "feedforward_modules", None) is not None:  # IA3 needs them to be among the targets
-        result.feedforward_modules = [n for n in targets if is_feedforward(config, n)]
+        result.feedforward_modules = [n for n in targets if peft.is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
         if hasattr(result, field):
@@ -72,7 +62,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
             )
         path, inner = stock_name(wrapper_name), unwrapped(wrapper)
-        adapted = ".".join(rest[1:]) if kept_in == COPY else adapted_parameter(wrapper) or "weight"
+        adapted = ".".join(rest[1:]) if kept_in == peft.COPY else peft.adapted_parameter(wrapper) or "weight"
         owner = owners.setdefault(id(parameter), name)
         found.append(
             AdapterParameter(
@@ -82,7 +72,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 base=_planned_base(plan, f"{path}.{adapted}"),
                 kept_in=kept_in,
                 transposed=_is_transposed(inner),
-                experts=experts_adapted(wrapper),
+                experts=peft.experts_adapted(wrapper),
                 tied_to=None if owner == name else owner,
             )
         )
@@ -108,9 +98,9 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, l
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         wrapper = ".".join(parts[:end])
-        if is_wrapper(modules.get(wrapper)):
+        if peft.is_wrapper(modules.get(wrapper)):
             inside = parts[end]
-            if inside in WRAPPED:
+            if inside in peft.WRAPPED:
                 return wrapper, None, []
             return wrapper, inside, parts[end + 1 :]
     return "", None, []
@@ -122,8 +112,8 @@ def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[
     parameters: dict[str, None] = {}
     copies: dict[str, None] = {}
     for adapter in adapters:
-        if adapter.kept_in == COPY:
-            copies[stock_name(adapter.name).partition(f".{COPY}.")[0]] = None
+        if adapter.kept_in == peft.COPY:
+            copies[stock_name(adapter.name).partition(f".{peft.COPY}.")[0]] = None
         elif adapter.experts:
             parameters[adapter.base] = None
         else:
@@ -137,11 +127,7 @@ def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[Ad
     """
     modules, parameters, copies = targets_of(adapters)
     known = [name.rpartition(".")[0] for name in plan.by_name]
-    for field, matched in (
-        ("target_modules", modules),
-        ("target_parameters", parameters),
-        ("modules_to_save", copies),
-    ):
+    for field, matched in (("target_modules", modules), ("target_parameters", parameters), ("modules_to_save", copies)):
         wanted, left = getattr(asked, field, None), getattr(resolved, field, None) or ()
         for target in [] if wanted is None or isinstance(wanted, str) else wanted:
             found = any(_fits(name, target) for name in matched)
@@ -197,7 +183,7 @@ def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
             if hasattr(type(holder), name):
                 setattr(holder, name, _refusing(name, instead))
     if ranks > 1:
-        ask_before_state_dicts(_refuse_parts)
+        peft.ask_before_state_dicts(_refuse_parts)
         setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
 

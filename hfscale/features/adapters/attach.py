@@ -58,7 +58,8 @@ def attach_adapters(
     name: str = "default",
     seed: int | None = 0,
 ) -> tuple[Adapters, Plan]:
-    """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``.
+    """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
+    the plan with their parameters.
 
     Args:
         model: this rank's model, with local sizes, on the meta device if ``shares`` hold the values.
@@ -67,13 +68,6 @@ def attach_adapters(
         shares: this rank's final shards, by name.
         source: a saved adapter to load.
         seed: of random values in new adapters; ``None`` for torch's current RNG state.
-
-    Returns:
-        the adapters, and the plan with their parameters.
-
-    Raises:
-        ConfigError: hfscale or PEFT does not support the config, or it matches nothing.
-        CheckpointError: the saved adapter does not fit.
     """
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]

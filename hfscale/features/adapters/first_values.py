@@ -2,8 +2,7 @@
 
 Every rank lets PEFT initialize the adapters of one full module at a time, on the CPU, in PEFT's order and with the same
 random numbers, and keeps its shard; adapters of other stages are initialized too, to advance the RNG. If the values
-depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), that weight is
-gathered first.
+depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), it is gathered.
 """
 
 import copy

@@ -1,6 +1,4 @@
-"""Check PEFT's configs, and save and load adapters in its own format and names: ``adapter_config.json`` and
-``adapter_model.safetensors``.
-"""
+"""Check PEFT's configs, and save and load adapters in its own format: ``adapter_config.json`` and the weights."""
 
 import copy
 import dataclasses

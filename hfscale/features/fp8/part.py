@@ -9,7 +9,7 @@ scales from the largest entries over all ranks that have shards of a tensor. Eve
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,20 +19,22 @@ from torch import Tensor, nn
 from ..._compat.torch_device import keep_for_stream
 from ..._compat.torch_fsdp import gather_encoded
 from ...config.schedules import ASYNCHRONOUS
-from ...distributed.ops.overlap import (
-    DeferredWeightGrad,
-    column_parallel_linear,
-    multiplied_by,
-    multiply_by,
-    products_of,
-)
+from ...distributed.ops import overlap
+from ...distributed.ops.shared_casts import autocasted
 from ...models.module_kinds import is_transposed, weight_dims
 from ...plan.feature_plans import ProductsPlan, gathered_in_8_bits
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import computing, module_at
 from ...train.runtime.shards import LocalWeights
-from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, weight_scales
+from .scaled_matmul import (
+    FORWARD,
+    Float8Groups,
+    Float8Projection,
+    Float8Weight,
+    compiled_linear,
+    weight_scales,
+)
 
 
 class Float8(Part):
@@ -52,9 +54,9 @@ class Float8(Part):
         for name in filter(runtime.is_local, planned.modules):
             for projection in computing(module_at(runtime.model, name)):
                 made = Float8Projection(_groups(runtime, name, projection), planned.rowwise)
-                multiply_by(projection, made)
+                overlap.multiply_by(projection, made)
                 # For calls without deferred weight gradients. No closure, so that a deep copy has its own.
-                projection.forward = partial(compute, projection)
+                projection.forward = MethodType(compute, projection)
                 self._projections.append((projection, made))
 
     @contextmanager
@@ -92,8 +94,20 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 def compute(projection: Any, x: Tensor) -> Tensor:
     """Return the output of a projection whose products :func:`hfscale.distributed.ops.overlap.multiply_by` has set."""
-    later = DeferredWeightGrad(projection.weight, is_transposed(projection), products_of(projection))
-    return column_parallel_linear(x, later, projection.bias)
+    if not torch.compiler.is_compiling():
+        return _with_deferred_weight(projection, x)
+    if is_transposed(projection) or isinstance(projection.weight, Float8Weight):
+        return _uncompiled(projection, x)
+    products: Any = overlap.products_of(projection)
+    return compiled_linear(autocasted(x), projection.weight, projection.bias, products)
+
+
+def _with_deferred_weight(projection: Any, x: Tensor) -> Tensor:
+    later = overlap.DeferredWeightGrad(projection.weight, is_transposed(projection), overlap.products_of(projection))
+    return overlap.column_parallel_linear(x, later, projection.bias)
+
+
+_uncompiled = torch.compiler.disable(_with_deferred_weight)
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,7 @@ class Float8Gather(Part):
         encodings: dict[nn.Module, _InEightBits] = {}
         for name in filter(runtime.is_local, sorted(gathered_in_8_bits(runtime.plan))):
             for projection in computing(module_at(runtime.model, name.removesuffix(".weight"))):
-                made = multiplied_by(projection)
+                made = overlap.multiplied_by(projection)
                 assert isinstance(made, Float8Projection)
                 encodings[projection] = _InEightBits(made, runtime.mesh.groups("dp_shard"))
         if encodings:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import as_plain_tensors, tensor_without_memory
+from ..._compat.torch import as_plain_tensors, scaled_mm, tensor_without_memory
 from ...distributed.ops.fused import fused
 from ...distributed.ops.overlap import Products
 from ...errors import ConfigError
@@ -82,8 +83,7 @@ class Float8Weight(Tensor):
 
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-"""Tensor cores need both dims of a weight to be multiples of this."""
+MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
 _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 
@@ -167,43 +167,47 @@ class Float8Products(Products):
     def __init__(
         self, groups: Float8Groups, rowwise: bool = False, shared: dict[int | None, Tensor] | None = None
     ) -> None:
-        self._groups, self._rowwise, self._of_weight = groups, rowwise, shared
-        self._scales: dict[str, Tensor] = {}
-        self._dtype = torch.float32
+        self.groups, self.rowwise, self._of_weight = groups, rowwise, shared
+        self.scales: dict[str, Tensor] = {}
+        self.dtype = torch.float32
+
+    def of_weight(self) -> Tensor | None:
+        """Return the weight's tensorwise scale, where a pass of this step has it."""
+        return None if self._of_weight is None else self._of_weight.get(None)
 
     def kept(self, weight: Tensor) -> Tensor:
         """Return the parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
         if isinstance(weight, Float8Weight):
-            self._scales["weight"] = weight.scale
+            self.scales["weight"] = weight.scale
             return weight.entries
         return weight
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output in the type of ``x``, to which autocast has brought it."""
-        self._dtype = x.dtype
-        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1, self._groups.tokens, self._groups.inputs)
+        self.dtype = x.dtype
+        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1, self.groups.tokens, self.groups.inputs)
         found = _product(rows, self._weight(weight, 1).t(), x.dtype, fast=True)
         found = found.view(*x.shape[:-1], found.shape[-1])
         return found if bias is None else found + bias.to(found.dtype)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input; see :class:`Products`."""
-        rows = self._scaled("grad", grad, 1, self._groups.tokens, self._groups.outputs)
+        rows = self._scaled("grad", grad, 1, self.groups.tokens, self.groups.outputs)
         return _product(rows, self._weight(weight, 0), grad.dtype)
 
     def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
         """Return the gradient of the weight; see :class:`Products`."""
-        outputs = self._scaled("grad", grad, 0, self._groups.tokens, self._groups.outputs, by_columns=True)
-        inputs = self._scaled("x", x, 0, self._groups.tokens, self._groups.inputs, by_columns=True)
+        outputs = self._scaled("grad", grad, 0, self.groups.tokens, self.groups.outputs, by_columns=True)
+        inputs = self._scaled("x", x, 0, self.groups.tokens, self.groups.inputs, by_columns=True)
         found = _product(outputs.t(), inputs, grad.dtype)
         return found.t() if transposed else found
 
     def _weight(self, weight: Tensor, along: int) -> _Scaled:
         if weight.dtype == FORWARD:  # gathered in 8 bits
-            return _Scaled(weight, self._scales["weight"])
+            return _Scaled(weight, self.scales["weight"])
         # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
-        groups = self._groups.outputs, self._groups.inputs
-        return self._scaled("weight", weight.to(self._dtype), along, *groups, by_columns=along == 0)
+        groups = self.groups.outputs, self.groups.inputs
+        return self._scaled("weight", weight.to(self.dtype), along, *groups, by_columns=along == 0)
 
     def _scaled(
         self,
@@ -217,24 +221,54 @@ class Float8Products(Products):
         contracted dim; ``groups_by_dim`` are the ranks with other shards of the matrix, for each of its dims;
         ``by_columns`` is the order in memory that the product takes.
         """
-        dtype = GRADIENT if name == "grad" and not self._rowwise else FORWARD
+        dtype = GRADIENT if name == "grad" and not self.rowwise else FORWARD
         shared = self._of_weight if name == "weight" else None
-        of = along if self._rowwise else None
+        of = along if self.rowwise else None
         if shared is not None and of in shared:
             scale = shared[of]
-        elif self._rowwise:
+        elif self.rowwise:
             scale = _scale_for(_largest(matrix, along, groups_by_dim[along]), dtype)
             scale = torch.exp2(torch.floor(torch.log2(scale)))
         else:
-            if name not in self._scales:
+            if name not in self.scales:
                 both = [group for groups in groups_by_dim for group in groups]
-                self._scales[name] = _scale_for(_largest(matrix, None, both), dtype)
-            scale = self._scales[name]
+                self.scales[name] = _scale_for(_largest(matrix, None, both), dtype)
+            scale = self.scales[name]
         if shared is not None:
             shared[of] = scale
         return _Scaled(
             _rounded(matrix.t(), scale.t(), dtype).t() if by_columns else _rounded(matrix, scale, dtype), scale
         )
+
+
+def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products") -> Tensor:
+    """Return the output of a linear projection in a form that torch.compile traces, in the same arithmetic."""
+    return _CompiledLinear.apply(x, weight, bias, products.of_weight(), products.groups, products.rowwise)
+
+
+class _CompiledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, groups: Any, rowwise: bool
+    ) -> Tensor:
+        made = Float8Products(groups, rowwise)
+        if scale is not None:
+            made.scales["weight"] = scale
+        found = made.output(x, weight, bias)
+        ctx.groups, ctx.rowwise = groups, rowwise
+        ctx.save_for_backward(x, weight, *([] if rowwise else [made.scales["weight"], made.scales["x"]]))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *scales = ctx.saved_tensors
+        made = Float8Products(ctx.groups, ctx.rowwise)
+        made.dtype, made.scales = x.dtype, dict(zip(("weight", "x"), scales, strict=False))
+        grad, needed = grads[0].reshape(-1, grads[0].shape[-1]), ctx.needs_input_grad
+        to_input = made.to_input(grad, weight).view(x.shape) if needed[0] else None
+        to_weight = made.to_weight(grad, x.reshape(-1, x.shape[-1]), False).to(weight.dtype) if needed[1] else None
+        return to_input, to_weight, grad.sum(0) if needed[2] else None, None, None, None
 
 
 @fused
@@ -278,21 +312,12 @@ def on_tensor_cores(
     inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
     rowwise, columns = scale_a.ndim == 2, b.shape[1]
     a, b = _padded(a, 1), _padded(b, 0, 1)
-    recipe = F.ScalingType.TensorWise
     given_a, given_b = (inverse_a.new_ones(()),) * 2 if rowwise else (inverse_a, inverse_b)
     if rowwise and fast:
-        recipe = F.ScalingType.RowWise
         given_a, given_b = inverse_a, F.pad(inverse_b, (0, b.shape[1] - columns), value=1.0)
-    found = F.scaled_mm(
-        _by_rows(a),
-        _by_rows(b.t()).t(),
-        given_a,
-        recipe,
-        given_b,
-        recipe,
-        output_dtype=torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32,
-        use_fast_accum=fast,
-    )[:, :columns]
+    wide = torch.bfloat16 if rowwise and fast else dtype if dtype != torch.float64 else torch.float32
+    found = scaled_mm(_by_rows(a), _by_rows(b.t()).t(), given_a, given_b, out_dtype=wide, use_fast_accum=fast)
+    found = found[:, :columns]
     return _times_both(found, inverse_a, inverse_b, dtype) if rowwise and not fast else found.to(dtype)
 
 

@@ -24,7 +24,7 @@ from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation
 from ...models.module_kinds import experts_per_token
 from ...parallel.context.attention_override import attention_configs
-from ...parallel.pipeline.in_flight import most_in_flight
+from ...parallel.pipeline.microbatches import most_in_flight
 from ...plan.feature_plans import recomputed
 from ...plan.sequence_split import tokens_of
 from ...train.runtime import Batch, Part, Runtime

@@ -21,8 +21,7 @@ from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.shards import LocalWeights
 from ...train.runtime.snapshot import Undo, watch
 
-_ACTIVATIONS = ("act_fn", "activation_fn", "act")
-"""Attribute names of the activation in stock MLPs."""
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")  # attribute names of the activation in stock MLPs
 
 
 def check_kernels(asked: bool | Mapping[str, bool], family: str, device: torch.device) -> None:

@@ -1,6 +1,4 @@
-"""Mixed precision by torch's autocast around the forward pass, where FSDP2 does not cast, or not everything; scaling of
-the loss in float16.
-"""
+"""Mixed precision by autocast around the forward pass, where FSDP2 does not cast all; float16 scaling of the loss."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,4 @@
-"""Plan multi-token-prediction layers, and run them in training passes (DeepSeek-AI 2024, V3, section 2.2; ``k`` is the
-depth).
+"""Plan multi-token-prediction layers, and run them in training passes (DeepSeek-AI 2024, V3, section 2.2; depth ``k``).
 
 ::
 

@@ -3,8 +3,7 @@
 transformers replaces ``nn.Linear`` by bitsandbytes' modules on the meta device and quantizes every weight once it is
 read (QLoRA, Dettmers et al. 2023). Here these modules get this rank's sizes, and transformers quantizes this rank's
 shard; so a projection stays the stock module with local sizes. Two kinds of weights are packed by hfscale instead, as
-plain bytes (:mod:`...distributed.ops.four_bit`): those that data ranks shard, and experts, which transformers does not
-quantize.
+plain bytes (:mod:`...distributed.ops.four_bit`): those that data ranks shard, and experts, which transformers leaves.
 """
 
 import json
@@ -238,8 +237,7 @@ class Quantizing:
         packing = self._packing(planned, module)
         parameter = type(original)(weight.view(original.quant_storage).view(-1, 1), **original.__dict__)
         set_state(module, parameter, unpack_state(weight, scales.view(torch.uint8), packing)[1])
-        stock: nn.Parameter = parameter
-        return stock
+        return parameter
 
     def _packing(self, planned: ParameterPlan, module: Any) -> FourBitPacking:
         data = planned.data_cuts

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
-from ..._compat.bitsandbytes import (
-    dequantized_from_4_bits,
-    dequantized_from_8_bits,
-    functional,
-    is_in_4_bits,
-    is_stock_parameter,
-    tensors_beside_weight,
-)
+from ..._compat import bitsandbytes
 from ..._compat.torch import own_parameters
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
@@ -155,7 +148,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
 
 def is_quantized(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a direct parameter of ``module`` is held in 4 or 8 bits."""
-    stock = is_stock_parameter(own_parameters(module).get(name))
+    stock = bitsandbytes.is_stock_parameter(own_parameters(module).get(name))
     return stock or name in packings_of(module) or (name == "weight" and type(module).__name__ == ROWS)
 
 
@@ -174,15 +167,14 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     if not is_quantized(module, name):
         raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
     with torch.no_grad():
-        if is_in_4_bits(parameter):
-            return dequantized_from_4_bits(parameter)
+        if bitsandbytes.is_in_4_bits(parameter):
+            return bitsandbytes.dequantized_from_4_bits(parameter)
         if type(module).__name__ == ROWS:
             from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
-            plain: Tensor = functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
-            return plain
-        return dequantized_from_8_bits(module, parameter)
+            return bitsandbytes.functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
+        return bitsandbytes.dequantized_from_8_bits(module, parameter)
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
@@ -190,7 +182,7 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if type(module).__name__ == ROWS:
             yield own_parameters(module)["scales"]
-        yield from tensors_beside_weight(module)
+        yield from bitsandbytes.tensors_beside_weight(module)
 
 
 class StoredLinear(nn.Linear):

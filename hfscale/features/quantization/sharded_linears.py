@@ -42,8 +42,7 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
         if not packing.is_one_stream:
             return nn.functional.linear(x, read_packed(self, "weight", x.dtype)[0], bias)
         weight, state = unpack_state(*split_row(self.weight, packing), packing)
-        out: Tensor = bnb.matmul_4bit(x, weight, quant_state=state, bias=bias)
-        return out
+        return bnb.matmul_4bit(x, weight, quant_state=state, bias=bias)
 
     def _read(self, dtype: torch.dtype) -> Tensor:
         return read_packed(self, "weight")[0].to(dtype)

@@ -1,5 +1,3 @@
 """Connect hfscale to Accelerate: a stock-looking loop gives the right numbers on every layout."""
 
 from .accelerator import Accelerator
-
-__all__ = ["Accelerator"]

@@ -6,5 +6,3 @@ depend on the real rank.
 """
 
 from .mixin import Seq2SeqTrainer, Trainer, TrainerMixin
-
-__all__ = ["Seq2SeqTrainer", "Trainer", "TrainerMixin"]

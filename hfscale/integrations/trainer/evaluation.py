@@ -31,8 +31,7 @@ from ...train.runtime import Executor, Runtime
 from .trainer_batches import Batch, first_examples, first_of_chunks, pieces, with_rows
 
 _MOST_ADDED = 64
-_Result = tuple[Tensor | None, Any, Any]
-"""Loss, predictions and labels of a step, as Trainer's own step returns them."""
+_Result = tuple[Tensor | None, Any, Any]  # loss, predictions and labels of a step, as Trainer's own step returns them
 _Step = Callable[..., _Result]
 """Trainer's own step: ``(model, inputs, whether only the loss is wanted, keys to leave out)``."""
 
@@ -184,18 +183,17 @@ def while_evaluated(trainer: Any) -> Iterator[None]:
     """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
-        trainer.gather_function = lambda given: (
-            accelerator.gather(given) if _is_losses(given) else accelerator.gather_for_metrics(given)
-        )
+
+        def gather(given: Any) -> Any:
+            losses = isinstance(given, Tensor) and given.ndim == 1 and given.is_floating_point()
+            return accelerator.gather(given) if losses else accelerator.gather_for_metrics(given)
+
+        trainer.gather_function = gather
     if not generates(trainer) or trainer.runtime.plan.stages is None:
         yield
         return
     with attribute_replaced(trainer.runtime.model, "generate", _WholeModel(trainer.runtime).generate):
         yield
-
-
-def _is_losses(given: Any) -> bool:
-    return isinstance(given, Tensor) and given.ndim == 1 and given.is_floating_point()
 
 
 def generated_step(
@@ -249,7 +247,7 @@ class _WholeModel:
             with torch.random.fork_rng(_devices(mesh)), torch.device(mesh.device):
                 self._model = from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype).eval()
             self._model.generation_config = model.generation_config
-        places = {} if self._model is None else _by_name(self._model)
+        places = {} if self._model is None else self._model.state_dict()
         with torch.no_grad():
             for name, tensor in whole_tensors(runtime, sorted(firsts.values())):
                 if places:
@@ -273,11 +271,6 @@ class _WholeModel:
             if text:
                 raise ConfigError(f"generate failed on rank {rank}: {text}")
         return every[self._source][0].to(mesh.device)
-
-
-def _by_name(model: nn.Module) -> dict[str, Tensor]:
-    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    return {**dict(parameters), **dict(buffers)}
 
 
 def _devices(mesh: Mesh) -> list[torch.device]:

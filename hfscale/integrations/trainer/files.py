@@ -149,10 +149,8 @@ def _has_state(checkpoint: Path) -> bool:
 
 def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
     """Return the checkpoint to resume from, for ``True`` the newest complete one in ``output``; the same on every rank.
-    It is ``None`` if the run was killed during its first save.
-
-    Raises:
-        CheckpointError: on every rank: the requested checkpoint is not complete, or none is.
+    It is ``None`` if the run was killed during its first save. Raise :class:`CheckpointError`, on every rank, if the
+    requested checkpoint is not complete, or none is.
     """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume

@@ -35,8 +35,7 @@ from ...parallel.tensor import RandomStreams
 from ...parallel.tensor.random import take_first_state
 from ...train.runtime import find_runtime, runtime_of
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks of adapters for which vLLM has room."""
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks of adapters for which vLLM has room
 
 
 class LayoutEngine(EngineHooks):

@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from ..._compat.transformers.trainer import (
-    accelerator_made_by,
-    batches_skipped_by_accelerator,
-    evaluated_with_logits,
-    has_stock_loss,
-    kernels_left_alone,
-    labels_of_step,
-    prepared,
-    taken_for_adapted,
-)
+from ..._compat.transformers import trainer
 from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, pairs_rows_of_a_batch
 from ...api import build
 from ...config.environment import started_processes
@@ -76,7 +67,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         if isinstance(model, nn.Module):
             model = self._parallelized(model, arguments)
             layout = runtime_of(model).mesh.layout
-            context.enter_context(taken_for_adapted(runtime_of(model).model))
+            context.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
         seed = {} if arguments is None else {"seed": arguments.seed}
@@ -118,7 +109,7 @@ class TrainerMixin(Checkpoints, DataHooks):
     def create_accelerator_and_postprocess(self) -> None:
         """Create Trainer's accelerator as one that counts distinct batches."""
         check_run(self.args)
-        with accelerator_made_by(TrainerAccelerator):
+        with trainer.accelerator_made_by(TrainerAccelerator):
             super().create_accelerator_and_postprocess()
         if self.model is not None:
             self._adopt(self.model)
@@ -127,7 +118,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         """Call the user's ``model_init``, and parallelize a stock model."""
         model = self._parallelized(super().call_model_init(trial), self.args)
         model.config.use_cache = getattr(self.args, "use_cache", False)  # Trainer sets it on its first model only
-        self._while_made.enter_context(taken_for_adapted(runtime_of(model).model))
+        self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
         return model
 
@@ -159,7 +150,7 @@ class TrainerMixin(Checkpoints, DataHooks):
     @property
     def knows_loss(self) -> bool:
         """Return whether hfscale can compute the loss: the model's own, and a known mean."""
-        return has_stock_loss(self) and self.runtime.loss is not None
+        return trainer.has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, resuming from a complete checkpoint."""
@@ -168,7 +159,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         if hasattr(self, "_last_loaded_step"):  # an engine has the weights of an earlier run
             self._last_loaded_step = -1
-        with batches_skipped_by_accelerator(self), kernels_left_alone():
+        with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
             done = super().train(resume_from_checkpoint, *args, **kwargs)
         return done._replace(training_loss=done.metrics["train_loss"])
 
@@ -197,7 +188,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         if any(known.values()):
             for index in looked_at:
                 batches[index] = first_examples(batches[index], known[index], drop=drops)
-            count = labels_of_step(self, batches)
+            count = trainer.labels_of_step(self, batches)
         return batches, count
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -208,7 +199,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
-        self._waiting.append(prepared(self, inputs))
+        self._waiting.append(trainer.prepared(self, inputs))
         count_microbatch(self)
         loss, self._carried = self._carried, 0.0
         if self.accelerator.sync_gradients:
@@ -260,7 +251,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate one batch as Trainer does, without the rows that pad data ranks."""
-        stock = evaluated_with_logits(self, super().prediction_step)
+        stock = trainer.evaluated_with_logits(self, super().prediction_step)
         if evaluation.generates(self) and not prediction_loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
             return evaluation.generated_step(self, inputs, loss, ignore_keys, stock, generates)

@@ -140,12 +140,10 @@ class _OfRanks(Tensor):
 
     @classmethod
     def of(cls, numbers: Tensor, counts: list[int]) -> "_OfRanks":
-        """Wrap numbers of ranks with ``counts`` rows."""
         rows = torch.tensor(counts, device=numbers.device)
         made = torch.where(rows > 0, numbers, 0).as_subclass(cls)
         made.rows = rows
         return made
 
     def mean(self, *_: Any, **__: Any) -> Tensor:
-        """Return the mean weighted by rows."""
         return (self.as_subclass(Tensor) * self.rows).sum() / self.rows.sum()

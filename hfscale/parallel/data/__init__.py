@@ -2,5 +2,3 @@
 
 from .part import DataParallel
 from .shard import reshard, set_gradient_sync
-
-__all__ = ["DataParallel", "reshard", "set_gradient_sync"]

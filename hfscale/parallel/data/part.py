@@ -13,16 +13,8 @@ from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.axes import DataAxes
 from ...train.runtime.shards import LocalWeights
+from . import shard
 from .gradient_compression import PowerSGD, compresses, install_compression
-from .shard import (
-    apply_data_axes,
-    install_local_weights,
-    one_reduction,
-    reduce_microbatch,
-    refuse_calls_past_the_model,
-    reshard,
-    set_gradient_sync,
-)
 
 
 class DataParallel(Part, DataAxes):
@@ -40,11 +32,11 @@ class DataParallel(Part, DataAxes):
         """Wrap the model in FSDP2, and materialize tensors on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
-        apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
+        shard.apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
         if weights is not None:
-            install_local_weights(model, weights.tensors, plan, mesh)
+            shard.install_local_weights(model, weights.tensors, plan, mesh)
         if plan.stages is None:  # stages say it themselves, and look for targets past the model
-            refuse_calls_past_the_model(model)
+            shard.refuse_calls_past_the_model(model)
         if compresses(plan):
             self._compressing = install_compression(model, plan, mesh, runtime.loss_factor)
 
@@ -79,7 +71,7 @@ class DataParallel(Part, DataAxes):
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
         """Reduce gradients once, after the with block; weights are gathered once, or for every pass."""
         regather = bool(runtime.mesh.layout.weights_regather)
-        return one_reduction(runtime.model, backward=backward, regather=regather)
+        return shard.one_reduction(runtime.model, backward=backward, regather=regather)
 
     def loss_factor(self, runtime: Runtime) -> float:
         """Return the factor on a loss that cancels FSDP2's average over ranks."""
@@ -87,7 +79,7 @@ class DataParallel(Part, DataAxes):
 
     def before_backward(self, last: bool) -> None:
         """Make the backward pass reduce gradients if it is the last, or if each microbatch reduces."""
-        set_gradient_sync(self._model, last or bool(self._layout.reduce_each_microbatch))
+        shard.set_gradient_sync(self._model, last or bool(self._layout.reduce_each_microbatch))
 
     def accumulate_late_gradients(self) -> None:
         """Move gradients that autograd left in ``.grad`` to where FSDP2 accumulates them."""
@@ -97,8 +89,8 @@ class DataParallel(Part, DataAxes):
     def after_microbatch(self) -> None:
         """Reduce gradients now if the layout reduces after each microbatch."""
         if self._layout.reduce_each_microbatch:
-            reduce_microbatch(self._model)
+            shard.reduce_microbatch(self._model)
 
     def release(self) -> None:
         """Free the gathered weights: only this rank's shards remain."""
-        reshard(self._model)
+        shard.reshard(self._model)

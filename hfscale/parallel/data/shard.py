@@ -92,11 +92,9 @@ def give_up_whole_weights(model: Any) -> None:
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
-    """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch.
-
-    Args:
-        mixed_precision: ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
-            the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes.
+    """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch. The
+    ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
+    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes.
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return

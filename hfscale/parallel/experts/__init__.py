@@ -4,15 +4,3 @@ from .load_report import ExpertLoad, ExpertLoadHistory, LayerLoad, expert_load
 from .mixture import Mixture
 from .part import ExpertParallel, ExpertRouting
 from .replay import RouteReplay, record_routes
-
-__all__ = [
-    "ExpertLoad",
-    "ExpertLoadHistory",
-    "ExpertParallel",
-    "ExpertRouting",
-    "LayerLoad",
-    "Mixture",
-    "RouteReplay",
-    "expert_load",
-    "record_routes",
-]

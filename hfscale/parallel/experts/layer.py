@@ -11,7 +11,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,21 +25,8 @@ from ...errors import ConfigError
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
+from . import router_functions
 from .forward_contexts import ForwardContexts, Pass, attach, real_tokens
-from .router_functions import (
-    balance_loss,
-    bias_step,
-    expert_counts,
-    expert_sums,
-    gshard,
-    noisy_topk,
-    queue_places,
-    room,
-    round_robin,
-    switch,
-    z_loss,
-)
-from .token_counts import LayerCounter
 
 
 @dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Choice:
 
     index: Tensor  # ``[n, k]``, the experts; the number of experts for none
     weights: Tensor
-    # ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :mod:`.capacity_buffers`
+    # ``[n, k]``, the slot of each route, with buffers of fixed capacity: see :func:`.mixture.through_slots`
     places: Tensor | None = None
     slots: Sequence[int] = ()  # how many slots each rank has at each expert
     loss: Tensor | None = None
@@ -77,20 +64,15 @@ class RouterLogits:
 
 
 class Routing:
-    """Hold the routing state that all mixtures of a model use.
-
-    Attributes:
-        passes: contexts of the model's forward passes; ``None`` where no layer needs them.
-        counters: tokens per expert, by the name of the experts' module.
-        biases: the router biases to update, by the same.
-        asked: whether the counts were read; without ``train_step`` they accumulate until then.
-    """
+    """Hold the routing state that all mixtures of a model use."""
 
     def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
+        # asked: whether the counts were read; without ``train_step`` they accumulate until then
         self.options, self.mesh, self.asked = options, mesh, False
+        # contexts of the model's forward passes; ``None`` where no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        self.counters: dict[str, LayerCounter] = {}
-        self.biases: dict[str, Tensor] = {}
+        self.counters: dict[str, LayerCounter] = {}  # tokens per expert, by the name of the experts' module
+        self.biases: dict[str, Tensor] = {}  # the router biases to update, by the same
 
     def count_anew(self) -> None:
         """Set all counters to zero."""
@@ -135,7 +117,7 @@ class Routing:
         for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
         for bias, counts in zip(self.biases.values(), flat.split([c.count for c in counters]), strict=True):
-            bias += bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)
+            bias += router_functions.bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)
 
 
 @dataclass
@@ -162,7 +144,7 @@ class LayerRouting:
         if self.passes is not None:
             return self._choose(self.passes.current(), index, weights)
         if self.options.force_balanced:
-            index = round_robin(index, self.planned.count)
+            index = router_functions.round_robin(index, self.planned.count)
         return Choice(index, weights)
 
     def finish(self, out: Tensor, choice: Choice) -> Tensor:
@@ -194,11 +176,12 @@ class LayerRouting:
         if options.has_loss:
             assert logits is not None
             by_token = logits.view(*own.real.shape, self.planned.count)
-            loss = self._loss(now, expert_sums(by_token, by_sample, own.real, self.scores))
+            loss = self._loss(now, router_functions.expert_sums(by_token, by_sample, own.real, self.scores))
         if options.bias_update_rate and counts:
-            self.counter.wanted = self.counter.wanted + expert_counts(by_sample, self.planned.count, own.real).sum(0)
+            wanted = router_functions.expert_counts(by_sample, self.planned.count, own.real)
+            self.counter.wanted = self.counter.wanted + wanted.sum(0)
         if options.force_balanced:
-            index = round_robin(index, self.planned.count)
+            index = router_functions.round_robin(index, self.planned.count)
         choice = Choice(index, weights, loss=loss)
         return choice if options.capacity is None else self._limited(choice, options.capacity, now, own, counts)
 
@@ -212,10 +195,10 @@ class LayerRouting:
         if not self.fixed:
             return replace(choice, index=index.flatten(0, 1))
         k = index.shape[2]
-        slots = [samples * room(tokens, capacity, k, count) for samples, tokens in self._shapes(now)]
+        slots = [samples * router_functions.room(tokens, capacity, k, count) for samples, tokens in self._shapes(now)]
         mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
         sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
-        places = index * mine + sample * room(index.shape[1], capacity, k, count) + places
+        places = index * mine + sample * router_functions.room(index.shape[1], capacity, k, count) + places
         places = places.where(kept, count * mine)
         return replace(choice, index=index.flatten(0, 1), places=places.flatten(0, 1), slots=slots)
 
@@ -236,7 +219,7 @@ class LayerRouting:
         """Route with the router of the options; random draws cover all tokens and agree on all tensor ranks."""
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
-            return switch(logits)
+            return router_functions.switch(logits)
         generator = None
         if now.seed is not None:
             generator = torch.Generator(logits.device).manual_seed(now.seed * 4096 + self.number)
@@ -245,14 +228,14 @@ class LayerRouting:
             if generator is not None:
                 draws = torch.rand(samples, tokens, generator=generator, device=logits.device)
                 draws = own.of(draws).flatten()
-            return gshard(logits, draws)
+            return router_functions.gshard(logits, draws)
         noise = None
         if generator is not None:
             count = self.planned.count
             std = 1 / count if options.noise_std is None else options.noise_std
             noise = torch.randn(samples, tokens, count, generator=generator, device=logits.device)
             noise = own.of(noise).flatten(0, 1) * std
-        return noisy_topk(logits, k, noise)
+        return router_functions.noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
         """Return this layer's term of the step's loss."""
@@ -260,7 +243,7 @@ class LayerRouting:
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each has a part of every sequence
             sums = reduce_from_tp_region(sums, self.mesh.context)
-        balance, z = balance_loss(sums), z_loss(sums)
+        balance, z = router_functions.balance_loss(sums), router_functions.z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
         if not recomputing():
             now.add(loss)
@@ -276,8 +259,8 @@ class LayerRouting:
         group = self.mesh.tp_group
         if own.are_a_part and group is not None:
             whole = all_gather(whole, own.lengths, 1, group)
-        limits = room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
-        places = queue_places(whole, count)
+        limits = router_functions.room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
+        places = router_functions.queue_places(whole, count)
         kept = (places < limits) & (whole < count)
         return own.of(kept), own.of(places)
 
@@ -308,3 +291,46 @@ class _OwnTokens:
     def of(self, whole: Tensor) -> Tensor:
         """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
+
+
+NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
+
+
+@dataclass
+class LayerCounter:
+    """Count the tokens of one layer on one rank; counts known to several ranks are kept by one of them. Counting never
+    waits for the device: what the token exchange knows on the host is added there, the rest stays on the device.
+    """
+
+    count: int
+    counts: list[int] = field(init=False)  # routes to each expert that were counted on the host
+    on_device: Tensor | int = 0  # routes to each expert that were counted on the device
+    # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
+    numbers: Tensor | None = None
+    wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * self.count
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.counts = [0] * self.count
+        self.on_device, self.wanted, self.numbers = 0, 0, None
+
+    def add(self, counts: Sequence[int] | Tensor) -> None:
+        """Add routes to each expert."""
+        if isinstance(counts, Tensor):
+            self.on_device = self.on_device + counts
+        else:
+            self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def add_numbers(self, place: int, *values: Tensor) -> None:
+        """Add to ``numbers``, from ``place`` on."""
+        if self.numbers is None:
+            self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
+        self.numbers[place : place + len(values)] += torch.stack([value.detach().double() for value in values])
+
+    def total(self, device: torch.device) -> Tensor:
+        """Return all counts but ``wanted`` as ``[experts + 4]``."""
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=device) + self.on_device
+        return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))

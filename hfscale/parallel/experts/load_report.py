@@ -1,4 +1,4 @@
-"""Report the load of experts, summed over ranks (see :mod:`.token_counts`), and record it over time."""
+"""Report the load of experts, summed over ranks, and record it over time."""
 
 import json
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from torch import nn
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from ...train.runtime import runtime_of
+from .layer import NUMBERS
 from .part import ExpertRouting
 from .router_functions import max_over_mean, normalized_entropy
-from .token_counts import NUMBERS
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,7 @@ class ExpertLoadHistory:
 
     @classmethod
     def read(cls, path: str | Path) -> "ExpertLoadHistory":
-        """Read the loads recorded in a file.
-
-        Raises:
-            ConfigError: the file holds no such history.
-        """
+        """Read the loads recorded in a file; raise :class:`ConfigError` if it holds none."""
         history = cls()
         try:
             for line in Path(path).read_text().splitlines():
@@ -156,10 +152,7 @@ class ExpertLoadHistory:
 
     def plot(self, path: str | Path) -> Path:
         """Draw a heat map per layer: steps from left to right, experts from top to bottom, load over the mean load as
-        color.
-
-        Raises:
-            ConfigError: nothing was recorded, another suffix, a folder that does not exist, or no matplotlib.
+        color. Raise :class:`ConfigError` where nothing was recorded, or ``path`` or matplotlib do not serve.
         """
         target = Path(path)
         if not self.steps:

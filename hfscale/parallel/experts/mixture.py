@@ -6,29 +6,26 @@ experts, every one sends a share of the tokens, so that no token is computed twi
 but a share to begin with.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.transformers.experts import runs_grouped_products
+from ..._compat.peft import terms_of_experts
+from ..._compat.transformers.experts import apply_gate, runs_grouped_products
 from ...config.routing import RoutingConfig
-from ...distributed.ops.collectives import (
-    copy_to_tp_region,
-    gather_from_tp_region,
-    reduce_from_tp_region,
-    scatter_to_tp_region,
-)
-from ...distributed.ops.grouped_linear import ALIGNED
-from ...distributed.ops.packed_weights import packings_of
+from ...distributed.ops import collectives
+from ...distributed.ops.grouped_linear import ALIGNED, frozen_grouped_linear, grouped_linear
+from ...distributed.ops.packed_weights import packings_of, read_packed
+from ...distributed.ops.shared_casts import cast_weight
 from ...plan.cut import share_evenly
-from ...train.runtime import Runtime
+from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.parameter_names import unwrapped
-from .capacity_buffers import through_slots
 from .dispatch import Routes, combine, dispatch, plan_routes
 from .expert_routing import routing_of_layers
-from .grouped import compute_type, run_experts
 from .layer import LayerRouting, Routing
 from .router_functions import count_each
 
@@ -65,9 +62,11 @@ class Mixture:
         size, rank = dist.get_world_size(self.shares), dist.get_rank(self.shares)
         lengths = share_evenly(hidden.shape[0], size)
         own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
-        own_hidden, own_weights = (scatter_to_tp_region(x, lengths, self.shares, 0) for x in (hidden, weights))
+        own_hidden, own_weights = (
+            collectives.scatter_to_tp_region(x, lengths, self.shares, 0) for x in (hidden, weights)
+        )
         out = self._exchanged(experts, own_hidden, own_index, own_weights)
-        return gather_from_tp_region(out, lengths, self.shares, 0)
+        return collectives.gather_from_tp_region(out, lengths, self.shares, 0)
 
     def _summed(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
@@ -79,9 +78,9 @@ class Mixture:
         local = local.masked_fill((local < 0) | (local >= own), own)
         routes, counts = plan_routes(local, own, None)
         self.routing.count([0] * before + counts + [0] * (self.count - before - own))
-        entered = copy_to_tp_region(hidden.to(compute_type(experts, hidden)), ranks)
-        out = through_experts(experts, entered, copy_to_tp_region(weights, ranks), routes)
-        return reduce_from_tp_region(out, ranks).to(hidden.dtype)
+        entered = collectives.copy_to_tp_region(hidden.to(compute_type(experts, hidden)), ranks)
+        out = through_experts(experts, entered, collectives.copy_to_tp_region(weights, ranks), routes)
+        return collectives.reduce_from_tp_region(out, ranks).to(hidden.dtype)
 
     def _exchanged(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, counts = plan_routes(index, self.count, self.group)
@@ -126,3 +125,109 @@ def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
     weights = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
     size = 2 if mixed_precision != "no" else min((weight.element_size() for weight in weights), default=ALIGNED)
     return any(dim * size % ALIGNED for weight in weights for dim in weight.shape[1:])
+
+
+def through_slots(
+    hidden: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    count: int,
+    slots: Sequence[int],
+    compute: Callable[[Tensor, list[int]], Tensor],
+    group: dist.ProcessGroup | None,
+    batches: int,
+) -> Tensor:
+    """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
+
+    Every rank sends ``slots`` rows to each expert, used or not, so all sizes are known in advance, and the host never
+    waits for the device. Unused slots are zero, and no route reads their outputs, so they have no gradient. Experts see
+    tokens of several batches; for what that means for gradients see :mod:`.dispatch`.
+
+    Args:
+        places: ``[n, k]``: the slot of each route, ``expert * slots + place``; ``count * slots`` for dropped ones.
+        slots: how many rows each rank of ``group`` sends to each expert.
+        compute: rows ``[r, h]``, and how many of them each of this rank's experts has -> ``[r, h]``.
+    """
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    local, own, width = count // ranks, slots[rank], hidden.shape[-1]
+    k = places.shape[1]
+    rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
+    # One extra row receives the dropped routes, and is cut off.
+    buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
+    send, receive = [local * own] * ranks, [local * other for other in slots]
+    if group is not None:
+        buffer = _exchanged(buffer, send, receive, group, float(batches))
+    by_sender = [part.view(local, other, width) for part, other in zip(buffer.split(receive), slots, strict=True)]
+    grouped = torch.cat(by_sender, 1).flatten(0, 1)
+    out = compute(grouped, [sum(slots)] * local).view(local, sum(slots), -1)
+    leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
+    if group is not None:
+        leaving = _exchanged(leaving, receive, send, group, 1.0 / batches)
+    back = torch.cat((leaving, leaving.new_zeros(1, leaving.shape[-1])))
+    return (back[places] * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _exchanged(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float) -> Tensor:
+    """Exchange rows by all-to-all; multiply the gradients by ``factor`` on their way back."""
+    return collectives.apply_mapping(
+        rows,
+        lambda rows: collectives.all_to_all(rows, send, receive, group),
+        lambda grad: collectives.all_to_all(grad * factor, receive, send, group),
+    )
+
+
+def compute_type(experts: Any, x: Tensor) -> torch.dtype:
+    """Return the dtype that the transformers module ``experts`` computes in now, given input ``x``."""
+    experts = unwrapped(experts)
+    weight: Tensor = experts.down_proj
+    if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:  # which it leaves alone
+        return torch.get_autocast_dtype(weight.device.type)
+    packing = packings_of(experts).get("down_proj")
+    return weight.dtype if packing is None else packing.compute_dtype or x.dtype
+
+
+def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute what a transformers module of experts does on rows ``x [rows, h]``, ``counts`` of them per expert,
+    without routes' weights. Its parameters and functions are looked up at each call, so that replaced ones are used.
+    """
+    dtype = compute_type(experts, x)
+    added, experts = low_rank_terms(experts), unwrapped(experts)
+    biased, transposed = experts.has_bias, experts.is_transposed
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        out = whole_rank(x, name)
+        for a, b, scaling in added.get(name, ()):
+            inner = grouped_linear(x, a.to(dtype), None, counts)
+            out = out + scaling * grouped_linear(inner, b.to(dtype), None, counts)
+        return out
+
+    def whole_rank(x: Tensor, name: str) -> Tensor:
+        bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
+        if name in packings_of(experts):
+            return frozen_grouped_linear(x, partial(_dequantized, experts, name), bias, counts, transposed=transposed)
+        weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
+        return grouped_linear(x, weight, bias, counts, transposed=transposed)
+
+    if experts.has_gate:
+        inner = apply_gate(experts, linear(x.to(dtype), "gate_up_proj"))
+    else:
+        inner = experts.act_fn(linear(x.to(dtype), "up_proj"))
+    out = linear(inner, "down_proj")
+    return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+
+
+def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
+    """Return the LoRA factors of each expert parameter, ``A [e, r, in]``, ``B [e, out, r]`` and their scale. PEFT adds
+    ``B A`` to the weights of all experts before it computes; here rows go through the factors instead.
+    """
+    found: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+    for name, *both, count, scaling in terms_of_experts(experts):
+        a, b = (local_tensor(factor) for factor in both)
+        factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
+        found.setdefault(name, []).append((*factors, scaling))
+    return found
+
+
+def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a packed parameter of ``experts`` (QLoRA, Dettmers et al. 2023) in ``dtype``, in each of both passes."""
+    return read_packed(experts, name).to(dtype)

@@ -2,8 +2,7 @@
 
 transformers keeps the experts of one mixture as a module of 3-D parameters ``[experts, ...]`` that is called as
 ``experts(hidden_states, top_k_index, top_k_weights)``. Over expert ranks, each module holds some complete experts, and
-tokens travel to them (Lepikhin et al. 2020, GShard). The rest of a mixture (router, shared experts) follows the other
-axes.
+tokens travel to them (Lepikhin et al. 2020, GShard). The rest (router, shared experts) follows the other axes.
 """
 
 from collections.abc import Iterator

@@ -7,8 +7,7 @@ Every rank reports a list of integers in the one exchange that a step begins wit
 The last part is computed on the device; the exchange appends it to the others.
 
 Tied tensors (an embedding on the first stage, the head tied to it on the last) get the sum of the gradients that stages
-have for their own uses, and copies that start equal stay equal under any optimizer that works elementwise or tensor by
-tensor.
+have for their own uses, and copies that start equal stay equal under any optimizer that works by entry or by tensor.
 """
 
 from collections.abc import Iterator
@@ -48,12 +47,7 @@ class _Report:
 
 
 class StageAgreement:
-    """Exchange with the other stages which of them train, and the state of tied tensors.
-
-    Attributes:
-        loss_type: the dtype of the loss, which only ranks with the last stage compute.
-        alone: whether this rank runs without the others; all stages are then assumed to train.
-    """
+    """Exchange with the other stages which of them train, and the state of tied tensors."""
 
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
@@ -66,6 +60,8 @@ class StageAgreement:
         self._own_stages: dict[str, list[int]] = {}
         self._reports: list[_Report] = []
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
+        # alone: whether this rank runs without the others; all stages are then assumed to train
+        # loss_type: the dtype of the loss, which only ranks with the last stage compute
         self.loss_type, self.alone = torch.float32, False
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:

@@ -16,8 +16,7 @@ Nothing is in ``.grad`` while the pipeline fills, and :meth:`AsynchronousPipelin
 The backward pass of a microbatch needs the weights of its forward pass, but optimizers change weights in place. So
 every call computes with its own leaf tensors, which share the parameters' memory. If some of its microbatches are still
 in flight when it ends, the parameters move to new memory, where the optimizer changes them, and the leaves keep the old
-one: the weight stash. It has ``p - s`` versions on stage ``s`` in PipeDream, and two in PipeDream-2BW, the newest
-included.
+one: the weight stash. It has ``p - s`` versions on stage ``s`` in PipeDream, two in PipeDream-2BW, with the newest.
 """
 
 from collections import deque
@@ -158,11 +157,8 @@ class AsynchronousPipeline(Pipeline):
         return not train or not self._calls
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        """Run one call: see the head of this file.
-
-        Returns:
-            the loss of the batch whose gradients have reached the first stage, on all stages: the one of ``p - 1``
-            calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
+        """Run one call, and return the loss of the batch whose gradients have reached the first stage, on all stages:
+        the one of ``p - 1`` calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
         if not backward:
             return self._evaluate(model, batches, objective)

@@ -100,8 +100,7 @@ class Recorder:
         with recorder.run(Action(stage, "forward", microbatch)):
             ...
 
-    Args:
-        wait: synchronizes with the accelerator, which runs asynchronously; called before the clock is read.
+    Before the clock is read, ``wait`` synchronizes with the accelerator, which runs asynchronously.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Split a batch into the microbatches of a pipelined step, with decoder inputs for stages that have no labels."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,14 +9,17 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.classes import class_name, takes_argument
 from ..._compat.transformers.computing import encoder_outputs
+from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
+from ...plan import Plan
 from ...plan.sequence_split import tokens_of
 from ...train.runtime.batches import Microbatch
+from .orders import order
+from .timeline import Order, fullest_live, peak_live
 
 Batch = Mapping[str, Any]
 
-_PER_STAGE = 4
-"""Microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p."""
+_PER_STAGE = 4  # microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p
 
 
 def share_out(
@@ -156,3 +160,31 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
             "labels: pass decoder_input_ids"
         )
     return {**batch, "decoder_input_ids": seen[0]}
+
+
+def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
+    """Return, per stage, the most microbatches that it holds at once; empty where one rank holds all layers."""
+    return () if plan.stages is None else peak_live(_order(plan, num_microbatches))
+
+
+def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
+    """Return, per stage, microbatches in flight when its rank's stages together keep most (one alone may keep more)."""
+    if plan.stages is None:
+        return ()
+    return fullest_live(_order(plan, num_microbatches), [max(1, len(stage.layers)) for stage in plan.stages.stages])
+
+
+@cache
+def in_flight_of_ranks(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    """Return, per rank, the most microbatches that its stages, of equal size, hold; of a step, ``2 pp_size`` count."""
+    played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
+    live = fullest_live(played, [1] * (pp_size * virtual_stages))
+    return tuple(sum(live[stage] for stage in {action.stage for action in actions}) for actions in played)
+
+
+def _order(plan: Plan, num_microbatches: int | None) -> Order:
+    layout = plan.layout
+    count = num_microbatches or layout.num_microbatches or layout.pp
+    schedule = str(layout.pipeline_schedule)
+    steps = layout.pp if schedule in ASYNCHRONOUS else 1  # those of earlier steps are still under way
+    return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)

@@ -25,8 +25,7 @@ from .timeline import Action, Span, Timeline
 
 @contextmanager
 def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what every pipeline rank computes, and when, inside the with block; rank 0 writes it to ``path`` at the
-    end.
+    """Record what every pipeline rank computes, and when, inside the with block; rank 0 writes it to ``path``.
 
     Call it on every rank, around as many steps as you want to see (the first ones are slower than the rest)::
 

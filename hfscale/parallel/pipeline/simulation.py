@@ -26,21 +26,15 @@ class Costs:
 
 
 DEFAULT_COSTS = Costs()
-_Result: TypeAlias = tuple[int, str, int]
-"""A stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch."""
+_Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
 
 
 def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
     """Return the timeline of an order in which every action starts as soon as its rank and its inputs are ready.
 
     A forward needs the forward of the stage before; a backward (of the input) its own forward and the gradient of
-    the stage after; a backward of the weights the backward of the input. Sending takes no rank's time.
-
-    Args:
-        microbatches: of one step; 0 counts them.
-
-    Raises:
-        ConfigError: the ranks would wait for each other forever.
+    the stage after; a backward of the weights the backward of the input. Sending takes no rank's time. Raise
+    :class:`ConfigError` if the ranks would wait for each other forever. ``microbatches`` of a step are counted if 0.
     """
     home = stage_ranks(order)
     last = max(home)
@@ -64,12 +58,7 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
 
 
 def _run(
-    piece: list[Action],
-    now: float,
-    costs: Costs,
-    home: dict[int, int],
-    last: int,
-    ready: dict[_Result, float],
+    piece: list[Action], now: float, costs: Costs, home: dict[int, int], last: int, ready: dict[_Result, float]
 ) -> list[Span] | None:
     """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]

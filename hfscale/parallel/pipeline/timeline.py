@@ -31,8 +31,7 @@ class Action(NamedTuple):
     paired: bool = False
 
 
-Order: TypeAlias = tuple[tuple[Action, ...], ...]
-"""Per rank, its actions in sequence."""
+Order: TypeAlias = tuple[tuple[Action, ...], ...]  # per rank, its actions in sequence
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 and type two stages tell each other once.
 
 A computation is followed at once by the send of its result, and at that moment the receive is appended to the program
-of the receiving rank. So both ranks have their transfers in the same order, and none waits for a send that comes after
-its own receive.
+of the receiving rank. So both ranks have their transfers in the same order, and none waits for a later send.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

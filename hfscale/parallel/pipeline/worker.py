@@ -27,8 +27,7 @@ from .timeline import Action, Kind
 
 Compute = Callable[[Tensor | None, int], Tensor]
 """Forward pass of a stage: (stream from the stage before, microbatch) -> stream for the next one, or the loss."""
-Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
-"""Microbatch -> shape and type of the stream that arrives."""
+Shape = Callable[[int], tuple[torch.Size, torch.dtype]]  # microbatch -> shape and type of the stream that arrives
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class _Transfer:
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group)]) if tensor.numel() else []
 
     def wait(self) -> Tensor:
-        """Wait for the transfer, and return the tensor."""
         with waiting(self._call, self._peer, self._group):
             for work in self._works:
                 work.wait()
@@ -80,26 +78,21 @@ class _Transfer:
 
 
 class StageWorker:
-    """Run the passes of one pipeline stage over single microbatches, and its transfers.
-
-    Attributes:
-        trains_before: whether anything before this stage trains; its input then has a gradient.
-        trains: whether anything up to this stage's end trains.
-        recomputes: whether layers are recomputed in the backward pass.
-        splits: whether the halves of a split backward pass run separately; else the first half does everything.
-        accumulate: called after every second half, whose gradients autograd's hooks do not see.
-        reduce: called when a microbatch's backward pass is over.
-    """
+    """Run the passes of one pipeline stage over single microbatches, and its transfers."""
 
     def __init__(
         self, place: StagePlace, compute: Compute, shape: Shape, parameters: Callable[[], Iterable[Any]]
     ) -> None:
         self.place, self._compute, self._shape, self._parameters = place, compute, shape, parameters
+        # splits: whether the halves of a split backward pass run separately; else the first half does everything
+        # trains: whether anything up to this stage's end trains
+        # trains_before: whether anything before this stage trains; its input then has a gradient
         self.trains_before = self.trains = self.splits = True
-        self.recomputes = False
+        self.recomputes = False  # whether layers are recomputed in the backward pass
         self.recorder: Recorder | None = None
+        # called after every second half, whose gradients autograd's hooks do not see
         self.accumulate: Callable[[], None] = lambda: None
-        self.reduce: Callable[[], None] = lambda: None
+        self.reduce: Callable[[], None] = lambda: None  # called when a microbatch's backward pass is over
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
         self._gradients: dict[int, _Transfer | Tensor] = {}

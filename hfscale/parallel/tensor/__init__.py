@@ -8,12 +8,3 @@ from .part import (
     router_loss_counted_once,
     share_of_router_loss,
 )
-
-__all__ = [
-    "RandomStreams",
-    "TensorParallel",
-    "VocabularyLoss",
-    "cut_parameters",
-    "router_loss_counted_once",
-    "share_of_router_loss",
-]

@@ -19,13 +19,7 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
 from ...distributed.mesh import Mesh
-from ...distributed.ops.collectives import (
-    Started,
-    copy_to_tp_region,
-    gather_from_tp_region,
-    reduce_from_tp_region,
-    start_all_reduce,
-)
+from ...distributed.ops import collectives
 from ...distributed.ops.overlap import (
     DeferredWeightGrad,
     Regather,
@@ -47,11 +41,7 @@ class Overlap:
     """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
     def __init__(
-        self,
-        columns: list[nn.Module],
-        group: dist.ProcessGroup,
-        stream: SequenceRegion | None,
-        regather: bool,
+        self, columns: list[nn.Module], group: dist.ProcessGroup, stream: SequenceRegion | None, regather: bool
     ) -> None:
         self.group, self.stream, self.regather = group, stream, regather
         # exact types: a subclass may compute something else
@@ -68,7 +58,7 @@ class Overlap:
         self.gathered = None
         stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
-            return copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
+            return collectives.copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
         reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
         weights = [(read(each.weight), is_transposed(each), products_of(each)) for each, read in reads.items()]
@@ -87,9 +77,9 @@ class Overlap:
             self._low_rank[low_rank] = read
             self._take_apart(low_rank)
 
-    def _start_sum(self, grad: Tensor) -> Started:
+    def _start_sum(self, grad: Tensor) -> collectives.Started:
         # A copy, since autograd may hand the same gradient tensor to another branch.
-        return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)
+        return collectives.start_all_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)
 
     def _take_apart(self, module: Any) -> None:
         forward = module.forward
@@ -118,8 +108,9 @@ def install_block_edges(
         size=mesh.layout.tp,
         enter=ends.enter,
         leave=ends.leave,
-        enter_other=lambda x: copy_to_tp_region(x, group),  # also where the stream is cut along the sequence
-        gather=lambda x, lengths: gather_from_tp_region(x, lengths, group),
+        # also where the stream is cut along the sequence
+        enter_other=lambda x: collectives.copy_to_tp_region(x, group),
+        gather=lambda x, lengths: collectives.gather_from_tp_region(x, lengths, group),
     )
     hook_block(model, block, edge)
     rows = [model.get_submodule(name) for name in block.row]
@@ -144,7 +135,7 @@ class _BlockEnds:
         if self.overlap is not None:
             x = self.overlap.enter(x)
         else:
-            x = copy_to_tp_region(x, self.group) if self._cut_stream is None else self._cut_stream.enter(x)
+            x = collectives.copy_to_tp_region(x, self.group) if self._cut_stream is None else self._cut_stream.enter(x)
         self._tokens = tuple(x.shape[:-1])
         return x
 
@@ -152,7 +143,7 @@ class _BlockEnds:
         """Sum the block's output over the tensor ranks, and keep this rank's tokens where the sequence is cut."""
         stream = self._cut_stream
         if stream is None:
-            return reduce_from_tp_region(x, self.group)
+            return collectives.reduce_from_tp_region(x, self.group)
         if x.ndim == 2 and len(self._tokens) == 2:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
             return stream.leave(x.unflatten(0, self._tokens)).flatten(0, 1)
         return stream.leave(x)
@@ -168,7 +159,7 @@ def install_head_edge(head: nn.Module, group: dist.ProcessGroup, streams: Sequen
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         from_stream = (stream.enter_head(args[0]) for stream in streams)
         entered = next((x for x in from_stream if x is not None), None)
-        return (copy_to_tp_region(args[0], group) if entered is None else entered, *args[1:])
+        return (collectives.copy_to_tp_region(args[0], group) if entered is None else entered, *args[1:])
 
     head.register_forward_pre_hook(before)
     for stream in streams:

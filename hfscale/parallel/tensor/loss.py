@@ -40,19 +40,12 @@ from .sequence_region import SequenceRegion
 
 @dataclass
 class RowsAhead:
-    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``.
+    """Describe logits of tokens further ahead, behind the model's own rows: ``[(1 + depths) b, s, V/t]``."""
 
-    Attributes:
-        targets: ``[depths, b, s]``.
-        weight: factor of their mean loss over the depths.
-        hits: ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed.
-        loss: that mean, divided like the model's loss; once computed.
-    """
-
-    targets: Tensor
-    weight: float
-    hits: Tensor
-    loss: Tensor | None = None
+    targets: Tensor  # ``[depths, b, s]``
+    weight: float  # factor of their mean loss over the depths
+    hits: Tensor  # ``[depths, b, s]``, whether there is a target, and no logit above its own; once computed
+    loss: Tensor | None = None  # that mean, divided like the model's loss; once computed
 
     def split(self, logits: Tensor) -> Sequence[Tensor]:
         """Split logits into the model's own rows and the others."""
@@ -116,8 +109,7 @@ class VocabParallelLoss(KeepsOutputs):
         finally:
             self._known, self._shifted, self.count, self.label_smoothing = None, False, None, 0.0
         self._keep(output)
-        loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
-        return loss
+        return output[0] if isinstance(output, tuple) else output.loss
 
     def scoring(self, temperature: float | None = 1.0) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""

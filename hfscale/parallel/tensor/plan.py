@@ -61,7 +61,7 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
     """Plan the region of layers below ``owner``; where that fails, note problems in the draft and return ``None``."""
     lists = {layer.rpartition(".")[0] for layer in draft.stack}
     children = direct_children(draft.modules, owner)
-    around = [name for name in children if name not in lists and _has_parameters(draft, name)]
+    around = [name for name in children if name not in lists and [*draft.modules[name].parameters()]]
     before, odd = entry["before"].get(owner), entry["odd"].get(owner)
     if around and before is None:
         draft.problem(
@@ -91,10 +91,6 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
         direct=entry["direct"] == layers[0] and only_looks_up,
         dropout=_drops_out(draft, layers),
     )
-
-
-def _has_parameters(draft: Draft, name: str) -> bool:
-    return next(draft.modules[name].parameters(), None) is not None
 
 
 def _edges(draft: Draft) -> set[str]:

@@ -43,8 +43,7 @@ def cut_region(
     block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
 ) -> Callable[[], None]:
     """Use the cut random stream from the entry of ``block``, if ``wanted`` says there that it is not in use already, to
-    the entries of its row projections ``exits``. Return what puts the replicated stream back after an exception between
-    them.
+    the entries of its row projections ``exits``. Return what puts the replicated stream back after an exception.
     """
     saved: list[torch.Tensor] = []
     passing = [False]  # what is saved is a recomputation's, which puts back what it found by itself
@@ -198,8 +197,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     if is_accelerator(device):
         module = device_module(device)
         module.init()
-        found: torch.Generator = module.default_generators[device.index or 0]
-        return found
+        return module.default_generators[device.index or 0]
     return torch.default_generator
 
 

@@ -11,8 +11,7 @@ first layer and gathered where they leave the module that owns the layers. Param
 rank's tokens, so their gradients are partial (:mod:`.partial_gradients`). A module inside a layer that may mix tokens
 runs on the full sequence, and the rank keeps its own tokens of the result.
 
-Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded: it saves no
-activations.
+Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded.
 """
 
 import weakref
@@ -40,8 +39,7 @@ from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
 from .random import LayerRandom
 
-TOKENS = 1
-"""The dim of ``[b, s, h]`` that holds tokens."""
+TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
 
 class ForwardPass:

@@ -14,10 +14,8 @@ from ...models.names import wild_name
 from ..parameter import join_path
 from .draft import Draft
 
-_PARTIAL: tuple[None, tuple[str, ...]] = (
-    None,
-    ("tp",),
-)  # held by every rank, each of which sees a part of the gradient
+# held by every rank, each of which sees a part of the gradient
+_PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class PlacedBlock:
         """Return a parameter inside the block, or ``None``."""
         owner, _, attribute = self.path(path).rpartition(".")
         modules = self.draft.modules
-        found: Tensor | None = own_parameters(modules[owner]).get(attribute) if owner in modules else None
-        return found
+        return own_parameters(modules[owner]).get(attribute) if owner in modules else None
 
     def parts_replicas(self, child: str, parts: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return how many ranks hold each of the matrices fused in ``child``; empty if each rank has its own."""

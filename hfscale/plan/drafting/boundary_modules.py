@@ -12,8 +12,7 @@ from ...models.facts import ask
 from ..parameter import join_path
 from ..stages import Loan
 
-PROBED = (1, 2)
-"""Samples, and tokens of each, by which a model is tried."""
+PROBED = (1, 2)  # samples, and tokens of each, by which a model is tried
 
 ALONE = ", and only the stream travels between stages"
 GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"

@@ -20,39 +20,32 @@ from ..cut import Cut
 from ..modules import BlockPlan, ExpertsPlan, SequencePlan
 from ..stages import StagePlan
 
-Ranks = Mapping[int, int] | Sequence[int]
-"""Stage -> the pipeline rank that holds it."""
+Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that holds it
 
 
 class Draft:
     """Hold a model, a layout, the decisions about its parameters so far, and the problems found.
 
-    Attributes:
-        ranks: the pipeline rank of each stage, if the schedule is a file that assigns them.
-        options: the user's choices beside the layout.
-        modules: every module of the model by name.
-        problems: why the layout does not fit, in words; each once.
-        rules: parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial).
-        spread: parameters of experts that are sharded over the expert axis.
-        predictors: the layers of multi-token prediction; the last of ``layers``.
-        roleless: parameters inside blocks for which the blueprint has no role.
-
-    The other attributes are those of :class:`hfscale.plan.Plan`, empty until a part fills them in.
+    Attributes without a comment are those of :class:`hfscale.plan.Plan`, empty until a part fills them in.
     """
 
     def __init__(
         self, model: Any, layout: ParallelConfig, ranks: Ranks | None = None, options: Options = NO_OPTIONS
     ) -> None:
         self.model, self.layout, self.tp = model, layout, layout.tp
+        # options: the user's choices beside the layout
+        # ranks: the pipeline rank of each stage, if the schedule is a file that assigns them
         self.config, self.ranks, self.options = model.config, ranks, options
-        self.problems: list[str] = []
-        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.problems: list[str] = []  # why the layout does not fit, in words; each once
+        self.modules: dict[str, Any] = dict(model.named_modules())  # every module of the model by name
+        # parameter name -> (its cut over the tensor axis, the axes over which its gradient is partial)
         self.rules: dict[str, tuple[Cut | None, tuple[str, ...]]] = {}
-        self.spread: set[str] = set()
-        self.roleless: list[str] = []
+        self.spread: set[str] = set()  # parameters of experts that are sharded over the expert axis
+        self.roleless: list[str] = []  # parameters inside blocks for which the blueprint has no role
         self.blueprint: Blueprint | None = None
         self.layers: list[str] = []
         added = self.modules.get(f"{PREDICTION}.layers") if options.mtp_loss_weight is not None else None
+        # the layers of multi-token prediction; the last of ``layers``
         self.predictors = [f"{PREDICTION}.layers.{depth}" for depth in range(len(added or ()))]
         self.mixtures: tuple[ExpertsPlan, ...] = ()
         self.experts: tuple[ExpertsPlan, ...] = ()

@@ -87,8 +87,7 @@ def other_inputs(text: Any) -> tuple[str, ...]:
 _ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
 """Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
 
-_FEATURES = "deepstack_visual_indexes"
-"""The config field that lists a tower's layers whose features these are."""
+_FEATURES = "deepstack_visual_indexes"  # the config field that lists a tower's layers whose features these are
 
 _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
 """Inputs that are pictures or sounds, as the host names them."""

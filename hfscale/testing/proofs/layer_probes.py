@@ -304,5 +304,4 @@ def _output(model: Any) -> Tensor:
     ids = torch.arange(3, 3 + _TOKENS)[None]
     inputs: dict[str, Any] = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
     end_texts(ids, model.config)
-    output: Tensor = model(input_ids=ids, **inputs, **without_cache(model))[0]
-    return output
+    return model(input_ids=ids, **inputs, **without_cache(model))[0]

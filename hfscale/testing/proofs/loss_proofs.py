@@ -152,8 +152,7 @@ _COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
 
 _LENGTHS = (1, 6, 1, 4)
 _NOWHERE = 64  # a length that nothing reaches
-_APART = 1e-4
-"""Relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more."""
+_APART = 1e-4  # relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more
 
 
 def prove_documents(
@@ -206,8 +205,7 @@ def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) 
 
 
 def _logits(model: Any, batch: Any) -> Tensor:
-    logits: Tensor = model(**batch, **without_cache(model)).logits
-    return logits
+    return model(**batch, **without_cache(model)).logits
 
 
 def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:

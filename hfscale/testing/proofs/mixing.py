@@ -37,11 +37,8 @@ _PADDED = 3  # tokens at the left of the first row, and at the right of the seco
 
 def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bool]:
     """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute. Sequences are cut in the model
-    named ``text`` inside of it; empty: in itself.
-
-    Returns:
-        ``mixing``: why its sequences cannot be cut, in words; whether it ``pads``; and the names of the classes of
-        modules that mix, ``kinds``, and of those that were looked at, ``seen``.
+    named ``text`` inside of it; empty: in itself. Return ``mixing``: why its sequences cannot be cut, in words; whether
+    it ``pads``; and the names of the classes of modules that mix, ``kinds``, and of those looked at, ``seen``.
     """
     # Windows and chunks are shorter than the tried sequences.
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
@@ -94,7 +91,6 @@ class _Mixers:
             handle.remove()
 
     def found(self) -> list[nn.Module]:
-        """Return the modules that mix tokens."""
         return [module for module in self._candidates if type(module) in self.mix]
 
     def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
@@ -138,17 +134,14 @@ class _Subject:
         self._takes_positions = takes_argument(model, "position_ids")
 
     def restore(self) -> None:
-        """Remove the hooks."""
         self.seam.remove()
         for handle in self._handles:
             handle.remove()
 
     def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
-        """Return the part of the batch that a rank gets."""
         return cut_batch(batch, parts, rank, 0, self._takes_positions, self._inside)
 
     def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: Attend) -> Tensor:
-        """Return the model's output for a part."""
         with self.seam.passing(part[0], attend):
             return _run(self.model, part[1])
 
@@ -220,8 +213,7 @@ def _differ(found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBa
 def _run(model: Any, batch: dict[str, Any]) -> Tensor:
     output = model(**batch, **without_cache(model))
     found = getattr(output, "logits", None)
-    result: Tensor = found if found is not None else output[0]
-    return result
+    return found if found is not None else output[0]
 
 
 def _whole_attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:

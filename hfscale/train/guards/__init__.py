@@ -3,5 +3,3 @@
 from .packed_rows import check_packed_rows
 from .part import as_built, before_step, check_model
 from .replicas import check_replicas
-
-__all__ = ["as_built", "before_step", "check_model", "check_packed_rows", "check_replicas"]

@@ -1,5 +1,4 @@
-"""Refuse models that cannot keep packed rows apart: several documents in one row, separated by ``position_ids`` that
-restart or by a mask.
+"""Refuse models that cannot keep packed rows apart: several documents in one row, told by ``position_ids`` or a mask.
 
 No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
 for every family. Recurrences, convolutions and positions counted by the model pass from one document to the next: such
@@ -39,8 +38,7 @@ _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 def check_packed_rows(
     model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
 ) -> None:
-    """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than one by
-    one.
+    """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than alone.
 
     Args:
         batches: some of which hold packed rows.
@@ -75,8 +73,7 @@ def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]
         about = f"from {start}{' by mask' if masked else ''}{' by flash attention' if flash else ''}"
         about += f" with {name} {length}" if name else ""
         given = {"flash": flash, "masked": masked, "start": start, "name": name, "length": length}
-        answer: str = ask("documents", model, about, stock=made, kind=made, **given)
-        return answer
+        return ask("documents", model, about, stock=made, kind=made, **given)
 
     why, where = found(), ""
     if why and given and (first := min(int(positions.min()) for positions in given)) > 0:  # as RoBERTa counts them

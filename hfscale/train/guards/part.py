@@ -4,8 +4,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class StockCode(Part):
         self._save = save
         # the modules, parameters and loss that were built; ``None`` in one process
         self.structure: Structure | None = None
+        self._looks = True
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install all guards; this part comes last."""
@@ -127,8 +128,17 @@ class StockCode(Part):
 
     def _look(self, model: nn.Module, args: Any) -> None:
         """Check the model when a training loop without ``train_step`` calls it."""
-        if self.structure is not None and not torch.compiler.is_compiling():
+        if self._looks and self.structure is not None and not torch.compiler.is_compiling():
             self.structure.check()
+
+    @contextmanager
+    def around_gradients(self, runtime: Runtime) -> Iterator[None]:
+        """Do not look again at each microbatch of a step, which :func:`before_step` has checked."""
+        self._looks = False
+        try:
+            yield
+        finally:
+            self._looks = True
 
 
 def check_model(runtime: Runtime) -> None:

@@ -41,11 +41,8 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
     """Compare the parameters that several ranks hold, before the call ``saving`` if that would save them; collective.
 
     Args:
-        tolerance: warn instead of raising if no difference exceeds this fraction of a tensor's largest entry; by
-            default 0 on the CPU.
-
-    Raises:
-        CheckpointError, ConfigError: on every rank, if some differ; names the first parameter and the ranks.
+        tolerance: warn instead of raising, on every rank, if no difference exceeds this fraction of a tensor's largest
+            entry; by default 0 on the CPU.
     """
     if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
         return

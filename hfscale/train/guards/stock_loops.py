@@ -7,8 +7,7 @@ the model to :meth:`accelerate.Accelerator.prepare` before their first step, so 
 
 ``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. If ranks hold different ones (tensor, pipeline and
 expert ranks do; of FSDP2's shards torch knows the full norm) each would clip by another norm, and ``get_total_norm``
-return one. A ``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step that others
-take.
+return one. A ``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step alone.
 
 Most optimizers update each entry on its own, so each rank may step its shards. Some need full matrices (Adafactor's row
 and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over shards

@@ -4,18 +4,3 @@ from .forward_passes import recomputing
 from .objective import Objective, StepLoss
 from .runtime import Batch, Executor, Part, Runtime, find_runtime, runtime_of
 from .shards import like_sharded, local_tensor, memory_of
-
-__all__ = [
-    "Batch",
-    "Executor",
-    "Objective",
-    "Part",
-    "Runtime",
-    "StepLoss",
-    "find_runtime",
-    "like_sharded",
-    "local_tensor",
-    "memory_of",
-    "recomputing",
-    "runtime_of",
-]

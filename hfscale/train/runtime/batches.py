@@ -136,8 +136,7 @@ def agree(
     Args:
         seen: the result of :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told.
 
-    Raises:
-        ConfigError: on all of the ranks, if they were given different batches.
+    All of the ranks raise :class:`ConfigError` if they were given different batches.
     """
     empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
     own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
@@ -172,9 +171,8 @@ def total_of(
         counts: whether this rank counts its labels: true on one of the ranks that share a batch.
         passes: number of passes in which this rank runs collectives with all others, which must have the same number.
 
-    Raises:
-        ConfigError: on every rank if one refuses its batch: its own error there, a pointer to it elsewhere; or if the
-            numbers of passes differ, and some ranks would wait forever.
+    Every rank raises :class:`ConfigError` if one refuses its batch (its own error there, a pointer to it elsewhere), or
+    if the numbers of passes differ, and some ranks would wait forever.
     """
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"

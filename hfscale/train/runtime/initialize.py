@@ -111,8 +111,7 @@ class _Constructors:
 
 def _tensor_at(model: Any, name: str) -> Tensor:
     owner, _, attribute = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), attribute).detach()
-    return found
+    return getattr(model.get_submodule(owner), attribute).detach()
 
 
 def _units(module: nn.Module, name: str, layers: set[str]) -> Iterator[tuple[str, nn.Module, bool]]:

@@ -35,15 +35,10 @@ Batch = Mapping[str, Any]
 
 
 class Part:
-    """Implement one feature of a layout in one model. Hooks do nothing by default.
+    """Implement one feature of a layout in one model. Hooks do nothing by default."""
 
-    Attributes:
-        masks_padding: whether it asks the attention mask which tokens are padding.
-        state_key: the name of its :meth:`state` in saved states, which outlives the class's name.
-    """
-
-    masks_padding = False
-    state_key = ""
+    masks_padding = False  # whether it asks the attention mask which tokens are padding
+    state_key = ""  # the name of its :meth:`state` in saved states, which outlives the class's name
 
     def is_needed(self, runtime: "Runtime") -> bool:
         """Return whether the plan or an option asks for this feature; otherwise it is left out of the runtime."""
@@ -145,10 +140,8 @@ class Executor:
 
     def run(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
         """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``. Return the loss of
-        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches.
-
-        Args:
-            model: what the caller calls: the runtime's model, or a wrapper of it (PEFT, ``torch.compile``).
+        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches. The
+        ``model`` is what the caller calls: the runtime's, or a wrapper of it (PEFT, ``torch.compile``).
         """
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
@@ -183,35 +176,23 @@ _P = TypeVar("_P", bound=Part)
 
 @dataclass
 class Runtime:
-    """Hold the live state of one parallelized model.
+    """Hold the live state of one parallelized model."""
 
-    Attributes:
-        model: the stock model itself, whatever wraps it now.
-        options: the user's choices besides the layout.
-        parts: the features of its layout, in the order in which they were installed.
-        executor: what runs its steps: the loop of one process, until stages install theirs.
-        data, context, sequence: what the data, context and tensor axes do in a step; nothing where one rank has all.
-        loss: the loss that steps are normalized for; ``None`` where the model keeps its own.
-        restore: takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
-        steps: how many training steps have begun.
-        keeps_small_updates: whether the optimizer loses no small updates of 16-bit weights.
-        run: the id of the run, stored in its saved states; empty before it saves or loads one.
-    """
-
-    model: Any
+    model: Any  # the stock model itself, whatever wraps it now
     plan: Plan
     mesh: Mesh
-    options: Options
-    parts: tuple[Part, ...]
-    executor: Executor = field(init=False)
+    options: Options  # the user's choices besides the layout
+    parts: tuple[Part, ...]  # the features of its layout, in the order in which they were installed
+    executor: Executor = field(init=False)  # what runs its steps: the loop of one process, until stages install theirs
+    # what the data, context and tensor axes do in a step; nothing where one rank has all
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
-    loss: StepLoss | None = None
-    restore: Undo | None = None
-    steps: int = 0
-    keeps_small_updates: bool = False
-    run: str = ""
+    loss: StepLoss | None = None  # the loss that steps are normalized for; ``None`` where the model keeps its own
+    restore: Undo | None = None  # takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`
+    steps: int = 0  # how many training steps have begun
+    keeps_small_updates: bool = False  # whether the optimizer loses no small updates of 16-bit weights
+    run: str = ""  # the id of the run, stored in its saved states; empty before it saves or loads one
 
     def __post_init__(self) -> None:
         self.executor = Executor(self)
@@ -301,6 +282,5 @@ def find_runtime(model: nn.Module) -> Runtime | None:
     """Return the runtime of a model like :func:`runtime_of`, or ``None`` if there is none."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
-            found: Runtime = module.__dict__[_ATTRIBUTE]
-            return found
+            return module.__dict__[_ATTRIBUTE]
     return None

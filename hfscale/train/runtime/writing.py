@@ -113,8 +113,7 @@ def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
     return "", True
 
 
-Attempt = Callable[..., Any]
-"""Calls a function and returns its result, or keeps its exception and returns ``None``."""
+Attempt = Callable[..., Any]  # calls a function and returns its result, or keeps its exception and returns ``None``
 
 
 def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -170,11 +169,8 @@ def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequenc
 
     Collective over ``mesh`` (``None``: this process alone), whose first rank makes the directory and moves it
     (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block if no other rank waits for it there;
-    otherwise it uses :meth:`Staging.attempt`. Existing files that match ``stale`` are deleted, others stay.
-
-    Raises:
-        ConfigError: ``directory`` cannot be written.
-        CheckpointError: on every rank, if one of them failed; the directory is then as it was before.
+    otherwise it uses :meth:`Staging.attempt`. Existing files that match ``stale`` are deleted, others stay; after a
+    failure, which every rank raises, the directory is as it was before.
     """
     target = target_of(directory)
     staging, new = Staging(target), None

@@ -45,6 +45,12 @@ def test_every_family_is_tested() -> None:
     assert FEATURES.keys() == FAMILIES.keys()
 
 
+@pytest.mark.daily(
+    "qwen2-0-torch.float64-1e-12",
+    "qwen3-1-torch.float64-1e-12",
+    "mistral-1-torch.float32-1e-05",
+    "olmo2-0-torch.float32-1e-05",
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
 @pytest.mark.parametrize(("family", "features"), CASES)
 def test_a_mixture_computes_what_the_dense_model_does(
@@ -63,6 +69,7 @@ def test_a_mixture_computes_what_the_dense_model_does(
         assert distance(load(source), load(plain)) > 1e-3  # the features do say something
 
 
+@pytest.mark.daily("granite", "qwen2")
 @pytest.mark.parametrize("family", FEATURES)
 def test_both_write_the_same(tmp_path: Path, family: str) -> None:
     source = save_dense(tmp_path / "dense", family, torch.float64, **FEATURES[family][0])
@@ -78,6 +85,7 @@ def test_tokens_go_to_different_experts(tmp_path: Path) -> None:
         assert len(scores.topk(2).indices.unique()) > 4
 
 
+@pytest.mark.daily("granite", "qwen2")
 @pytest.mark.parametrize("family", FEATURES)
 def test_a_model_in_memory_becomes_the_same_mixture(tmp_path: Path, family: str) -> None:
     source = save_dense(tmp_path / "dense", family, **FEATURES[family][0])

@@ -39,21 +39,25 @@ def _check(pools: Pools, case: Case, layout: str) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None)
 
 
+@pytest.mark.daily("ep2-of-tp2", "ep2-tp2-sequence")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_experts(pools: Pools, layout: str) -> None:
     _check(pools, Case(qwen3_moe(), peft=_lora()), layout)
 
 
+@pytest.mark.daily("ep2-of-tp2")
 @pytest.mark.parametrize("layout", ["one", "tp2", "ep2", "ep2-of-tp2"])
 def test_transposed_weights_with_biases(pools: Pools, layout: str) -> None:
     _check(pools, Case(gpt_oss(), peft=_lora()), layout)
 
 
+@pytest.mark.daily("ep2-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "ep2", "ep2-tp2"])
 def test_experts_alone_and_one_projection_of_them(pools: Pools, layout: str) -> None:
     _check(pools, Case(qwen2_moe(), peft=_lora(target_modules=[], target_parameters=BOTH[1:])), layout)
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
 @pytest.mark.parametrize("layout", ["one", "ep2", "tp2"])
 def test_names_of_projections_that_are_fused_now(pools: Pools, layout: str) -> None:

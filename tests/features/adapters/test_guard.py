@@ -120,6 +120,7 @@ def _goes_on(start: str, wrong: str, sizes: dict[str, Any]) -> list[tuple[float,
     return found
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2}], ids=["tp2", "shard2"])
 def test_a_model_goes_on_after_an_adapter_that_does_not_fit(
     pools: Pools, tmp_path: Path, sizes: dict[str, Any]
@@ -148,6 +149,7 @@ def _types(start: str, sizes: dict[str, Any], changes: dict[str, Any]) -> tuple[
     return loss, float(hfscale.clip_grad_norm_(model, 1.0)), {p.dtype for p in model.parameters() if p.requires_grad}
 
 
+@pytest.mark.daily("copy")
 @pytest.mark.parametrize("changes", [{"modules_to_save": ["input_layernorm"]}, {"bias": "all"}], ids=["copy", "bias"])
 def test_sixteen_and_thirty_two_bits_train_side_by_side(pools: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
     start = _start(tmp_path, attention_bias=True)
@@ -219,12 +221,14 @@ def test_a_state_with_adapters_fits_no_model_without(tmp_path: Path) -> None:
         hfscale.load_state(hfscale.from_pretrained(start), tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_dora_beside_a_bias_that_ranks_have_copies_of(pools: Pools) -> None:
     """DoRA takes the bias out of what the projection returns, so it reads it by itself."""
     case = Case(tiny("llama", attention_bias=True), peft=_lora(use_dora=True, bias="all"))
     assert_layout_equal(case, ParallelConfig(tp_size=4), pools(4))
 
 
+@pytest.mark.daily("lm_head")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 def test_an_adapter_on_a_tied_embedding_in_stages(pools: Pools, target: str) -> None:

@@ -66,6 +66,7 @@ def start(tmp_path: Path) -> str:
     return str(tmp_path / "start")
 
 
+@pytest.mark.daily("pissa")
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_values_are_pefts(pools: Pools, start: str, tmp_path: Path, kind: str) -> None:
     config = _lora(**KINDS[kind])
@@ -106,6 +107,7 @@ MERGED = {
 }
 
 
+@pytest.mark.daily("dora-tp2", "copies-pp2", "loha-tp2", "embedding-pp2", "dora-one")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
 @pytest.mark.parametrize("kind", MERGED)

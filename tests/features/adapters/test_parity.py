@@ -73,6 +73,7 @@ def _lora(**changes: object) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
 
 
+@pytest.mark.daily("tp2-shard2", "pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lora_on_all_linear(pools: Pools, layout: str) -> None:
     _check(pools, Case(tiny("llama"), peft=_lora()), layout)
@@ -84,12 +85,24 @@ def _rough() -> list[Any]:
     return pairs(KINDS, ROUGH, daily=[(k, at) for k in KINDS for at in ROUGH if at == "tp2" or k in often])
 
 
+@pytest.mark.daily(
+    "dora-biases-tp2",
+    "lora-bias-tp2",
+    "conv1d-dora-tp2",
+    "ranks-tp2",
+    "fused-tp2",
+    "copied-row-tp2",
+    "tied-embedding-tp2",
+    "head-tp2",
+    "one-layer-tp2",
+)
 @pytest.mark.parametrize(("kind", "layout"), _rough())
 def test_kinds_of_lora(pools: Pools, kind: str, layout: str) -> None:
     family, changes = KINDS[kind]
     _check(pools, Case(FAMILIES[family](), peft=_lora(**changes)), layout)
 
 
+@pytest.mark.daily("sp2")
 @pytest.mark.parametrize("layout", cases(ROUGH, daily=["sp2", "tp2-shard2"]))
 def test_other_methods(pools: Pools, layout: str) -> None:
     targets = {"target_modules": ["k_proj", "v_proj", "o_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -98,6 +111,7 @@ def test_other_methods(pools: Pools, layout: str) -> None:
     _check(pools, Case(tiny("llama", attention_bias=True), peft=LoHaConfig(**targets, r=3)), layout)
 
 
+@pytest.mark.daily("pp2")
 @pytest.mark.parametrize("layout", cases([*ROUGH, "pp2"], daily=["one", "sp2", "tp2-shard2", "pp2"]))
 def test_adapters_around_a_model_that_computes_already(pools: Pools, layout: str) -> None:
     # One layout around a model from memory, the others around one from a checkpoint.

@@ -41,6 +41,7 @@ def _check(pools: Pools, case: Case, layout: str) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plain_loop(pools: Pools, layout: str) -> None:
     """Gradients of factors that ranks share are summed in the backward pass."""
@@ -52,6 +53,7 @@ def test_a_plain_loop_over_experts(pools: Pools) -> None:
     _check(pools, plain.PlainCase(qwen3_moe(), peft=config, hf_kwargs=EAGER), "tp2")
 
 
+@pytest.mark.daily("classes of texts-tp2", "one layer many times-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2"])
 @pytest.mark.parametrize(
     "kind", ["classes of texts", "attention to an encoder", "one layer many times", "relative biases"]
@@ -65,6 +67,7 @@ def test_other_classes(pools: Pools, kind: str, layout: str) -> None:
     _check(pools, case, layout)
 
 
+@pytest.mark.daily("sp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "tp2-shard2"])
 def test_recomputed_layers(pools: Pools, layout: str) -> None:
     """With a frozen embedding nothing that enters the first layer has a gradient."""
@@ -84,6 +87,7 @@ def _masks(path: str, sizes: dict[str, Any], seed: int) -> tuple[float, dict[str
     return loss.item(), masks
 
 
+@pytest.mark.daily("0.3-tp2", "0.3-sp2")
 @pytest.mark.parametrize("sizes", [LAYOUTS["tp2"], LAYOUTS["sp2"]], ids=["tp2", "sp2"])
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.3])
 def test_dropout_in_front_of_adapters(
@@ -124,6 +128,7 @@ def _resumed(start: str, state: str, sizes: dict[str, Any]) -> bool:
     return all(torch.equal(local_tensor(a.detach()), local_tensor(b.detach())) for (_, a), (_, b) in pairs)
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "tp2-shard2"])
 def test_a_resumed_run(pools: Pools, tmp_path: Path, layout: str) -> None:
     torch.manual_seed(0)
@@ -152,6 +157,7 @@ def _sixteen_bits(start: str, sizes: dict[str, Any], checkpointing: bool) -> dic
     return {"moved": moved, "factors": factors, "types": {p.dtype for _, p in parameters if p.requires_grad}}
 
 
+@pytest.mark.daily("tp2-shard2")
 @pytest.mark.parametrize("layout", ["tp2", "tp2-shard2", "replicate2"])
 def test_sixteen_bit_weights(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Factors are kept in 32 bits and every one of them moves, nothing else does (T14, T15, T27)."""
@@ -175,6 +181,7 @@ def _after_steps(start: str, sizes: dict[str, Any]) -> dict[str, Tensor]:
     return {p.name: value.detach().clone() for p, value in held if p.partial and value.requires_grad}
 
 
+@pytest.mark.daily("sp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "tp4"])
 def test_copies_of_factors_stay_equal_to_the_last_bit(pools: Pools, tmp_path: Path, layout: str) -> None:
     """T6."""

@@ -86,6 +86,7 @@ def stepped(layout: dict[str, Any], way: dict[str, Any], compress: bool, config:
     return [loss, *(local_tensor(gradient).clone() for gradient in gradients)]
 
 
+@pytest.mark.daily("sequence-recomputed", "zbv-alone", "1f1b-every second")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -156,6 +157,7 @@ def kept(layout: dict[str, Any], lora: bool) -> tuple[float, float]:
     return counted["activation_bytes"] - counted["compressed_activation_bytes"], estimated[0] - estimated[1]
 
 
+@pytest.mark.daily("cp2-lora", "sequence-full", "one-lora")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", ["one", "tp2", "sequence", "cp2"])
 def test_bytes_are_the_estimates(pools: Pools, layout: str, lora: bool) -> None:

@@ -124,6 +124,9 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str, base: str) ->
     return [local_tensor(parameter.detach()).float() for parameter in model.parameters()]
 
 
+@pytest.mark.daily(
+    "ep2-budget-optimizer", "replicate2-activations-compression", "zbv-selective-bf16", "pipedream-full-activations"
+)
 @pytest.mark.parametrize(
     ("layout", "one", "other"),
     [pytest.param(*case, marks=() if case in DAILY else pytest.mark.slow) for case in PAIRS],
@@ -164,6 +167,7 @@ BESIDE = [
 ]
 
 
+@pytest.mark.daily("replicate2-compression")
 @pytest.mark.parametrize(
     ("layout", "change"), cases(BESIDE, daily=[("sequence", "fp8"), ("replicate2", "compression")])
 )

@@ -66,6 +66,7 @@ def case_of(layout: str, way: str) -> Case:
     return Case(config, accumulation=3, hf_kwargs=kwargs, memory=memory, peft=lora)
 
 
+@pytest.mark.daily("ep2-kept", "sequence-full", "zbv-modules", "zbv-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -92,6 +93,7 @@ def test_equal_to_one_process(pools: Pools, layout: str, way: str) -> None:
     assert_layout_equal(case_of(layout, way), parallel, pool)
 
 
+@pytest.mark.slow
 def test_results_are_kept_though_a_recomputation_gathers_more(pools: Pools) -> None:
     """Replicas' experts are gathered inside of a layer, where the first pass has some of them gathered already."""
     config = DeepseekV3Config(
@@ -139,6 +141,7 @@ TOKENS, HIDDEN, HEADS, FLOAT = 4 * 32, 32, 4, 4
 ROTARY = 2 * 32 * HIDDEN // HEADS * FLOAT  # sines and cosines of a sequence, which all layers have in common
 
 
+@pytest.mark.daily("sequence", "one")
 @pytest.mark.parametrize("layout", ["one", "tp2", "sequence"])
 def test_kept_bytes_are_the_formula(pools: Pools, layout: str) -> None:
     """Recomputed layers keep their input; recomputed attention neither its scores nor what sums them up."""
@@ -191,6 +194,7 @@ def gradients(path: str, layout: dict[str, Any], memory: MemoryConfig | None) ->
     return [local_tensor(p.grad) for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "sequence", "shard2", "1f1b"])
 def test_over_four_bits_with_dropout(pools: Pools, tmp_path: Path, layout: str) -> None:
     """The same bits, with the masks of the forward pass."""

@@ -72,6 +72,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily("shard2-on the host")
 @pytest.mark.parametrize(
     ("layout", "besides"),
     cases(
@@ -101,6 +102,7 @@ def test_weights_are_those_without_bit_by_bit(pools: Pools, layout: str, besides
             assert gathered < whole
 
 
+@pytest.mark.daily("shard2")
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
 def test_scales_of_weights_are_found_once_a_step(pools: Pools, layout: str) -> None:
     """By one reduction for all of them over each axis: where tensor ranks have parts, those of the rest come once a

@@ -121,6 +121,7 @@ def run(pools: Pools, layout: dict[str, Any], function: Callable[..., Any], *giv
     return pools(size).run(function, *given) if size > 1 else [function(*given)]
 
 
+@pytest.mark.daily("untied-zbv")
 @pytest.mark.parametrize(
     "layout", cases(LAYOUTS, daily=LAYOUTS.keys() - {"tp2", "1f1b", "replicate2", "pp2, tp2", "shard2"})
 )
@@ -165,6 +166,7 @@ def gradients_of(layout: dict[str, Any], mixed: str, again: str | None) -> list[
     return [p.grad for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.daily("zbv")
 @pytest.mark.parametrize("layout", cases(EXACT, daily=EXACT.keys() - {"sequence", "pp2, tp2", "ep2, tp2", "1f1b"}))
 def test_gradients_are_true(pools: Pools, layout: str) -> None:
     """Every factor on the way is a power of two."""
@@ -226,6 +228,7 @@ def poisoned(path: str, layout: dict[str, Any], name: str) -> list[tuple[dict[st
     return found
 
 
+@pytest.mark.daily("zbv-adamw_torch", "replicate2-sgd")
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

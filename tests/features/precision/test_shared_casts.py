@@ -99,6 +99,7 @@ def both(*case: Any) -> tuple[Any, Any]:
         return shared, trained(*case)
 
 
+@pytest.mark.daily("1f1b", "2bw")
 @pytest.mark.parametrize("case", cases(CASES, daily=["1f1b", "zbv", "2bw"]))
 def test_sharing_changes_no_bit(pools: Pools, case: str) -> None:
     layout, asked = CASES[case]
@@ -131,6 +132,7 @@ def kept(microbatches: int, tp_size: int, trains: bool) -> tuple[int, int, int]:
     return saved.layers + saved.around, found.activations + found.gathered - sum(head), copies
 
 
+@pytest.mark.daily("whole", "frozen")
 @pytest.mark.parametrize(("tp_size", "trains"), [(1, True), (1, False), (2, True)], ids=["whole", "frozen", "tp2"])
 def test_copies_do_not_grow_with_microbatches(pools: Pools, tp_size: int, trains: bool) -> None:
     """Six under way keep what one keeps six times, but for one copy of the weights."""

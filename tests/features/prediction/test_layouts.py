@@ -51,6 +51,7 @@ def equal(case: PredictionCase, sizes: dict[str, Any], pools: Pools, directory: 
     assert max(difference(saved[key], end[key]) for key in saved) < 1e-10
 
 
+@pytest.mark.daily("ep2")
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "sequence", "cp2", "ep2", "pp2, tp2")))
 def test_layout(layout: str, pools: Pools, tmp_path: Path) -> None:
     config = config_with(depths=2, layers=4 if layout == "zbv" else 2)
@@ -63,6 +64,7 @@ def test_tied_head(layout: str, pools: Pools, tmp_path: Path) -> None:
     equal(PredictionCase(config_with("glm4_moe", tie_word_embeddings=True)), LAYOUTS[layout], pools, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(["one", "sequence", "cp2"], daily=["cp2"]))
 def test_sliding_layers_and_other_names(layout: str, pools: Pools, tmp_path: Path) -> None:
     equal(PredictionCase(config_with("mellum")), LAYOUTS[layout], pools, tmp_path)

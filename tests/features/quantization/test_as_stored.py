@@ -154,6 +154,7 @@ def stored_bytes(path: Path) -> int:
     return sum(stored[key].nbytes for key in kept if not key.endswith(beside))
 
 
+@pytest.mark.daily("pp2")
 @pytest.mark.parametrize("layout", cases(LAYOUTS, daily=("one", "tp2", "pp2", "shard3", "ep2-shard4")))
 def test_adapters_learn_what_they_learn_over_plain_values(pools: Pools, written: dict[Pair, Path], layout: str) -> None:
     """Loss, gradients, norm, and weights after two steps; and each rank holds its share of the stored bytes."""
@@ -184,6 +185,7 @@ def in_sixteen_bits(paths: dict[Pair, Path], layout: Layout, kwargs: dict[str, A
     return different
 
 
+@pytest.mark.daily("autocast")
 @pytest.mark.parametrize(
     ("layout", "kwargs"),
     [
@@ -276,6 +278,7 @@ def peak(path: Path, family: str, layout: Layout, packed: bool) -> int:
         dequantized._ENTRIES = entries
 
 
+@pytest.mark.daily("pair0")
 @pytest.mark.parametrize("pair", [("llama", "fp8"), ("gpt_oss", "mxfp4")])
 def test_loading_takes_less_than_a_plain_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: Pair) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads would not be followed

@@ -92,6 +92,7 @@ def test_plan_says_what_is_not_equal() -> None:
 # Values
 
 
+@pytest.mark.daily("nf4-tp2-shard2", "nf4-pp2-tp2", "nf4-sp2", "nf4-replicate2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.slow)])
 def test_values_are_those_of_one_process(pools: Pools, tmp_path: Path, kind: str, layout: str) -> None:
@@ -103,6 +104,7 @@ def test_values_are_those_of_one_process(pools: Pools, tmp_path: Path, kind: str
             assert equal, name
 
 
+@pytest.mark.daily("qwen2-tp2-shard2", "gpt2-tp2", "phi3-shard2")
 @pytest.mark.parametrize("layout", ["tp2", "shard2", "tp2-shard2"])
 @pytest.mark.parametrize("family", ["phi3", "gpt2", "qwen2"])
 def test_fused_turned_and_biased_weights(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
@@ -120,6 +122,7 @@ def test_copied_heads(pools: Pools, tmp_path: Path) -> None:
         assert all(planned and equal for planned, equal, _ in found.values())
 
 
+@pytest.mark.daily("tp2-shard2")
 @pytest.mark.parametrize("layout", ["tp2", "shard2", "tp2-shard2", "shard4"])
 def test_blocks_that_do_not_align_are_close(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Rows of 90 values, of which no multiple but 32 is whole blocks; shards of 23 rows and of 22."""
@@ -133,6 +136,7 @@ def test_blocks_that_do_not_align_are_close(pools: Pools, tmp_path: Path, layout
             assert error < 0.3, name  # the widest step of nf4; misplaced values miss by 1
 
 
+@pytest.mark.daily("tp2-shard2")
 @pytest.mark.parametrize("layout", ["one", "tp2", "shard2", "tp2-shard2"])
 def test_double_quantization_is_close(pools: Pools, tmp_path: Path, layout: str) -> None:
     path = save(wide("llama"), tmp_path)

@@ -79,6 +79,7 @@ def _check(found: Path, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)
 
 
+@pytest.mark.daily("llama-shard2", "gpt2-tp2", "gpt2-one")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
@@ -111,6 +112,7 @@ def test_merged(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:
     _check(tmp_path / "merged", expected)
 
 
+@pytest.mark.daily("ep2-tp2")
 @pytest.mark.parametrize("layout", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=["ep2", "ep2-tp2"])
 def test_merged_experts(pools: Pools, tmp_path: Path, layout: Layout) -> None:
     config = qwen3_moe(hidden_size=128, moe_intermediate_size=64, head_dim=32)

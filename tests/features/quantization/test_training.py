@@ -48,6 +48,7 @@ def pass_of(path: str, layout: Layout, config: BitsAndBytesConfig, times: int, c
     return found
 
 
+@pytest.mark.daily("nf4-replicate2-True", "nf4-shard2-False")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", [{}, SHARD2, {"dp_replicate_size": 2}], ids=["one", "shard2", "replicate2"])
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.slow)])
@@ -59,6 +60,7 @@ def test_wrapping_changes_no_bit(pools: Pools, tmp_path: Path, kind: str, layout
         assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.daily("computes0")
 @pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
 def test_mixed_precision_leaves_packed_bytes_alone(pools: Pools, tmp_path: Path, computes: torch.dtype) -> None:
     path = save(wide("llama"), tmp_path)
@@ -113,6 +115,7 @@ def step_of(path: str, layout: Layout, config: BitsAndBytesConfig) -> tuple[floa
     return float(loss), float(hfscale.clip_grad_norm_(model, 1.0)), found
 
 
+@pytest.mark.daily("llama-pp2-nu2-pizbv", "gpt2-tp2-dp2", "phi3-tp2")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -167,6 +170,7 @@ def test_eight_bits(pools: Pools, tmp_path: Path) -> None:
             assert grads
 
 
+@pytest.mark.daily("bf16")
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
 def test_sharding_rows_changes_no_bit(pools: Pools, tmp_path: Path, mixed: str) -> None:
     config = BitsAndBytesConfig(load_in_8bit=True)
@@ -220,6 +224,7 @@ def loaded(path: str, layout: Layout, config: BitsAndBytesConfig) -> dict[str, i
     }
 
 
+@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"pp_size": 2}, SHARD2], ids=["one", "tp2", "pp2", "shard2"])
 def test_no_rank_holds_its_share_in_16_bits(pools: Pools, tmp_path: Path, layout: Layout) -> None:
     """At most two copies of one tensor (read, and laid out anew) over what is left: packed weights and their scales."""

@@ -44,6 +44,7 @@ def without_summary(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "history": rows, "calls": (0, 0), "writer": False}
 
 
+@pytest.mark.daily("layout1-4-more1")
 @pytest.mark.parametrize(
     ("layout", "step", "more"), [pytest.param(TP2, 2, {}, marks=pytest.mark.slow), (PP2, 4, GROUPED), (DP2, 4, GROUPED)]
 )
@@ -62,6 +63,7 @@ def test_a_run_goes_on_bit_by_bit(
 
 
 # Stock code draws the order of an epoch anew in whose middle it goes on: step 3 ends one.
+@pytest.mark.daily("layout0-4-more0")
 @pytest.mark.parametrize(
     ("layout", "step", "more"), [(TP2, 4, {}), (PP2, 4, {}), (DP2, 3, {**GROUPED, "save_steps": 1})]
 )
@@ -88,6 +90,7 @@ def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path
         assert_equal(without_summary(found), without_summary(whole), TP2)
 
 
+@pytest.mark.slow
 def test_runs_move_between_layouts(pools: Pools, start: str, tmp_path: Path) -> None:
     whole = pools(2).run(run, CASE, start, str(tmp_path / "tp"), TP2)[0]
     resumed = replace(CASE, resume=str(tmp_path / "tp" / "checkpoint-2"))
@@ -107,6 +110,7 @@ def test_float16_skips_what_overflows(pools: Pools, start: str, tmp_path: Path) 
     assert rates[-1] < 1e-2
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [TP2, PP2])
 def test_the_best_model_is_loaded_at_the_end(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 0.3}

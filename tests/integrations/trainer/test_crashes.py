@@ -92,6 +92,7 @@ class Killed(TrainerCallback):
             shutil.copytree(self.out, self.first, dirs_exist_ok=True)
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_of_a_save(tmp_path: Path) -> None:
     """What is there is whole; a run that goes on from it ends with the weights of one that was never killed."""
     kills = Killed(tmp_path / "out")

@@ -145,6 +145,12 @@ def note(phase: str) -> None:
     """Nobody asks how far it is."""
 
 
+@pytest.mark.daily(
+    "packed rows of several texts, ",
+    "an optimizer that a subclass c",
+    "examples in one row that are d",
+    "a save behind predictions in b",
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", [*DRAWS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)], ids=lambda name: name[:30]

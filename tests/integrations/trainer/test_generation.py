@@ -121,7 +121,7 @@ SLOW = pytest.mark.slow
     ("kind", "layout"),
     [
         ("t5", PP2),
-        ("bart", {"dp_shard_size": 2}),
+        pytest.param("bart", {"dp_shard_size": 2}, marks=SLOW),
         *(pytest.param(kind, {"tp_size": 2}, marks=SLOW) for kind in CONFIGS),
         *(pytest.param(kind, {"dp_replicate_size": 2}, marks=SLOW) for kind in CONFIGS),
         *(pytest.param(kind, {**PP2, "tp_size": 2}, marks=SLOW) for kind in CONFIGS),

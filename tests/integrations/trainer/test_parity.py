@@ -81,6 +81,7 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     return find
 
 
+@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -102,6 +103,7 @@ def test_logs_equal_one_process(
         assert_equal(found, stock, layout)
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [TP2, PP2])
 def test_mixed_precision_rounds_as_in_one_process(
     pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
@@ -120,6 +122,7 @@ def test_mixed_precision_rounds_as_in_one_process(
     assert compared > 3  # it did round
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [EP2, TP2, PP2])
 def test_mixtures_of_experts(
     pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
@@ -129,6 +132,7 @@ def test_mixtures_of_experts(
         assert_equal(found, stock, layout)
 
 
+@pytest.mark.daily("qlora-wide-layout4")
 @pytest.mark.parametrize(
     ("name", "family", "layout"),
     [

@@ -74,6 +74,7 @@ def made_late(path: str, out: str, layout: Layout) -> list[float]:
     return losses
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [TP2, PP2])
 def test_models_made_late(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
     for first, second in pools(2).run(made_late, start, str(tmp_path), layout):
@@ -92,6 +93,7 @@ def wrapped(path: str, out: str, layout: Layout) -> tuple[float, bool]:
     return whole, trainer.state.log_history[3]["loss"] == whole
 
 
+@pytest.mark.daily("layout1")
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2])
 def test_models_of_peft(pools: Pools, start: str, layout: Layout, tmp_path: Path) -> None:
     for _, again in pools(2).run(wrapped, start, str(tmp_path), layout):

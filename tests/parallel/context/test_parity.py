@@ -31,6 +31,7 @@ def equal(pools: Pools, case: Case, **sizes: Any) -> None:
     assert_layout_equal(case, layout, pools(layout.total_size))
 
 
+@pytest.mark.daily("mistral-gather")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_methods(pools: Pools, family: str, method: str) -> None:
@@ -39,12 +40,14 @@ def test_methods(pools: Pools, family: str, method: str) -> None:
     equal(pools, Case(tiny(family, **changes), lengths=ODD), cp_size=2, cp_method=method)
 
 
+@pytest.mark.daily("ring", "heads")
 @pytest.mark.parametrize("method", METHODS)
 def test_four_ranks(pools: Pools, method: str) -> None:
     """More ranks than key/value heads, and pieces of a single token."""
     equal(pools, Case(tiny("llama"), lengths=(17, 7)), cp_size=4, cp_method=method)
 
 
+@pytest.mark.daily("gpt_oss")
 @pytest.mark.parametrize("family", cases(["llama", "mistral", "gpt_oss"], daily=["llama", "gpt_oss"]))
 def test_heads_in_groups_around_a_ring(pools: Pools, family: str) -> None:
     """Six heads are shared out to groups of two of four ranks."""
@@ -62,6 +65,7 @@ def test_heads_in_groups_with_other_axes(pools: Pools) -> None:
     equal(pools, Packed(tiny("llama", **heads), lengths=(17, 9)), cp_size=4, cp_method="heads_ring", dp_shard_size=2)
 
 
+@pytest.mark.daily("ring")
 @pytest.mark.parametrize("method", METHODS)
 def test_sinks_and_windows_in_a_mixture(pools: Pools, method: str) -> None:
     equal(pools, Case(gpt_oss(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, cp_method=method)
@@ -78,6 +82,7 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily("pp-zbv", "sequence")
 @pytest.mark.parametrize("axes", cases(AXES, daily=AXES.keys() - {"tp", "replicate", "pp"}))
 def test_with_other_axes(pools: Pools, axes: str) -> None:
     layers = {"num_hidden_layers": 4} if "zbv" in axes else {}
@@ -86,6 +91,7 @@ def test_with_other_axes(pools: Pools, axes: str) -> None:
     equal(pools, case, cp_size=2, **AXES[axes])
 
 
+@pytest.mark.daily("{'ep_size': 2}")
 @pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 4}], ids=str)
 def test_experts_over_context_ranks(pools: Pools, sizes: dict[str, int]) -> None:
     equal(pools, Case(qwen2_moe(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, **sizes)
@@ -108,6 +114,7 @@ class Packed(Case):
         return super().reference_step(model, [[{**m, "use_cache": False} for m in rank] for rank in step])
 
 
+@pytest.mark.daily("llama-heads", "mistral-ring")
 @pytest.mark.parametrize(
     ("family", "method"),
     pairs(["llama", "mistral"], METHODS, daily=[*(("mistral", method) for method in METHODS), ("llama", "heads")]),
@@ -129,6 +136,7 @@ def _plainly(directory: str, layout: dict[str, Any]) -> list[Tensor]:
     return [logits.detach(), norm, made, hfscale.eval_step(model, {"input_ids": ids, "labels": ids})]
 
 
+@pytest.mark.daily("{'tp_size': 2}")
 @pytest.mark.parametrize("axes", [{}, {"tp_size": 2}], ids=str)
 def test_whole_sequences_go_through_each_rank_outside_of_steps(
     pools: Pools, tmp_path: Path, axes: dict[str, int]
@@ -143,6 +151,7 @@ def test_whole_sequences_go_through_each_rank_outside_of_steps(
             torch.testing.assert_close(here, one, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.daily("lfm2-axes0-True", "bamba-axes1-False")
 @pytest.mark.parametrize(
     ("family", "axes", "checkpointing"),
     [
@@ -170,6 +179,7 @@ class OtherPadding(Case):
         return found
 
 
+@pytest.mark.slow
 def test_recomputed_mixers_know_their_microbatch(pools: Pools) -> None:
     config = config_of("lfm2", layer_types=["conv", "full_attention"] * 2, num_hidden_layers=4)
     case = OtherPadding(config, lengths=(13, 13, 12), accumulation=3, checkpointing=True)
@@ -193,6 +203,7 @@ def _balanced(directory: str, layout: dict[str, Any]) -> list[Any]:
     return [loss.item(), norm.item(), *(value for layer in layers for value in layer)]
 
 
+@pytest.mark.daily("{'ep_size': 2}")
 @pytest.mark.parametrize("axes", [{}, {"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=str)
 def test_experts_are_balanced_over_whole_sequences(pools: Pools, tmp_path: Path, axes: dict[str, int]) -> None:
     AutoModelForCausalLM.from_config(qwen3_moe(), dtype=torch.float64).save_pretrained(tmp_path)
@@ -243,6 +254,7 @@ def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, wo
         hfscale.plan(config_of(family), ParallelConfig(cp_size=2))
 
 
+@pytest.mark.daily("ring", "heads")
 @pytest.mark.parametrize("method", METHODS)
 def test_rotary_embeddings_that_look_at_the_length(pools: Pools, method: str) -> None:
     """Longer than what the family was trained on, as a whole; a part of it is not."""
@@ -257,6 +269,7 @@ def test_recomputed_and_frozen(pools: Pools) -> None:
     equal(pools, case, cp_size=2)
 
 
+@pytest.mark.daily("ring")
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters(pools: Pools, method: str) -> None:
     peft = LoraConfig(r=3, target_modules="all-linear", lora_alpha=4)

@@ -193,6 +193,7 @@ def apart(one: Shares, other: Shares) -> float:
     return float(sum((one[name] - other[name]).square().sum() for name in one)) ** 0.5
 
 
+@pytest.mark.daily("replicate2")
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=() if each in _QUICK else pytest.mark.slow) for each in LAYOUTS]
 )
@@ -248,6 +249,7 @@ def test_offloaded_activations_live_until_their_stream_is_done() -> None:
     assert not faults
 
 
+@pytest.mark.daily("powersgd", "eight bits")
 @pytest.mark.parametrize("kind", ["bf16", "powersgd", "no", "eight bits"])
 def test_buffers_live_until_their_streams_are_done(pools: Pools, kind: str) -> None:
     """FSDP2 runs hooks on another stream than that which makes their buffers, and gives these back behind its back."""

@@ -122,6 +122,7 @@ def test_bias_updates_balance_a_skewed_router_and_are_saved(tmp_path: Path) -> N
         torch.testing.assert_close(again.get_buffer(name).double(), bias.double())
 
 
+@pytest.mark.slow
 def test_bias_updates_are_the_same_on_every_rank(pools: Any) -> None:
     _, expected = _skewed(None, 0.01, steps=10)
     for layout in (ParallelConfig(ep_size=2), ParallelConfig(tp_size=2, sequence_parallel=True, ep_size=2)):

@@ -66,6 +66,7 @@ def test_loads_are_those_of_a_count_by_hand() -> None:
             assert sum(load.layers[0].tokens) == sum(2 * batch["input_ids"].numel() for batch in _microbatches())
 
 
+@pytest.mark.daily("True-tp2, sequence parallel, ep2", "False-dp_shard2 x pp2, ep2", "False-tp2")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -142,6 +143,7 @@ def test_a_history_is_written_and_read(tmp_path: Path) -> None:
         ExpertLoadHistory(tmp_path / "nowhere" / "loads.jsonl")
 
 
+@pytest.mark.daily(".png")
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_picture_has_a_map_per_layer(tmp_path: Path, suffix: str) -> None:
     target = _history().plot(tmp_path / f"loads{suffix}")

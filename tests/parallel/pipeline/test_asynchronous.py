@@ -122,30 +122,35 @@ def _check(
         pools(layout.total_size).run(run_rank, name, layout, calls, checkpointing, evaluate)
 
 
+@pytest.mark.daily("4")
 @pytest.mark.parametrize("pp_size", [2, 4])
 def test_pipedream(pools: Pools, pp_size: int) -> None:
     layout = ParallelConfig(pp_size=pp_size, pipeline_schedule="pipedream")
     _check(pools, layout, _batches(7, 1))
 
 
+@pytest.mark.daily("2-5")
 @pytest.mark.parametrize(("pp_size", "microbatches"), [(2, 2), (2, 5), (4, 4)])
 def test_two_versions(pools: Pools, pp_size: int, microbatches: int) -> None:
     layout = ParallelConfig(pp_size=pp_size, pipeline_schedule="pipedream_2bw")
     _check(pools, layout, _batches(4, microbatches))
 
 
+@pytest.mark.daily("pipedream")
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_fewer_calls_than_stages(pools: Pools, schedule: str) -> None:
     layout = ParallelConfig(pp_size=4, pipeline_schedule=schedule)
     _check(pools, layout, _batches(2, 1 if schedule == "pipedream" else 4))
 
 
+@pytest.mark.daily("pipedream_2bw")
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_recomputed_with_the_weights_of_the_forward_pass(pools: Pools, schedule: str) -> None:
     layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule)
     _check(pools, layout, _batches(4, 1 if schedule == "pipedream" else 3), checkpointing=True, evaluate=True)
 
 
+@pytest.mark.daily("pipedream_2bw")
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_with_tensor_parallelism(pools: Pools, schedule: str) -> None:
     layout = ParallelConfig(pp_size=2, tp_size=2, pipeline_schedule=schedule)
@@ -205,6 +210,7 @@ def _versions(directory: str, schedule: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_versions_that_are_kept(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=4)).save_pretrained(tmp_path)
     for stage, found in enumerate(pools(4).run(_versions, str(tmp_path), "pipedream")):

@@ -133,6 +133,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily("1f1b-4-8", "zbv-2-6", "looped_bfs-2-4", "gpipe-2-5", "1f1b-4-2")
 @pytest.mark.parametrize(("schedule", "pp_size", "microbatches"), CASES)
 def test_microbatches_alive_are_those_of_the_order(
     pools: Pools, schedule: str, pp_size: int, microbatches: int

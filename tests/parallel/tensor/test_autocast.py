@@ -45,6 +45,7 @@ def _stock(path: str, dtype: torch.dtype, mixed: bool) -> tuple[float, dict[str,
     return float(loss.detach()), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.daily("gpt2-sequence", "gpt2-apart", "llama-regather", "llama-tp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_autocast_is_as_near_as_stock(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 import hfscale
-from hfscale import MemoryConfig, ParallelConfig
+from hfscale import Float8Config, MemoryConfig, ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 from tests.layouts import LAYOUTS
@@ -30,11 +30,13 @@ def _step(
     memory: MemoryConfig | None = None,
     adapters: bool = False,
     lengths: tuple[int, ...] = (12,),
+    **given: Any,
 ) -> dict[str, torch.Tensor]:
     lora = LoraConfig(r=2, target_modules="all-linear") if blocks or adapters else None
     config = tiny(family, num_hidden_layers=2 * layout.size("pp")) if blocks else tiny(family)
     torch.manual_seed(0)
-    model = hfscale.from_config(config, parallel=layout, dtype=torch.float64, peft_config=lora, memory=memory).train()
+    given = {"dtype": torch.float64, **given}
+    model = hfscale.from_config(config, parallel=layout, peft_config=lora, memory=memory, **given).train()
     torch.compiler.reset()
     inductor.compile_threads = 1  # of a pool's rank, which starts no processes
     runtime = runtime_of(model)
@@ -91,6 +93,17 @@ def test_a_compiled_layer_over_a_cut_stream(
     whole = recompute in ("none", "selective")
     more = "aot_eager", False, memory, adapters, lengths
     check(*(pools(2).run(_step, "llama", layout, how, whole, *more) for how in (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    cases([(name, recipe) for name in ("tp2", "sequence", "cp2", "shard2") for recipe in ("tensorwise", "rowwise")],
+          daily=[("tp2", "tensorwise")]),
+)  # fmt: skip
+def test_products_in_8_bits(pools: Pools, name: str, recipe: str) -> None:
+    layout, whole = ParallelConfig(**LAYOUTS[name]), name in ("tp2", "sequence")
+    given = {"mixed_precision": "fp8", "float8": Float8Config(recipe)}
+    check(*(pools(2).run(_step, "llama", layout, how, whole, **given) for how in (False, True)))
 
 
 @pytest.mark.slow

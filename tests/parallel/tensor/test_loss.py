@@ -52,6 +52,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.daily("gemma2-2", "granite-1", "phi-2", "cohere-1")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads(pools: Pools, family: str, world: int) -> None:

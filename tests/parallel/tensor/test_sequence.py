@@ -36,6 +36,7 @@ def test_share_evenly() -> None:
     assert share_evenly(2, 4) == [1, 1, 0, 0]
 
 
+@pytest.mark.daily("llama-extra1", "gpt2-extra2")
 @pytest.mark.parametrize("extra", [{}, {"sequence_regather": True}, {"overlap": False}])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
 def test_equals_one_process(pools: Pools, family: str, extra: dict[str, Any]) -> None:
@@ -44,6 +45,7 @@ def test_equals_one_process(pools: Pools, family: str, extra: dict[str, Any]) ->
     assert_layout_equal(case, ParallelConfig(**WITH, **extra), pools(2))
 
 
+@pytest.mark.daily("gpt2-extra0")
 @pytest.mark.parametrize("extra", [{}, {"sequence_regather": True}])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_recomputed_and_frozen(pools: Pools, family: str, extra: dict[str, Any]) -> None:
@@ -62,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily("gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(pools: Pools, family: str) -> None:
     config = tiny_clone(AutoConfig.for_model(family), **{"pad_token_id": None, **FAMILIES[family]})
@@ -83,6 +86,7 @@ def test_what_does_not_fit_is_refused(family: str, why: str) -> None:
         hfscale.plan(config, ParallelConfig(**WITH))
 
 
+@pytest.mark.daily("gpt2-dp_shard_size")
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_data_axes(pools: Pools, family: str, axis: str) -> None:

@@ -47,6 +47,7 @@ def _roles(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
+@pytest.mark.daily("qwen3", "mpt")
 @pytest.mark.parametrize("family", SAME)
 def test_what_is_inferred_is_what_was_written(family: str) -> None:
     model = _on_meta(AutoConfig.for_model(family))
@@ -158,6 +159,7 @@ def test_an_entry_can_be_pasted() -> None:
         assert read[family].blocks == FAMILIES[family].blocks
 
 
+@pytest.mark.daily("own_gpt")
 @pytest.mark.parametrize("module", ["own_llama", "own_gpt"])
 def test_remote_code_trains_as_in_one_process(pools: Callable[[int], RankPool], tmp_path: Path, module: str) -> None:
     config = write_checkpoint(tmp_path / module, module)

@@ -95,6 +95,7 @@ class PackedCase(Case):
         return [total] * len(step)
 
 
+@pytest.mark.daily("gpt_oss-tp2", "opt-pp2", "bert-one")
 @pytest.mark.parametrize(("family", "layout"), pairs(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), LAYOUTS, daily=DAILY))
 def test_documents_in_one_row_compute_what_each_does_by_itself(pools: Pools, family: str, layout: str) -> None:
     try:

@@ -62,6 +62,7 @@ def train(layout: dict[str, Any], clip: str, steps: int, directory: str) -> str:
     return ""
 
 
+@pytest.mark.daily("2-layout1", "2-layout0")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
 @pytest.mark.parametrize("steps", [2, 10])
 def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: int, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_stock_clipping_and_scaling_are_refused(
         assert bool(message) == bool(refused)
 
 
+@pytest.mark.daily("layout2")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2, **SP}])
 def test_right_loops_are_left_alone(pools: Pools, layout: dict[str, Any], tmp_path: Path) -> None:
     assert pools(2).run(train, layout, "hfscale", 10, str(tmp_path)) == ["", ""]

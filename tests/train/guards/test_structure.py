@@ -106,6 +106,7 @@ def saved(layout: dict[str, Any], directory: str) -> list[str]:
     return heard.said
 
 
+@pytest.mark.daily("{'tp_size': 2, 'sequence_parallel': True}", "{'pp_size': 2}")
 @pytest.mark.parametrize("layout", LAYOUTS[:2] + LAYOUTS[3:], ids=str)
 def test_a_save_writes_what_was_trained_and_warns_of_changes(
     pools: Pools, layout: dict[str, Any], tmp_path: Path

@@ -2,8 +2,7 @@
 
 In a layer, a projection whose result reaches the layer's output with no other projection between is a *row* candidate,
 if everything it reads comes from projections of the same layer that are not rows themselves; those are its *columns*.
-Where a column is itself fed by such projections, or feeds another column (low-rank attention), the earlier ones are not
-cut.
+Where a column is itself fed by such projections, or feeds another column (low-rank attention), the first stay whole.
 """
 
 from collections.abc import Iterable, Iterator

@@ -35,8 +35,7 @@ from .subject import Subject, Unproved, brief, run_backward
 _PATIENCE = 60.0  # seconds to wait for another rank
 _FLOOR = 1e-6  # of the largest gradient: what is left of a gradient that is zero in truth is rounding
 
-Gradients = dict[str, Tensor | None]
-"""By name in the clone."""
+Gradients = dict[str, Tensor | None]  # by name in the clone
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
@@ -205,19 +204,16 @@ class _RankModel:
         return _total(self.group.exchange(self.rank, x))
 
     def _enter(self, x: Tensor) -> Tensor:
-        entered: Tensor = _RankEdge.apply(x, Tensor.clone, self._sum)
-        return entered
+        return _RankEdge.apply(x, Tensor.clone, self._sum)
 
     def _leave(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor):
             raise Unproved(f"a block returns a {type(x).__name__}")
-        total: Tensor = _RankEdge.apply(x, self._sum, lambda gradient: gradient)
-        return total
+        return _RankEdge.apply(x, self._sum, lambda gradient: gradient)
 
     def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
-        gathered: Tensor = _RankEdge.apply(
+        return _RankEdge.apply(
             x,
             lambda own: torch.cat(self.group.exchange(self.rank, own), -1),
             lambda gradient: gradient.split(lengths, -1)[self.rank],
         )
-        return gathered

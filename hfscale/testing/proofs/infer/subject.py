@@ -109,8 +109,7 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return the first tensor that the model returns: its logits, or its last hidden states."""
     with torch.enable_grad(), torch.device("cpu"), keep_float64():
         output = model(**inputs)
-    first: Tensor = output if isinstance(output, Tensor) else output[0]
-    return first
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def run_backward(
