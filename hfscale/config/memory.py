@@ -8,12 +8,7 @@ from typing import Any
 from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
 
-<<<<<<< HEAD
-RECOMPUTE = ("none", "full", "selective", "elementwise")
-"""Named ways to recompute."""
-=======
-RECOMPUTE = ("none", "full", "selective")  # named ways to recompute
->>>>>>> main
+RECOMPUTE = ("none", "full", "selective", "elementwise")  # named ways to recompute
 
 _WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

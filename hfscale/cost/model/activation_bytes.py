@@ -15,8 +15,8 @@ from ...errors import ConfigError
 from ...plan.feature_plans import BYTES, ContextPlan, compressed, heads_with_scores, offloaded, recomputed
 from ...plan.plan import Plan
 from ...plan.table import human
-from .layer_bytes import Types, layer_bytes, sequence_ranks, stream_width, types_of
-from .situation import LayerBytes, Situation
+from .layer_bytes import layer_bytes, sequence_ranks, stream_width, types_of
+from .situation import LayerBytes, Situation, Types
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from ...config.parallel import ParallelConfig
 from ...plan import Plan
 from ..model.activation_bytes import is_matrix, trained_names
 from ..model.job import Job, job_of
-from ..model.layer_bytes import Types, layer_bytes, stream_width, types_of
+from ..model.layer_bytes import layer_bytes, stream_width, types_of
 from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
-from ..model.situation import MeasuredLayers, Situation
+from ..model.situation import MeasuredLayers, Situation, Types
 from .measure_layers import measured_layers
 from .simulated_rank import RunSpec, run_spec
 
