@@ -62,7 +62,7 @@ def table(results: dict[str, Any], title: str) -> str:
     found = [results[name] for name, (of, _) in MODELS.items() if of == title and name in results]
     axes = [axis for axis in AXES if any(axis in cells for each in found for cells in each.values())]
     lines = [f"{title}:", "", f"| | {' | '.join(axes)} |", "|---" * (len(axes) + 1) + "|"]
-    for name in LEVERS:
+    for name in (name for name in LEVERS if any(name in each for each in found)):
         cells = []
         for axis in axes:
             every = [each[name][axis] for each in found if axis in each.get(name, {})]
