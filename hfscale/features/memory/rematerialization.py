@@ -72,15 +72,24 @@ class Rematerialization(TorchDispatchMode):
         operator = self._operator(func, args, kwargs, tensors, written)
         follows = operator is not None or any(self._find(tensor) is not None for tensor in tensors)
         before = [self._find(tensor) for tensor in written]
+        self._before_writing(written, before)
+        out = func(*args, **kwargs)
+        if follows:
+            self._note(operator, out, tensors, list(zip(written, before, strict=True)))
+        return out
+
+    def _before_writing(self, written: Sequence[Tensor], before: Sequence[Filled | None]) -> None:
         for tensor, filled in zip(written, before, strict=True):
             constants = self._constants.pop(storage_key(tensor), {}).values()
             for each in (*constants, *([filled] if filled is not None else [])):
                 each.before_writing(self._keep)
-        out = func(*args, **kwargs)
-        if not follows:
-            return out
+
+    def _note(
+        self, operator: Operator | None, out: Any, tensors: list[Tensor], written: list[tuple[Tensor, Filled | None]]
+    ) -> None:
+        """Record what an operator that reads activations has filled."""
         results = list[Filled | None]()
-        for tensor, filled in zip(written, before, strict=True):
+        for tensor, filled in written:
             whole = tensor if filled is None else filled.layout.within(tensor, Layout.of(tensor))
             results.append(self._fill(whole, operator))
         if not written:
@@ -90,7 +99,6 @@ class Rematerialization(TorchDispatchMode):
                 results.append(self._fill(leaf, operator) if new else None)
         if operator is not None:
             operator.fills(results)
-        return out
 
     def _find(self, tensor: Tensor) -> Filled | None:
         return self._known.get(storage_key(tensor)) if is_plain(tensor) else None
@@ -99,28 +107,24 @@ class Rematerialization(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], written: list[Tensor]
     ) -> Operator | None:
         """Return an operator as it is to be called again; ``None`` for one whose results must be kept."""
-        name, tags = getattr(func, "_opname", ""), getattr(func, "tags", ())
-        into: Filled | Layout | None = None
-        if name in _FILLING and len(tensors) == 1 and is_whole(tensors[0]):
-            into = Layout.of(tensors[0])
-        elif (torch.Tag.pointwise not in tags and name not in _REPEATED) or not any(map(self._find, tensors)):
+        name, tags = getattr(func, "_opname", ""), getattr(func, "tags", ())  # compiled code has none
+        fills = name in _FILLING and len(tensors) == 1 and is_whole(tensors[0])
+        repeated = (torch.Tag.pointwise in tags or name in _REPEATED) and any(map(self._find, tensors))
+        into = Layout.of(tensors[0]) if fills else self._find(written[0]) if written else None
+        lost = bool(written) and (into is None or getattr(into, "operator", into) is None)  # what was there before
+        if lost or not (fills or repeated):
             return None
-        elif written:
-            into = self._find(written[0])
-            if len(written) > 1 or into is None or into.operator is None:
-                return None
         # Without gradients it is in a function with a backward pass of its own, whose kernels may write unseen.
         if not torch.is_grad_enabled() or not all(map(is_plain, tensors)) or kwargs.get("generator") is not None:
             return None
-
-        def read(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return Read(None if any(leaf is each for each in written) else self._source(leaf), Layout.of(leaf))
-
-        draws = torch.Tag.nondeterministic_seeded in tags
-        found = Operator(func, tree_map(read, (args, kwargs)), tensors[0].device, draws, into)
+        draws, given = torch.Tag.nondeterministic_seeded in tags, tree_map(partial(self._read, written), (args, kwargs))
+        found = Operator(func, given, tensors[0].device, draws, into)
         return found if found.steps <= _MOST_STEPS else None
+
+    def _read(self, written: list[Tensor], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return Read(None if any(leaf is each for each in written) else self._source(leaf), Layout.of(leaf))
 
     def _source(self, tensor: Tensor) -> Filled:
         """Return the memory that a tensor reads; weights, tables and masks are there in any case."""
