@@ -82,10 +82,10 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         *([adapters] if adapters is not None else []),
         VocabularyLoss(),
         ContextParallel(),
+        PackedRows(),  # inside of what is recomputed
         Recomputation(),
         KeptActivations(),
         RandomStreams(),
-        PackedRows(),
         SharedBatch(),
         ExpertRouting(),
         RouteReplay(),

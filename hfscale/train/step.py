@@ -217,11 +217,11 @@ def _prepared(
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor, Objective]:
     """Return microbatches, the number of labels, and the objective: the model's own loss, or that of a teacher."""
-    states = None if teacher is None else teacher.hidden_states(batch)
+    signals = None if teacher is None else teacher.signals(batch)
     microbatches, count = prepare(runtime, batch, train, routes=routes)
     divisors = _divisors(count, items, len(microbatches))
-    if teacher is not None and states is not None:
-        return microbatches, count, teacher.objective(states, divisors)
+    if teacher is not None and signals is not None:
+        return microbatches, count, teacher.objective(signals, divisors)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
