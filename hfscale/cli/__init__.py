@@ -5,7 +5,8 @@ import difflib
 import sys
 import textwrap
 import traceback
-from types import ModuleType, TracebackType
+from importlib import import_module
+from types import TracebackType
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -13,44 +14,16 @@ from .._compat.parsers import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
-from . import cmd_bench as bench
-from . import cmd_blueprint as blueprint
-from . import cmd_calibrate as calibrate
-from . import cmd_completion as completion
-from . import cmd_convert as convert
-from . import cmd_doctor as doctor
-from . import cmd_drill as drill
-from . import cmd_estimate as estimate
-from . import cmd_inspect as inspect
-from . import cmd_merge as merge
-from . import cmd_plan as plan
-from . import cmd_schedule as schedule
-from . import cmd_search as search
-from . import cmd_train as train
-from . import cmd_upcycle as upcycle
-from . import cmd_verify as verify
 from .amounts import bytes_of, tokens_of
 from .model import check_place
 
-_COMMANDS: dict[str, ModuleType] = {
-    "train": train,
-    "drill": drill,
-    "plan": plan,
-    "estimate": estimate,
-    "search": search,
-    "calibrate": calibrate,
-    "verify": verify,
-    "blueprint": blueprint,
-    "schedule": schedule,
-    "convert": convert,
-    "inspect": inspect,
-    "merge": merge,
-    "upcycle": upcycle,
-    "doctor": doctor,
-    "bench": bench,
-    "completion": completion,
-}
-"""Modules with ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``."""
+_NAMES = (
+    *("train", "drill", "plan", "estimate", "search", "calibrate", "verify", "blueprint", "schedule"),
+    *("convert", "inspect", "merge", "upcycle", "doctor", "bench", "completion"),
+)
+_COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
+"""Modules with ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``, which returns
+an exit code if that is not 0."""
 
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
@@ -72,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.excepthook = _in_a_line
     try:
         check_early(arguments)
-        return int(_COMMANDS[arguments.command].run(arguments))
+        return int(_COMMANDS[arguments.command].run(arguments) or 0)
     except HFScaleError as error:
         if arguments.debug:
             raise

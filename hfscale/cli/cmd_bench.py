@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
@@ -47,11 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     working("measuring")
     measured, where = _measured(sizes, arguments.processes)
     if not measured:  # another rank prints
-        return 0
+        return
     if arguments.out is not None:
         draw(arguments.out, measured, f"collectives over {measured[0].ranks} ranks, {where}")
     _show(arguments, measured, where)
-    return 0
 
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:

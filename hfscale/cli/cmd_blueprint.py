@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_place(arguments.model)
     import torch
 
@@ -31,6 +31,5 @@ def run(arguments: argparse.Namespace) -> int:
         model = auto_class.from_config(config, **remote_code(arguments))
     if arguments.json:
         print_json(blueprint_entry(model, arguments.infer))
-        return 0
-    print(describe_blueprint(model, arguments.infer))
-    return 0
+    else:
+        print(describe_blueprint(model, arguments.infer))

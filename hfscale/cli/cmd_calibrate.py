@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, metavar="N", help="seconds per measurement")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.out)
     import json
     from dataclasses import replace
@@ -55,4 +55,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")
         print(f"wrote {arguments.out}")
-    return 0

@@ -39,11 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     commands: Mapping[str, argparse.ArgumentParser] = arguments.commands
     text = script(arguments.shell, commands)
     show(arguments, {"shell": arguments.shell, "script": text}, text.removesuffix("\n"))
-    return 0
 
 
 def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:

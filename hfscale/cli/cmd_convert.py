@@ -33,10 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_target(arguments.out, arguments.overwrite, DIR=arguments.state)
     if arguments.adapter_for:
-        return _convert_adapter(arguments)
+        _convert_adapter(arguments)
+        return
     from ..checkpoint.convert import convert_state
 
     index = convert_state(
@@ -50,10 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     at = "" if index.step is None else f" of step {index.step}"
     found = {"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)}
     show(arguments, found, f"{arguments.out}: {what}{at}, {len(index.stored)} tensors")
-    return 0
 
 
-def _convert_adapter(arguments: argparse.Namespace) -> int:
+def _convert_adapter(arguments: argparse.Namespace) -> None:
     if arguments.base is None:
         raise ConfigError("--adapter-for needs --base, the directory of the adapter's base checkpoint")
     check_directory(arguments.base, "the checkpoint that the adapter is of")
@@ -65,4 +65,3 @@ def _convert_adapter(arguments: argparse.Namespace) -> int:
     )
     found = {"directory": arguments.out, "holds": "an adapter", "tensors": written}
     show(arguments, found, f"{arguments.out}: an adapter for {arguments.adapter_for}, {written} tensors")
-    return 0

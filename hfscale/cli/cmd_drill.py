@@ -15,7 +15,6 @@ EXAMPLE = """hfscale drill demo_pretrain training.steps=60 training.save_every=5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hfscale drill``."""
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that hfscale train --list shows")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys, as training.steps=20")
     parser.add_argument("--kills", type=int, default=5, metavar="N", help="how often to strike (default: 5)")
@@ -23,11 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the drill, and print what came of it; return 1 if the end differs."""
     check_installed()
     from ..recipes.drill import drill
 
     working("running the recipe, undisturbed and disturbed")
     report, alike = drill(arguments.recipe, arguments.overrides, arguments.kills, arguments.seed)
     print(report)
-    return 0 if alike else 1
+    return int(not alike)

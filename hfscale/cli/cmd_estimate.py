@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.html)
     from ..config.memory import MemoryConfig
     from ..cost.tools.estimate import estimate
@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         from ..cost.tools.html import page_of
 
         arguments.html.write_text(page_of(found, f"{arguments.model}: {found.layout}"))
-    return 0
 
 
 def _offload(text: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
     check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)
@@ -44,4 +44,3 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"directory": arguments.out, "changed": changed, "logit_difference": difference})
     elif difference is not None:
         print(f"logits differ by {difference:.1e} of the largest")
-    return 0

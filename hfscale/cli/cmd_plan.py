@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_place(arguments.model)
     tokens_asked(arguments)  # refuses impossible amounts before anything is planned
     _gigabytes(arguments)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         found = _dry_run(arguments, config, layout)
         show(arguments, found.to_dict(), str(found))
-        return 0
+        return
     chosen = plan_arguments(arguments) | remote_code(arguments)
     planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
     memory = estimate(arguments, planned) if is_asked(arguments) else None
@@ -68,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(render(planned))
         if memory is not None:
             print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(arguments, memory)}")
-    return 0
 
 
 def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig") -> "DryRun":
@@ -128,11 +127,7 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 
 
 def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
-    """Estimate the memory of the rank with most.
-
-    Raises:
-        ConfigError: the optimizer is unknown, or ``--tokens`` is no number.
-    """
+    """Estimate the memory of the rank with most."""
     from ..cost.tools.memory_report import memory_estimate
 
     return memory_estimate(

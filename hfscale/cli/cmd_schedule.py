@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     asked = {arguments.name, arguments.schedule} - {None}
     if len(asked) > 1:
         raise ConfigError(f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: draw one")
@@ -46,4 +46,4 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.csv, arguments.out, arguments.save_trace)
     from .schedule_drawing.command import run_schedule
 
-    return run_schedule(arguments)
+    run_schedule(arguments)

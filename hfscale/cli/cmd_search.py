@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from .amounts import bytes_of, tokens_of
 from .look import add_json, check_writable, print_json, working
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
-from .model_flags import add_adapter_arguments, add_machine_arguments, plan_arguments
+from .model_flags import QUANTIZATIONS, add_adapter_arguments, add_machine_arguments, plan_arguments
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
 DESCRIPTION = (
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.out, arguments.html)
     from ..cost.model.machines_known import constants_of, find_machine
     from ..cost.tools.model_summary import summarize
@@ -81,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.html.write_text(page_of(found, f"{arguments.model} on {found.gpus} x {machine.name}"))
     if arguments.out is not None:
         _write(arguments, found, dtype, mixed)
-    return 0
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
@@ -104,12 +103,8 @@ def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) ->
     if arguments.lora is not None:
         targets = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}
-    if arguments.quantize == "int8":
-        more["quantization"] = {"load_in_8bit": True}
-    elif arguments.quantize == "as_stored":
-        more["quantization"] = {"as_stored": True}
-    elif arguments.quantize is not None:
-        more["quantization"] = {"load_in_4bit": True, "bnb_4bit_quant_type": arguments.quantize}
+    if arguments.quantize is not None:
+        more["quantization"] = QUANTIZATIONS[arguments.quantize]
     arguments.out.write_text(recipe_of(found, arguments.model, **more))
     if not arguments.json:
         print(f"\nwrote {arguments.out}")

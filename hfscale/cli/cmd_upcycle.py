@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
     from ..checkpoint.upcycle.upcycle import upcycle
 
@@ -42,4 +42,3 @@ def run(arguments: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
     text = f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB"
     show(arguments, {"directory": str(written), "bytes": size, **given}, text)
-    return 0

@@ -48,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     layout = {axis: used.asked(axis) for axis in AXES}
     found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
     document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}
-    show(
-        arguments, document, render(config, asked, used, parity, arguments.lora, arguments.auto_class if other else "")
-    )
+    name = arguments.auto_class if other else ""
+    show(arguments, document, render(config, asked, used, parity, arguments.lora, name))
     return int(parity.worst() > TOLERANCE)

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 
 
 OPTIMIZER = "adamw_torch_fused"  # the default optimizer: HF Trainer's own
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "as_stored": {"as_stored": True},
+}
+"""Kinds of ``--quantize``, as a recipe has them."""
 
 
 class Adds(Protocol):
@@ -30,7 +37,7 @@ def add_lora(parser: Adds, what: str) -> None:
 
 def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
     """Add ``--quantize`` (its help: ``quantize``), ``--lora`` and ``--rank``, which :func:`plan_arguments` reads."""
-    parser.add_argument("--quantize", choices=("nf4", "fp4", "int8", "as_stored"), help=quantize)
+    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help=quantize)
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
 
@@ -48,12 +55,8 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
-    if kind == "int8":
-        given["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    elif kind == "as_stored":
-        given["quantization_config"] = "as_stored"
-    elif kind is not None:
-        given["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind)
+    if kind is not None:
+        given["quantization_config"] = kind if kind == "as_stored" else BitsAndBytesConfig(**QUANTIZATIONS[kind])
     if arguments.lora is not None:
         from ..features.adapters.storage import config_class
 

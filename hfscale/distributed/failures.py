@@ -40,6 +40,7 @@ SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
 _NO_MEMORY = "can't allocate memory"  # says torch's allocator of host memory
+_BYE = b"\n"
 _KNOWN_TO_LAUNCHER = "its launcher knows how"
 _ENDING = 5.0  # seconds that a process may take to end once its connections are closed
 
@@ -154,14 +155,13 @@ class Reporter(threading.Thread):
 
     def run(self) -> None:
         """Wait for the first failure, or for the end of rank 0."""
-        try:
+        line = b""
+        with suppress(OSError):
             line = _first_line(self._connection)
-        except OSError:
-            line = b""
         if self._stopped:
             return
-        failed = Failure(**json.loads(line)) if line.strip() else _gone(0, self.processes, said_bye=bool(line))
-        self.first = first = failed
+        first = Failure(**json.loads(line)) if line.strip() else _gone(0, self.processes, said_bye=bool(line))
+        self.first = first
         if first is not None and first.rank != self.rank and not self._failing:
             text = f"rank {first.rank} {first.words}; this rank ends with it (exit code {CODE})"
             sys.stdout.flush()
@@ -191,8 +191,7 @@ def tell_others(error: BaseException) -> bool | None:
 
 def explained(error: BaseException) -> str:
     """Return what held memory where an error is that it ran out, else ``""``; see :mod:`hfscale.cost.tools`."""
-    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)
-    if not ran_out:
+    if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
         return ""
     try:  # by name: no import upwards, and none before it is needed
         return str(importlib.import_module("hfscale.cost.tools.out_of_memory").explain(error))
@@ -221,11 +220,9 @@ class _Listener(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="hfscale-listener", daemon=True)
-        env = os.environ
-        alone = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
-        host = "127.0.0.1" if alone else env.get("MASTER_ADDR", "127.0.0.1")
-        here = host in ("127.0.0.1", "localhost")
-        self._server = socket.create_server(("127.0.0.1" if here else "", 0))
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        host = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._server = socket.create_server(("127.0.0.1" if host in ("127.0.0.1", "localhost") else "", 0))
         self.place = (host, self._server.getsockname()[1], secrets.token_hex(16))
         self._ranks: dict[socket.socket, int] = {}
         self._left: list[int] = []  # ranks that have said good-bye
@@ -246,8 +243,7 @@ class _Listener(threading.Thread):
                         now = time.monotonic()
                         until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
                         failures.append(failure)
-        order = ["error", "gone", "echo"]
-        first = min(failures, key=lambda each: order.index(each.kind))
+        first = min(failures, key=lambda each: ("error", "gone", "echo").index(each.kind))
         if first.kind == "echo" and self._left:
             first = Failure(self._left[0], "gone", "ended, and others wait for it")
         self.tell(_line(asdict(first)))
@@ -262,19 +258,13 @@ class _Listener(threading.Thread):
         with suppress(OSError):
             connection = _kept_alive(self._server.accept()[0])
             connection.settimeout(2)
-            rank = self._greeted(connection)
-            if rank is None:
-                connection.close()
-                return
-            self._ranks[connection] = rank
-            selector.register(connection, selectors.EVENT_READ)
-
-    def _greeted(self, connection: socket.socket) -> int | None:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            hello = json.loads(_first_line(connection))
-            if secrets.compare_digest(hello["token"], self.place[2]):
-                return int(hello["rank"])
-        return None
+            with suppress(OSError, ValueError, KeyError, TypeError):  # it comes from anywhere
+                hello = json.loads(_first_line(connection))
+                if secrets.compare_digest(hello["token"], self.place[2]):
+                    self._ranks[connection] = int(hello["rank"])
+                    selector.register(connection, selectors.EVENT_READ)
+                    return
+            connection.close()
 
     def _read(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> Failure | None:
         selector.unregister(key.fileobj)
@@ -308,22 +298,14 @@ def _gone(rank: int, processes: list[Process], said_bye: bool = False) -> Failur
     return Failure(rank, "gone", f"ended ({how})" if how else "is gone, or its machine is")
 
 
-_BYE = b"\n"
-
-
 def _line(values: dict[str, Any]) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Return what one message holds; empty if the connection has ended."""
-    found = b""
-    while not found.endswith(b"\n"):
-        more = connection.recv(4096)
-        if not more:
-            return b""
-        found += more
-    return found
+    """Return what one message holds, and read no further; empty if the connection has ended."""
+    line = connection.makefile("rb", buffering=0).readline()
+    return line if line.endswith(b"\n") else b""
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:

@@ -32,15 +32,13 @@ _STOPPED, _LOAD, _LOOK = 3.0, 8.0, 0.02  # seconds
 
 
 class Strike(NamedTuple):
-    """Hold what was done to a run after ``step``, how many steps were ``lost``, and the seconds from the last signal to
-    the end of the next step of the ranks that were started again.
-    """
+    """Hold what was done to a run."""
 
     kind: str
     rank: int
-    step: int
-    lost: int
-    seconds: float
+    step: int  # the last one before
+    lost: int  # steps
+    seconds: float  # from the last signal to the end of the next step of the ranks that were started again
 
 
 def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple[str, bool]:
@@ -131,9 +129,8 @@ class _Run:
                 time.sleep(chance.uniform(0, _LOAD))
                 begun = self._kill([rank])
             step, written = self._step(), self._metrics.stat().st_mtime_ns
-            self._wait(
-                lambda: self._metrics.stat().st_mtime_ns != written
-            )  # steps behind the last save have been taken out
+            # until steps behind the last save have been taken out
+            self._wait(lambda: self._metrics.stat().st_mtime_ns != written)
             resumed = self._step()
         self._wait(lambda: self._step() > resumed)
         return Strike(kind, rank, step, max(step - resumed, 0), time.monotonic() - begun)

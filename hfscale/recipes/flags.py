@@ -22,9 +22,8 @@ def memory_limit_flags(limit: float | None) -> list[str]:
     """Return the flags that pass ``limit`` to another command line."""
     if limit is None:
         return []
-    return (
-        ["--max-memory"] if math.isinf(limit) else [f"--max-memory={limit:.12g}"]
-    )  # of a size in 10^9 bytes every digit
+    # every digit of a size in 10^9 bytes
+    return ["--max-memory"] if math.isinf(limit) else [f"--max-memory={limit:.12g}"]
 
 
 def _gibibytes(text: str) -> float:

@@ -18,7 +18,7 @@ from .checks import made_of
 from .corpus import Document, read
 from .main_process import on_main
 from .results import write_weights
-from .run_log import plot_number, read_metrics
+from .run_log import plot_losses, read_metrics
 from .schema import DataRecipe, FinetuneRecipe, RecipeError
 from .trainer import arguments_of, callbacks_of, optimizer_of, train_to_the_end
 
@@ -66,18 +66,16 @@ def train_on_generations(
     """Train, and write the weights and a plot; call it on every rank. ``given``: a teacher, for the trainer."""
     from .. import trl as trainers
 
-    kind = "GRPO" if recipe.rewards else "Distillation"
-    trainer_class = getattr(trainers, f"{kind}Trainer")
+    kind, training = "GRPO" if recipe.rewards else "Distillation", recipe.training
     config_class = getattr(importlib.import_module("trl"), f"{kind}Config")
-    training, world = recipe.training, hfscale.batch_world(model)
-    microbatches, size = per_rank(training.batch_size, world, training.microbatch_size)
-    fixed = arguments_of(recipe, model, microbatches, size)
+    sizes = per_rank(training.batch_size, hfscale.batch_world(model), training.microbatch_size)
+    fixed = arguments_of(recipe, model, *sizes)
     fixed |= {"eval_strategy": "no", "gradient_checkpointing": training.gradient_checkpointing}
     if recipe.distils:
         fixed |= {"beta": recipe.teacher.beta, "temperature": recipe.teacher.temperature}
     else:
         given = {"reward_funcs": [reward_of(name) for name in recipe.rewards]}
-    trainer = trainer_class(
+    trainer = getattr(trainers, f"{kind}Trainer")(
         model=model,
         args=made_of("trl", config_class, recipe.trl, fixed),
         train_dataset=prompts_of(recipe.data, tokenizer),
@@ -114,7 +112,6 @@ def _row(data: DataRecipe, document: Document) -> dict[str, Any]:
 
 
 def _text(completion: Any) -> str:
-    """Return what a completion says; conversations have it as their last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
@@ -126,7 +123,7 @@ def _describe(tokenizer: Any, recipe: FinetuneRecipe, layout: hfscale.ParallelCo
     for place in places:
         tokenizer.save_pretrained(directory / place)
     records, title = read_metrics(recipe.metrics)[0], f"{recipe.name} ({layout.describe_schedule()})"
-    plot_number(records, name, directory / f"{name}.png", title)
+    plot_losses(recipe.metrics, directory / f"{name}.png", title, name)
     first, last = records[0], records[-1]
     print(
         f"\n{title}: {name} {first[name]:.4f} at step {first['step']}, {last[name]:.4f} at step {last['step']}\n"

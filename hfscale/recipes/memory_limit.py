@@ -27,10 +27,11 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
     if is_main():
         print(f"memory predicted, of the rank with most:\n{most}", flush=True)
     if most.total > limit * GIB:
+        kind, size = max(most.kinds.items(), key=lambda item: item[1])
         raise RecipeError(
-            f"--max-memory={limit:g}: a rank would need about {most.total / GIB:.2f} GiB, most of it {_largest(most)}: "
-            "use more ranks, a smaller training.microbatch_size, training.gradient_checkpointing=true, an 8-bit "
-            "training.optimizer, or an adapter over a quantized base"
+            f"--max-memory={limit:g}: a rank would need about {most.total / GIB:.2f} GiB, most of it {kind} "
+            f"({size / GIB:.2f} GiB): use more ranks, a smaller training.microbatch_size, "
+            "training.gradient_checkpointing=true, an 8-bit training.optimizer, or an adapter over a quantized base"
         )
     return most
 
@@ -52,8 +53,3 @@ def beside(expected: Any, outcome: Any) -> str:
     if not accelerators().is_available():  # what the system counts, with Python and its libraries
         measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
     return f"memory of the rank with most: predicted {expected.total / GIB:.2f} GiB, {measured}"
-
-
-def _largest(estimate: Any) -> str:
-    kind, size = max(estimate.kinds.items(), key=lambda item: item[1])
-    return f"{kind} ({size / GIB:.2f} GiB)"

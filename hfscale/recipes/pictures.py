@@ -159,16 +159,6 @@ class Sample(NamedTuple):
     before: str
     after: str
 
-    @property
-    def is_right(self) -> bool:
-        """Return whether the answer after training is the expected one."""
-        return self.after == self.wanted
-
-    @property
-    def was_right(self) -> bool:
-        """Return whether the answer before training was."""
-        return self.before == self.wanted
-
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
@@ -214,7 +204,6 @@ def _asked_and_wanted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _first(found: Tensor) -> int:
-    """Return the index of the first true entry, or the length if there is none."""
     return int(found.int().argmax()) if found.any() else len(found)
 
 

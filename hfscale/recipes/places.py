@@ -46,15 +46,13 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if recipe.saved_state is not None:
         _check_same(recipe)
         return
-    written = ("checkpoint", "adapter", "metrics.jsonl")
-    found = [name for name in written if (directory / name).is_dir() or _has_text(directory / name)]
+    found = [name for name in ("checkpoint", "adapter") if (directory / name).exists()]
+    found += ["metrics.jsonl"] if recipe.metrics.exists() and recipe.metrics.stat().st_size else []
     found += ["state"] if recipe.has_state else []
     if not found or recipe.replace:
         return
     if recipe.training.resume:
-        from ..distributed.processes import (
-            restarted,  # imports torch, which a refusal at the command line does not wait for
-        )
+        from ..distributed.processes import restarted  # behind what is refused without torch
 
         if restarted() and found == ["metrics.jsonl"]:  # of this job, which came to no save
             return
@@ -91,7 +89,3 @@ def _decisive(recipe: Recipe) -> dict[str, object]:
         else:
             flat[key] = value
     return {key: value for key, value in flat.items() if key not in free}
-
-
-def _has_text(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0

@@ -1,6 +1,5 @@
 """Read a recipe: a YAML file with command-line overrides (``training.steps=20``), checked against its schema."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -72,11 +71,9 @@ def locate(recipe: str | Path) -> Path:
         raise RecipeError(f"{recipe}: there is no such file; {path.parent} has {found}")
     names = [p.stem for p in LIBRARY.glob("*.yaml")]
     if path.name not in names:
-        close = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
         raise RecipeError(
-            f"{recipe} is neither a file nor a recipe that comes with hfscale: {hint}give the path of a YAML file, or "
-            f"one of {', '.join(sorted(names))}"
+            f"{recipe} is neither a file nor a recipe that comes with hfscale: {did_you_mean(path.name, names)}"
+            f"give the path of a YAML file, or one of {', '.join(sorted(names))}"
         )
     return LIBRARY / f"{path.name}.yaml"
 

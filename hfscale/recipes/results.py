@@ -125,6 +125,7 @@ def _code(text: str) -> str:
 
 _ENVIRONMENT = environment()
 _ENVIRONMENT.globals |= {"listed": _listed, "vars": vars, "gib": lambda size: size / GIB}
+_ENVIRONMENT.filters["right"] = lambda shown, when: sum(getattr(each, when) == each.wanted for each in shown)
 _ENVIRONMENT.filters |= {"code": _code, "plain": lambda text: text.replace("|", "/").replace("\n", " ")}
 
 
@@ -158,7 +159,7 @@ def finish(
     def describe() -> None:
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
         title = f"{recipe.name} ({layout.describe_schedule()})"
-        plot_losses(recipe.metrics, directory / "loss.png", title, task_of(recipe.data))
+        plot_losses(recipe.metrics, directory / "loss.png", title, task=task_of(recipe.data))
         if recipe.expert_loads.is_file():
             hfscale.ExpertLoadHistory.read(recipe.expert_loads).plot(directory / "experts.png")
         for part in made:

@@ -84,10 +84,7 @@ class RowBatches(Sequence[dict[str, Tensor]]):
     """Provide all rows in batches of ``size``, made when they are asked for."""
 
     def __init__(self, every: Sequence[Rows], size: int) -> None:
-        spans = (
-            (rows, range(start, min(start + size, len(rows)))) for rows in every for start in range(0, len(rows), size)
-        )
-        self._spans = list(spans)
+        self._spans = [(rows, range(len(rows))[at : at + size]) for rows in every for at in range(0, len(rows), size)]
 
     def __len__(self) -> int:
         return len(self._spans)

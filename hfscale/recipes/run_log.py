@@ -111,28 +111,20 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return [r for r in records if "loss" in r], [r for r in records if "validation_loss" in r]
 
 
-def plot_number(records: Sequence[dict[str, Any]], name: str, target: Path, title: str) -> None:
-    """Plot a number of the log over the steps."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([r["step"] for r in records], [r[name] for r in records], color="#1f4e8c", lw=1.8, marker="o", ms=4)
-    axes.set(title=title, xlabel="optimizer step", ylabel=name)
-    axes.grid(alpha=0.25)
-    figure.savefig(target, dpi=150)
-
-
-def plot_losses(metrics: Path, target: Path, title: str, task: Task) -> None:
-    """Plot training and validation loss over the steps, with the task's baseline as a line."""
+def plot_losses(metrics: Path, target: Path, title: str, name: str = "loss", task: Task | None = None) -> None:
+    """Plot a number of training over the steps; of a ``task`` also validation loss and, as a line, baseline."""
     training, evaluation = read_metrics(metrics)
-    baseline = evaluation[-1][task.baseline_key]
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in training], [r["loss"] for r in training], color="#9ab8dc", lw=1.8, label="train")
-    steps, losses = [r["step"] for r in evaluation], [r["validation_loss"] for r in evaluation]
-    axes.plot(steps, losses, color="#1f4e8c", lw=1.8, marker="o", ms=4, label=f"validation (ends at {losses[-1]:.2f})")
-    axes.axhline(baseline, color="#c2571a", ls="--", lw=1.4, label=f"{task.baseline} ({baseline:.2f})")
-    axes.set(title=title, xlabel="optimizer step", ylabel=f"loss (nats per {task.each})", xlim=(0, steps[-1]))
+    axes.plot([r["step"] for r in training], [r[name] for r in training], color="#9ab8dc", lw=1.8, label="train")
+    axes.set(title=title, xlabel="optimizer step", ylabel=name)
+    if task is not None:
+        steps, losses = [r["step"] for r in evaluation], [r["validation_loss"] for r in evaluation]
+        baseline, label = evaluation[-1][task.baseline_key], f"validation (ends at {losses[-1]:.2f})"
+        axes.plot(steps, losses, color="#1f4e8c", lw=1.8, marker="o", ms=4, label=label)
+        axes.axhline(baseline, color="#c2571a", ls="--", lw=1.4, label=f"{task.baseline} ({baseline:.2f})")
+        axes.set(ylabel=f"loss (nats per {task.each})", xlim=(0, steps[-1]))
+        axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
     figure.savefig(target, dpi=150)

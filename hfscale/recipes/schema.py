@@ -23,7 +23,6 @@ FORMATS = {
 
 DTYPES = ("float32", "bfloat16", "float16")  # types of weights; those to train on or over come first
 
-
 COUNT: dict[str, Any] = {"least": 1}
 POSITIVE: dict[str, Any] = {"above": 0.0}
 """What :func:`.checks.check_values` asks of a value, beside ``choices``."""
@@ -185,11 +184,6 @@ class Recipe(OptionSections):
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
     @property
-    def generates(self) -> bool:
-        """Return whether the model learns from what it generates."""
-        return False
-
-    @property
     def directory(self) -> Path:
         """The directory of this run's results."""
         return Path("runs") / self.name
@@ -227,9 +221,8 @@ class TeacherRecipe:
     """Describe a model whose distributions are learned instead of labels: see :class:`hfscale.Teacher`."""
 
     base: str = ""  # its checkpoint: a directory, or the id of a model on the Hub
-    stored: str = (
-        ""  # a directory of its most probable tokens, as ``write`` writes it, which is read instead of ``base``
-    )
+    # a directory of its most probable tokens, as ``write`` writes it, which is read instead of ``base``
+    stored: str = ""
     # store its ``top_k`` most probable tokens of every position of the data in this directory, and train nothing; a run
     # that was cut short goes on
     write: str = ""
@@ -237,9 +230,8 @@ class TeacherRecipe:
     # 0 is the forward KL divergence, 1 the reverse one, between them is the generalized Jensen-Shannon one
     beta: float = 0.5
     temperature: float = field(default=1.0, metadata=POSITIVE)  # divisor of all logits; a stored teacher has its own
-    parallel: dict[str, Any] = field(
-        default_factory=dict
-    )  # its layout, on the same processes; by default the student's
+    # its layout, on the same processes; by default the student's
+    parallel: dict[str, Any] = field(default_factory=dict)
     dtype: str = field(default="float32", metadata={"choices": DTYPES})  # of its weights
     quantization: dict[str, Any] = field(default_factory=dict)  # of its weights, as that of a base
 

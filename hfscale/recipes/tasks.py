@@ -41,11 +41,6 @@ class Task:
         """The metrics key of :attr:`baseline`."""
         return self.baseline.replace(" ", "_")
 
-    @property
-    def class_name(self) -> str:
-        """The class name of :attr:`auto_class`."""
-        return str(self.auto_class.__name__)
-
 
 def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of preferred and rejected texts, which alternate, and which pairs count."""
@@ -103,8 +98,6 @@ CLASSES = Task(
     loss=classification,
     right=classified,
 )
-
-
 PICTURES = Task(AutoModelForImageTextToText, tag="image-text-to-text", reader=AutoProcessor)
 
 

@@ -192,15 +192,9 @@ class Teacher:
                 found[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
         weight, bias, *_ = *(found.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
-        finish = next(known[0] for _, known in told if known is not None)
-        return TeacherRows(
-            hidden=nothing,
-            weight=nothing if weight is None else weight,
-            bias=bias,
-            finish=finish,
-            beta=self.beta,
-            temperature=self.temperature,
-        )
+        weight, finish = nothing if weight is None else weight, next(known[0] for _, known in told if known is not None)
+        given = {"hidden": nothing, "weight": weight, "bias": bias, "finish": finish}
+        return TeacherRows(**given, beta=self.beta, temperature=self.temperature)
 
     def _check_adapters(self) -> None:
         runtime, plan = self._teacher, self._teacher.plan

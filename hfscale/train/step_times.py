@@ -62,14 +62,13 @@ class StepTimes(Part):
         now, most = time.time(), _CALLS // mesh.layout.total_size
         calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][-most:]
         waits = [(begin - now, end - now) for begin, end in past_waits() if begin >= starts[0]]
-        told = ([start - now for start in starts], calls, waits)
-        found = compared(mesh.all_gather_object(told))
+        found = compared(mesh.all_gather_object(([start - now for start in starts], calls, waits)))
         self._starts, self._length = starts[-1:], _MOST  # where nothing was recorded
         if found:
             self._found = dict(found)
             self._length = int(min(max(_SECONDS / found["step_seconds"], _LEAST), _MOST))
             if mesh.rank == 0 and (words := in_a_line(found)):
-                _log.warning("%s", words)
+                _log.warning(words)
 
 
 def compared(every: Sequence[Told]) -> dict[str, float]:

@@ -10,7 +10,6 @@ A text is what a row's last label reads: its attended tokens up to there, and th
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,10 @@ class TeacherWriter:
                 own = missing[first + mesh.batch_rank :][:1] if mesh.batch_rank < len(missing) - first else []
                 tensors, failure = self._shard(own[0] if own else None), ""
                 if own and mesh.speaks_for_batch:
+                    path = _shard_file(self._directory, own[0])
                     try:
-                        _save(tensors, _shard_file(self._directory, own[0]))
+                        save_file(tensors, path.with_suffix(".part"))
+                        path.with_suffix(".part").replace(path)  # which is there whole or not at all
                     except OSError as error:
                         failure = str(error)
                 mesh.all_gather_object(None, failure)
@@ -105,9 +106,8 @@ class TeacherWriter:
         hidden = logits.hidden
         rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
         step = rows_per_chunk(len(rows), 2 * vocabulary.widest, rows.device)
-        parts = [
-            top_tokens(logits.logits(chunk), self._top_k, self._temperature, vocabulary) for chunk in rows.split(step)
-        ]
+        asked = self._top_k, self._temperature, vocabulary
+        parts = [top_tokens(logits.logits(chunk), *asked) for chunk in rows.split(step)]
         joined = (torch.cat(each) for each in zip(*parts, strict=True))
         return {name: each.view(*shape, *each.shape[1:]) for name, each in zip(_STORED, joined, strict=True)}
 
@@ -148,9 +148,7 @@ class StoredTeacher(Teacher):
             texts, refusal = [], str(error)
         unknown = sum(digest not in self._places for each in texts for _, digest, _ in each)
         if unknown:
-            refusal = (
-                f"{unknown} text(s) of the step are not among those that the teacher in {self._directory} was run on"
-            )
+            refusal = f"{unknown} text(s) of the step are not among those the teacher in {self._directory} was run on"
         if self._student.mesh.largest(bool(refusal))[0]:
             raise ConfigError(
                 f"{refusal or 'another rank has a text that is not stored'}: store these (hfscale.Teacher.write), "
@@ -172,9 +170,8 @@ class StoredTeacher(Teacher):
         return tuple(made)
 
     def _taught(self, log_probs: Tensor, tokens: Tensor, rest: Tensor) -> TaughtRows:  # type: ignore[override]
-        return StoredRows(
-            stored=log_probs, tokens=tokens.long(), rest=rest, beta=self.beta, temperature=self.temperature
-        )
+        given = {"stored": log_probs, "tokens": tokens.long(), "rest": rest}
+        return StoredRows(**given, beta=self.beta, temperature=self.temperature)
 
 
 def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
@@ -188,9 +185,7 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
     ids, labelled = ids.cpu(), labels.cpu() != -100
     attended = torch.ones_like(labelled) if mask is None else mask.cpu() != 0
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
-        raise ConfigError(
-            "a stored teacher predicts no label behind padding: give the first token after it the label -100"
-        )
+        raise ConfigError("a stored teacher predicts no label behind padding: the token after it needs the label -100")
     texts = []
     for row in labelled.any(1).nonzero().flatten().tolist():
         places = attended[row, : int(labelled[row].nonzero()[-1]) + 1].nonzero().flatten()
@@ -205,10 +200,3 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
 
 def _shard_file(directory: Path, shard: int) -> Path:
     return directory / f"{shard:05}.safetensors"
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a file that is there whole or not at all."""
-    aside = path.with_suffix(".part")
-    save_file(dict(tensors), aside)
-    os.replace(aside, path)

@@ -16,30 +16,25 @@ from ...parallel.pipeline.csv_table import read_csv, write_csv
 from ...parallel.pipeline.orders import order
 from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs, simulate
 from ...parallel.pipeline.timeline import KINDS, Kind, Order, Span, Timeline
-from .schedule_plot import LABELS, draw, forward_length, has_later_stages, shown_kinds, title
+from .schedule_plot import LOOKS, draw, forward_length, has_later_stages, shown_kinds, title
 
 
-def run_schedule(arguments: argparse.Namespace) -> int:
+def run_schedule(arguments: argparse.Namespace) -> None:
     """Carry out one ``hfscale schedule``."""
     measured = _measured(arguments.trace, arguments.step)
     asked = _asked(arguments, measured)
     if measured:
         asked = replace(asked, order=_as_measured(asked.order, measured))
-    planned = _simulated(asked, measured_costs(measured) if measured else DEFAULT_COSTS, arguments.transfer)
+    costs, transfer = measured_costs(measured) if measured else DEFAULT_COSTS, arguments.transfer or 0.0
+    if transfer < 0:
+        raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
+    costs = replace(costs, communication=transfer * costs.forward)
+    planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
     shown = [("", planned)]
     if measured:
         planned = replace(planned, unit=measured.unit)
         shown = [("planned", planned), ("measured", _beside(measured, planned, asked, arguments.trace))]
     _write(arguments, asked.order, planned, shown)
-    return 0
-
-
-def _simulated(asked: "_Asked", costs: Costs, transfer: float | None) -> Timeline:
-    """Simulate the order, with transfers that take ``transfer`` forwards each, if given."""
-    if transfer is not None and transfer < 0:
-        raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
-    costs = replace(costs, communication=(transfer or 0.0) * costs.forward)
-    return simulate(asked.order, costs, asked.schedule, asked.microbatches)
 
 
 def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
@@ -123,12 +118,8 @@ def measured_costs(timeline: Timeline) -> Costs:
             "a trace must have forward actions to be compared with a plan, and this one has none: record a step"
         )
     forward = sum(lengths["forward"]) / len(lengths["forward"])
-    found = {
-        kind: sum(values) / len(values) if values else DEFAULT_COSTS.of(kind) * forward
-        for kind, values in ((kind, lengths[kind]) for kind in KINDS)
-    }
-    costs: dict[str, Any] = {str(kind): length for kind, length in found.items()}
-    return Costs(**costs)
+    own = {kind: sum(lengths[kind]) / len(lengths[kind]) for kind in KINDS if lengths[kind]}
+    return Costs(**{str(kind): own.get(kind, DEFAULT_COSTS.of(kind) * forward) for kind in KINDS})
 
 
 @dataclass(frozen=True)
@@ -168,21 +159,6 @@ def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
     return 3 if schedule == "pipedream_2bw" else 1
 
 
-_LETTERS: dict[Kind, str] = {
-    "forward": "F",
-    "backward": "B",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "update": "U",
-}
-# Of the 256 colours: a darker and a lighter background each (a rank's first stage and its later ones), and the ink.
-_BACKGROUNDS: dict[Kind, tuple[int, int]] = {
-    "forward": (25, 67),
-    "backward": (29, 72),
-    "backward_input": (30, 73),
-    "backward_weight": (172, 179),
-    "update": (160, 167),
-}
 _WIDEST_FORWARD = 4  # columns
 
 
@@ -219,13 +195,12 @@ def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> s
         first, last = round(span.start * scale), round(span.end * scale)
         if last <= first:
             continue
-        box = _box(span, last - first, colour, bool(chunks.index(span.action.stage)))
-        cells[first:last] = box
+        cells[first:last] = _box(span, last - first, colour, bool(chunks.index(span.action.stage)))
     return "".join(cells)
 
 
 def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
-    letter, number = _LETTERS[span.action.kind], str(span.action.microbatch)
+    letter, number = LOOKS[span.action.kind].letter, str(span.action.microbatch)
     if not colour:
         text = letter + number if len(number) < columns else letter
         return list(text.ljust(columns, "-"))
@@ -233,13 +208,13 @@ def _box(span: Span, columns: int, colour: bool, later: bool) -> list[str]:
     # A thin bar keeps neighbours of one colour apart where the number leaves room for it.
     text = ("▏" + text if len(text) < columns else text).ljust(columns)
     cells = list(text)
-    cells[0] = f"\x1b[48;5;{_BACKGROUNDS[span.action.kind][later]};38;5;231m" + cells[0]
+    cells[0] = f"\x1b[48;5;{LOOKS[span.action.kind].backgrounds[later]};38;5;231m" + cells[0]
     cells[-1] += "\x1b[0m"
     return cells
 
 
 def _legend(shown: Sequence[Kind], colour: bool, later: bool) -> str:
     if colour:
-        parts = [f"\x1b[48;5;{_BACKGROUNDS[kind][0]}m  \x1b[0m {LABELS[kind]}" for kind in shown]
+        parts = [f"\x1b[48;5;{LOOKS[kind].backgrounds[0]}m  \x1b[0m {LOOKS[kind].label}" for kind in shown]
         return "   ".join([*parts, *(["lighter: a rank's later stages"] if later else []), "blank: idle"])
-    return "   ".join([*(f"{_LETTERS[kind]} {LABELS[kind]}" for kind in shown), ". idle"])
+    return "   ".join([*(f"{LOOKS[kind].letter} {LOOKS[kind].label}" for kind in shown), ". idle"])

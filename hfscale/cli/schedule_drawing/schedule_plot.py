@@ -3,26 +3,30 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ...parallel.pipeline.timeline import Kind, Span, Timeline
+from ..look import check_writable
 
-COLOURS: dict[Kind, str] = {
-    "forward": "#3b6fb6",
-    "backward": "#3a9a6d",
-    "backward_input": "#2aa3a3",
-    "backward_weight": "#e0a030",
-    "update": "#c8413b",
+
+class Look(NamedTuple):
+    """Hold how a kind of action is drawn: in pictures, and in the terminal."""
+
+    label: str
+    colour: str
+    letter: str
+    backgrounds: tuple[int, int]  # of the terminal's 256 colours: of a rank's first stage, and of its later ones
+
+
+LOOKS: dict[Kind, Look] = {
+    "forward": Look("forward", "#3b6fb6", "F", (25, 67)),
+    "backward": Look("backward", "#3a9a6d", "B", (29, 72)),
+    "backward_input": Look("input gradient", "#2aa3a3", "I", (30, 73)),
+    "backward_weight": Look("weight gradient", "#e0a030", "W", (172, 179)),
+    "update": Look("update", "#c8413b", "U", (160, 167)),
 }
 IDLE = "#e9e9ec"
-LABELS: dict[Kind, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "input gradient",
-    "backward_weight": "weight gradient",
-    "update": "update",
-}
 _SUFFIXES = (".png", ".svg")
 _ROW_INCHES, _INCHES_PER_FORWARD = 0.40, 0.27
 _EDGE = "#ffffff"
@@ -47,8 +51,7 @@ def check_drawing(path: Path) -> None:
     """Check that a picture can be written, before anything is computed for it."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+    check_writable(path)
     if find_spec("matplotlib") is None:
         raise ConfigError("drawing needs matplotlib: pip install 'hfscale[plots]'")
 
@@ -91,7 +94,7 @@ def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> N
         axes.add_patch(Rectangle((timeline.start, rank - 0.46), timeline.makespan, 0.92, facecolor=IDLE, linewidth=0))
         chunks = sorted({span.action.stage for span in spans})
         for span in spans:
-            face = _shade(COLOURS[span.action.kind], chunks.index(span.action.stage), len(chunks))
+            face = _shade(LOOKS[span.action.kind].colour, chunks.index(span.action.stage), len(chunks))
             wide = (span.end - span.start) * inches
             thin = 0.35 if wide < 0.05 else 0.8
             if wide < 0.012:  # an instant: a mark that can still be seen
@@ -107,8 +110,7 @@ def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> N
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="both", labelsize=8.5, length=0, colors="#444444")
     axes.tick_params(axis="x", length=3, color="#aaaaaa")
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _number(axes: Any, span: Span, rank: int, face: str, wide: float) -> None:
@@ -122,9 +124,9 @@ def _number(axes: Any, span: Span, rank: int, face: str, wide: float) -> None:
 def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float, height: float) -> None:
     from matplotlib.patches import Patch
 
-    shown = [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in shown_kinds(timelines)]
+    shown = [Patch(facecolor=LOOKS[kind].colour, label=LOOKS[kind].label) for kind in shown_kinds(timelines)]
     if has_later_stages(timelines):
-        shown.append(Patch(facecolor=_shade(COLOURS["forward"], 1, 2), label="lighter: a rank's later stages"))
+        shown.append(Patch(facecolor=_shade(LOOKS["forward"].colour, 1, 2), label="lighter: a rank's later stages"))
     shown.append(Patch(facecolor=IDLE, label="idle"))
     figure.legend(
         handles=shown,
@@ -145,9 +147,9 @@ def forward_length(timeline: Timeline) -> float:
 
 
 def shown_kinds(timelines: Sequence[tuple[str, Timeline]]) -> list[Kind]:
-    """Return the kinds of actions that occur, in the order of :data:`LABELS`."""
+    """Return the kinds of actions that occur, in the order of :data:`LOOKS`."""
     kinds = {span.action.kind for _, timeline in timelines for _, span in timeline.spans()}
-    return [kind for kind in LABELS if kind in kinds]
+    return [kind for kind in LOOKS if kind in kinds]
 
 
 def has_later_stages(timelines: Sequence[tuple[str, Timeline]]) -> bool:

@@ -33,7 +33,6 @@ STALE = (
 )
 """Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
 
-
 REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """The same and earlier adapters, which transformers would load on top of the weights."""
 
@@ -47,11 +46,13 @@ class CheckpointWriter:
         self._index = None
         if split.is_sharded:
             self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        self._files: dict[str, _File] = {}
-        self._missing = dict(contents)
+        self._missing, self._places = dict(contents), dict[str, tuple[Path, int]]()
         for file, names in split.filename_to_tensors.items():
-            opened = _File(directory / file, {name: contents[name] for name in names})
-            self._files.update(dict.fromkeys(names, opened))
+            header, places, size = safetensors_header({name: contents[name] for name in names})
+            with (directory / file).open("wb") as opened:
+                opened.write(header)
+                opened.truncate(size)
+            self._places |= {name: (directory / file, place) for name, place in places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor as announced; raise :class:`CheckpointError` if it was not, or is written already."""
@@ -60,7 +61,10 @@ class CheckpointWriter:
         expected = self._missing[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}")
-        self._files[name].write(name, tensor)
+        path, place = self._places[name]
+        with path.open("r+b") as file:  # open no longer than that, so that a save that fails leaves none open
+            file.seek(place)
+            file.write(bytes_of(tensor))
         del self._missing[name]
 
     def finish(self) -> None:
@@ -87,22 +91,6 @@ def _split(contents: dict[str, Tensor], max_shard_size: str | int) -> StateDictS
 
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
-class _File:
-    """One file of a checkpoint. No handle stays open between writes, so a save that fails leaves none open."""
-
-    def __init__(self, path: Path, contents: dict[str, Tensor]) -> None:
-        header, self._places, size = safetensors_header(contents)
-        self._path = path
-        with path.open("wb") as file:
-            file.write(header)
-            file.truncate(size)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        with self._path.open("r+b") as file:
-            file.seek(self._places[name])
-            file.write(bytes_of(tensor))
 
 
 def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
