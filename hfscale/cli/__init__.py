@@ -100,10 +100,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    listed = [
+        textwrap.fill(command.HELP, 100, initial_indent=f"  {name:15}", subsequent_indent=" " * 17)
+        for name, command in _COMMANDS.items()
+    ]
     parser = _Parser(
         prog="hfscale",
         description="Train stock Hugging Face models at any scale.",
-        epilog="\n".join(["commands:", *map(_in_the_list, _COMMANDS), "", _EXAMPLES]),
+        epilog="\n".join(["commands:", *listed, "", _EXAMPLES]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hfscale {__version__}")
@@ -120,10 +124,6 @@ def _parser() -> argparse.ArgumentParser:
         made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(commands=made)
     return parser
-
-
-def _in_the_list(name: str) -> str:
-    return textwrap.fill(_COMMANDS[name].HELP, 100, initial_indent=f"  {name:15}", subsequent_indent=" " * 17)
 
 
 _COUNTS = (

@@ -50,13 +50,8 @@ class Measured:
     @property
     def bus_bandwidth(self) -> float:
         """The least bytes per second that a link carries."""
-        return self.size / self.seconds * _factor(self.collective, self.ranks)
-
-
-def _factor(collective: str, ranks: int) -> float:
-    if collective == "all-reduce":
-        return 2 * (ranks - 1) / ranks
-    return 1.0 if collective in ("broadcast", "reduce") else (ranks - 1) / ranks
+        passes = {"all-reduce": 2 * (self.ranks - 1) / self.ranks, "broadcast": 1.0, "reduce": 1.0}
+        return self.size / self.seconds * passes.get(self.collective, (self.ranks - 1) / self.ranks)
 
 
 def _pieces(whole: Tensor) -> list[Tensor]:

@@ -55,29 +55,23 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"], str]:
     """Return the measurements, and over which links; none on a launcher's other ranks."""
+    import torch.distributed as dist
+
     from .._compat.torch_device import accelerators
     from ..config.environment import started_processes
+    from ..distributed.processes import own_device, start
     from .bench_collectives import measure, run_ranks
 
     if started_processes() > 1:
-        return _under_a_launcher(sizes)
+        device = own_device()
+        if not dist.is_initialized():
+            start(device)
+        found, where = measure(device, sizes), f"{dist.get_backend()} between the launcher's ranks"
+        return (found if dist.get_rank() == 0 else []), where
     gpus = accelerators().device_count()
     world = processes or max(2, gpus)
     found = run_ranks(world, measure, sizes)
     return found, f"NCCL between {world} GPUs" if world <= gpus else f"gloo between {world} processes of one machine"
-
-
-def _under_a_launcher(sizes: list[int]) -> tuple[list["Measured"], str]:
-    import torch.distributed as dist
-
-    from ..distributed.processes import own_device, start
-    from .bench_collectives import measure
-
-    device = own_device()
-    if not dist.is_initialized():
-        start(device)
-    found, where = measure(device, sizes), f"{dist.get_backend()} between the launcher's ranks"
-    return (found if dist.get_rank() == 0 else []), where
 
 
 def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .amounts import bytes_of
-from .look import add_json, add_overwrite, check_directory, check_target, show
+from .look import add_output, check_directory, check_target, show
 
 HELP = "make a Hugging Face directory of a saved state"
 DESCRIPTION = (
@@ -22,15 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "state", metavar="DIR", type=Path, help="a state, or several (the newest complete one), or an adapter"
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that came with the model")
     parser.add_argument(
         "--as-stored", action="store_true", help="quantize again in the form of the checkpoint that was trained"
     )
     parser.add_argument("--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads")
     parser.add_argument("--base", metavar="BASE", type=Path, help="with --adapter-for: the checkpoint that it adapts")
-    add_overwrite(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

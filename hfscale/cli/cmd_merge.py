@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from .amounts import bytes_of
-from .look import add_json, add_overwrite, check_directory, check_target, print_json, working
+from .look import add_output, check_directory, check_target, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 DESCRIPTION = (
@@ -18,12 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", type=Path, help="the directory of the checkpoint")
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter, in PEFT's format")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("--as-stored", action="store_true", help="quantize again in the form of a quantized BASE")
     parser.add_argument("--no-check", action="store_true", help="do not load the models to compare their logits")
-    add_overwrite(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

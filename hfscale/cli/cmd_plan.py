@@ -58,7 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     chosen = plan_arguments(arguments) | remote_code(arguments)
     planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
-    memory = estimate(arguments, planned) if is_asked(arguments) else None
+    flags = ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
+    is_asked = any(getattr(arguments, name) is not None for name in flags)
+    memory = estimate(arguments, planned) if is_asked else None
     if arguments.json:
         document = json.loads(to_json(planned))
         if memory is not None:
@@ -118,12 +120,6 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpu", metavar="SIZE", help=f"memory of one GPU, as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
     )
-
-
-def is_asked(arguments: argparse.Namespace) -> bool:
-    """Return whether any flag of training is given."""
-    names = ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
-    return any(getattr(arguments, name) is not None for name in names)
 
 
 def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":

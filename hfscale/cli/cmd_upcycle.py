@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from .amounts import bytes_of
-from .look import add_json, add_overwrite, check_target, show
+from .look import add_output, check_target, show
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
 DESCRIPTION = (
@@ -26,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reinitialize", type=float, default=0.0, metavar="SHARE", help="of each expert's channels, to redraw"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of router, noise and channels (default: %(default)s)")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
-    add_overwrite(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

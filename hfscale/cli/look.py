@@ -75,12 +75,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
 _STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add ``--overwrite``, for a command that writes a directory."""
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add ``--max-shard-size``, ``--overwrite`` and ``--json``, for a command that writes a checkpoint to OUT."""
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument(
         "--overwrite", action="store_true", help="write into OUT though it has files: those of the same names, and "
         "weights, are replaced, others stay"
     )  # fmt: skip
+    add_json(parser)
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:

@@ -74,21 +74,15 @@ class Process(NamedTuple):
             return ""
         end = time.monotonic() + seconds
         while time.monotonic() < end:  # connections are closed before a process has ended
-            if (how := _state_of(self.pid)) is not None:
-                return how
+            try:
+                state, *_, last = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:  # its launcher has asked how already
+                return _KNOWN_TO_LAUNCHER
+            if state in ("Z", "X"):
+                code = os.waitstatus_to_exitcode(int(last))
+                return f"signal {-code}" if code < 0 else f"exit code {code}"
             time.sleep(0.01)
         return None
-
-
-def _state_of(pid: int) -> str | None:
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # its launcher has asked how already
-        return _KNOWN_TO_LAUNCHER
-    if state not in ("Z", "X"):
-        return None
-    status = int(fields[-1])
-    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
 
 
 def is_wanted() -> bool:

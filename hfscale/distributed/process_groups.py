@@ -43,9 +43,12 @@ def build_mesh(
     """
     world = dist.get_world_size() if dist.is_initialized() else started_processes()
     if world != layout.total_size:
+        multi = "--multi_gpu " if layout.total_size > 1 else ""
+        script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "YOUR_SCRIPT.py"
         raise MeshError(
             f"{layout.describe()} needs {layout.total_size} process(es) and {world} were started: launch with\n"
-            f"  {launch_line(layout.total_size)}\nor choose sizes whose product is {world}"
+            f"  accelerate launch {multi}--num_processes {layout.total_size} {script}\n"
+            f"or choose sizes whose product is {world}"
         )
     device = own_device()
     if world == 1:
@@ -197,10 +200,3 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
     lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
     return made.once((mesh.device.type, shape, cp, "sharing"), lambda: host_group(lines))
-
-
-def launch_line(processes: int) -> str:
-    """Return the command that starts ``processes`` ranks, with or without GPUs."""
-    multi = "--multi_gpu " if processes > 1 else ""
-    script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "YOUR_SCRIPT.py"
-    return f"accelerate launch {multi}--num_processes {processes} {script}"

@@ -48,7 +48,10 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
     """Return one conversation as a row; the assistant's turns have labels (``train_on`` is ``completions``), or all
     tokens do (``all``). ``where`` is what to call the record in an error.
     """
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    # What an assistant's call of a tool has for content depends on the template.
+    if not (isinstance(messages, list) and messages) or not all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages
+    ):
         raise RecipeError(
             f"{where} is no conversation: messages must be a list of records with role and content, and this is "
             f"{str(messages)[:200]!r}; change data.messages_column, or the data"
@@ -136,11 +139,6 @@ def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], l
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
     """Return the tokens of a conversation rendered by the chat template."""
     return tokenizer.apply_chat_template(messages, tokenizer_kwargs={"verbose": False}, **options)
-
-
-def _is_message(message: Any) -> bool:
-    # What an assistant's call of a tool has for content depends on the template.
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 class Pair(NamedTuple):

@@ -52,7 +52,12 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         launch_command(line)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _ended(rank, failure.exitcode)
+        if failure.exitcode >= 0:
+            return int(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name  # a rank that could not print its error
+        why = " (often: out of memory)" if name == "SIGKILL" else ""
+        print(f"hfscale train: rank {rank} was ended by {name}{why}", file=sys.stderr)
+        return int(128 - failure.exitcode)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
@@ -72,16 +77,6 @@ def prepare_launch(processes: int) -> None:
             "several machines: --print-launch prints the line, to which Accelerate's --num_machines, --machine_rank, "
             "--main_process_ip and --main_process_port are to be added"
         )
-
-
-def _ended(rank: int, code: int) -> int:
-    """Return the exit code of the first rank to fail; print a line if that rank could not print its error."""
-    if code < 0:
-        name = signal.Signals(-code).name
-        why = " (often: out of memory)" if -code == signal.SIGKILL else ""
-        print(f"hfscale train: rank {rank} was ended by {name}{why}", file=sys.stderr)
-        return 128 - code
-    return code
 
 
 KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}  # kind of cluster -> template of its job file

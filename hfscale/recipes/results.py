@@ -41,17 +41,8 @@ class Made:
         return "adapter" if self.kind == "adapter" else "checkpoint"
 
 
-def make_card(
-    config: Any,
-    recipe: Recipe,
-    layout: hfscale.ParallelConfig,
-    outcome: Outcome,
-    train_sequences: int,
-    made: Made,
-    expected: Any = None,
-    shown: Sequence[Sample] = (),
-) -> ModelCard:
-    """Return the card: the model, its data, how it was trained, and the measurements."""
+def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard:
+    """Return the card: the model, its data, how it was trained, and the measurements, of which ``told`` are some."""
     task, base = task_of(recipe.data), Path(recipe.base) if isinstance(recipe, FinetuneRecipe) else None
     if base is not None and base.is_absolute():  # without this machine's directories
         base = Path(*base.parts[-2:])
@@ -62,15 +53,12 @@ def make_card(
     text = _ENVIRONMENT.get_template("card.md").render(
         metadata=_metadata(config, recipe, made).to_yaml(),
         config=config, recipe=recipe, data=recipe.data, training=recipe.training, task=task,
-        layout=layout, outcome=outcome, made=made, expected=expected, shown=shown,
-        base=base.as_posix() if base else "",
+        made=made, base=base.as_posix() if base else "",
         source=describe_source(recipe.data),
         parameters=parameters,
         device=accelerators().get_device_name() if accelerators().is_available() else "CPU, gloo",
-        train_sequences=train_sequences,
-        trained=trained,
-        evaluated=evaluated,
-        versions={"python": platform.python_version(), **packages},
+        trained=trained, evaluated=evaluated,
+        versions={"python": platform.python_version(), **packages}, **told,
     )  # fmt: skip
     return ModelCard(text)
 
@@ -136,25 +124,24 @@ def finish(
     layout: hfscale.ParallelConfig,
     outcome: Outcome,
     train_sequences: int,
-    expected: Any = None,
-    shown: Sequence[Sample] = (),
+    expected: Any,
+    shown: Sequence[Sample],
 ) -> None:
     """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``; collective.
 
     The weights are in ``checkpoint/``, or in ``adapter/`` where an adapter was trained; merged as well in the former
     where the recipe says so. The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
     """
-    directory, model = recipe.directory, trainer.trained
-    adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
-
-    coverage = hfscale.coverage_report(model) if adapted else ""
-    kind = "adapter" if adapted else "full"
-    made = [Made(kind, outcome.validation_loss, outcome.accuracy, coverage)]
-    model = write_weights(model, recipe)
+    directory, adapted = recipe.directory, recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
+    coverage = hfscale.coverage_report(trainer.trained) if adapted else ""
+    made = [Made("adapter" if adapted else "full", outcome.validation_loss, outcome.accuracy, coverage)]
+    model = write_weights(trainer.trained, recipe)
     if adapted and adapted.merge:
         loss, accuracy = trainer.measured(model)
         trainer.log({"merged_validation_loss": loss})
         made.append(replace(made[0], kind="merged", validation_loss=loss, accuracy=accuracy))
+
+    told = {"layout": layout, "outcome": outcome, "train_sequences": train_sequences, "expected": expected}
 
     def describe() -> None:
         OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
@@ -167,8 +154,7 @@ def finish(
             tokenizer.save_pretrained(target)
             shutil.copyfile(directory / "loss.png", target / "loss.png")
             write_pictures(shown, target)
-            card = make_card(model.config, recipe, layout, outcome, train_sequences, part, expected, shown)
-            card.save(target / "README.md")
+            make_card(model.config, recipe, part, shown=shown, **told).save(target / "README.md")
         print(_summary(recipe, layout, outcome, made, expected), flush=True)
 
     on_main(describe)
@@ -196,7 +182,7 @@ def _summary(recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, m
     task = task_of(recipe.data)
     lines = [
         f"\n{recipe.name}: {layout.describe_schedule()}, {outcome.tokens_per_second:,.0f} tokens/s, peak memory "
-        f"{outcome.memory / 2**30:.2f} GiB",
+        f"{outcome.memory / GIB:.2f} GiB",
         f"  validation loss {outcome.first_validation_loss:.4f} -> {outcome.validation_loss:.4f}, {task.baseline} "
         f"{outcome.baseline:.4f} (nats per {task.each})",
     ]

@@ -60,12 +60,16 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
         return
     vocabulary = 0 if isinstance(recipe, FinetuneRecipe) else recipe.model.vocab_size
     tokenizer, data, validation, baseline = prepare(recipe.data, tokenizer, vocabulary, recipe.directory)
-    teacher = teacher_of(recipe, model, layout) if isinstance(recipe, FinetuneRecipe) and recipe.distils else None
+    teacher = None
+    if isinstance(recipe, FinetuneRecipe) and recipe.teacher.stored:
+        teacher = hfscale.Teacher.stored(recipe.teacher.stored, model, beta=recipe.teacher.beta)
+    elif isinstance(recipe, FinetuneRecipe) and recipe.distils:
+        asked = {"beta": recipe.teacher.beta, "temperature": recipe.teacher.temperature}
+        teacher = hfscale.Teacher(teacher_model(recipe, layout), model, **asked)
     trainer = RecipeTrainer(model, recipe, data, validation, tokenizer, baseline, teacher)
-    asked = recipe.data.samples
-    before = answers(model, tokenizer, validation, asked)
+    before = answers(model, tokenizer, validation, recipe.data.samples)
     outcome = trainer.fit()
-    after = answers(model, tokenizer, validation, asked)
+    after = answers(model, tokenizer, validation, recipe.data.samples)
     shown = samples(tokenizer, validation, before, after)
     finish(trainer, tokenizer, recipe, layout, outcome, len(data), expected, shown)
 
@@ -81,31 +85,20 @@ def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Non
         print(f"{asked.write} has the {asked.top_k} most probable tokens of every position", flush=True)
 
 
-def teacher_of(recipe: FinetuneRecipe, model: Any, layout: hfscale.ParallelConfig) -> hfscale.Teacher:
-    """Return the teacher of a model."""
-    asked = recipe.teacher
-    if asked.stored:
-        return hfscale.Teacher.stored(asked.stored, model, beta=asked.beta)
-    its = teacher_model(recipe, layout)
-    return hfscale.Teacher(its, model, beta=asked.beta, temperature=asked.temperature)
-
-
 def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any:
     """Return the teacher's model, in a layout of its own, or the student's."""
     asked = recipe.teacher
     own = hfscale.ParallelConfig(**asked.parallel) if asked.parallel else layout
-    quantization = quantization_of(asked)
-    given = {} if quantization is None else {"quantization_config": quantization}
+    given: dict[str, Any] = {"parallel": own, "dtype": asked.dtype, "quantization_config": quantization_of(asked)}
     try:
-        return hfscale.from_pretrained(asked.base, parallel=own, dtype=asked.dtype, **given).eval()
+        return hfscale.from_pretrained(asked.base, **given).eval()
     except (OSError, ImportError) as error:
         raise RecipeError(f"teacher.base={asked.base!r} cannot be loaded: {error}") from error
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
     """Return the model options in a recipe, other than the layout."""
-    precision = recipe.training.mixed_precision
-    weight = recipe.training.mtp_loss_weight
+    precision, weight = recipe.training.mixed_precision, recipe.training.mtp_loss_weight
     return {"mixed_precision": precision, "mtp_loss_weight": weight, **recipe.sections(precision)}
 
 

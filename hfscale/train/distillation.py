@@ -193,7 +193,7 @@ class Teacher:
         weight, bias, *_ = *(found.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
         weight, finish = nothing if weight is None else weight, next(known[0] for _, known in told if known is not None)
-        given = {"hidden": nothing, "weight": weight, "bias": bias, "finish": finish}
+        given: dict[str, Any] = {"hidden": nothing, "weight": weight, "bias": bias, "finish": finish}
         return TeacherRows(**given, beta=self.beta, temperature=self.temperature)
 
     def _check_adapters(self) -> None:

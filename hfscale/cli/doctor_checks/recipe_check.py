@@ -16,12 +16,10 @@ from ...plan.table import human
 from ...recipes.batch_sizes import per_rank
 from ...recipes.memory_limit import of_one_microbatch
 from ...recipes.places import check_places
-from ...recipes.run import adapter_of, config_of, options_of, quantization_of
-from ...recipes.schema import FinetuneRecipe, PretrainRecipe
+from ...recipes.run import AnyRecipe, adapter_of, config_of, options_of, quantization_of
+from ...recipes.schema import FinetuneRecipe
 from ...recipes.tasks import model_options
 from . import Finding
-
-AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def examine(recipe: AnyRecipe) -> list[Finding]:
@@ -35,7 +33,8 @@ def examine(recipe: AnyRecipe) -> list[Finding]:
     plans: list[Plan] = []
     found += _tried("plan", lambda: _planned(recipe, layout, plans))
     for planned in plans:
-        found += [Finding("trains", "ok", line) for line in _trained(planned)]
+        trained = describe_coverage(planned).splitlines() if planned.adapters else ["all parameters"]
+        found += [Finding("trains", "ok", line) for line in trained]
         found += _tried("memory", lambda plan=planned: [_memory(recipe, layout, plan)])  # type: ignore[misc]
     return found
 
@@ -52,9 +51,8 @@ def _ranks(layout: ParallelConfig) -> Finding:
     processes, gpus = layout.total_size, accelerators().device_count()
     text = f"{processes} process(es): {axes}"
     if 0 < gpus < processes:
-        return Finding(
-            "ranks", "problem", f"{text}; this machine has {gpus} GPU(s): several machines, or a smaller layout"
-        )
+        text += f"; this machine has {gpus} GPU(s): several machines, or a smaller layout"
+        return Finding("ranks", "problem", text)
     return Finding("ranks", "ok", text)
 
 
@@ -94,10 +92,6 @@ def _planned(recipe: AnyRecipe, layout: ParallelConfig, plans: list[Plan]) -> li
     return [Finding("plan", "ok", f"{planned.family}, {count:,} parameters, fits {layout.describe()}")]
 
 
-def _trained(plan: Plan) -> list[str]:
-    return describe_coverage(plan).splitlines() if plan.adapters else ["all parameters"]
-
-
 def _memory(recipe: AnyRecipe, layout: ParallelConfig, plan: Plan) -> Finding:
     training = recipe.training
     expected = hfscale.memory_estimate(
@@ -107,7 +101,6 @@ def _memory(recipe: AnyRecipe, layout: ParallelConfig, plan: Plan) -> Finding:
     text = f"predicted peak of the rank with most: {human(expected.total)} ({kinds})"
     gpu = accelerators().get_device_properties(0).total_memory if accelerators().is_available() else 0
     if 0 < gpu < expected.total:
-        return Finding(
-            "memory", "problem", f"{text}; a GPU has {human(gpu)}: more ranks, smaller microbatches, recomputation"
-        )
+        text += f"; a GPU has {human(gpu)}: more ranks, smaller microbatches, recomputation"
+        return Finding("memory", "problem", text)
     return Finding("memory", "ok", text)

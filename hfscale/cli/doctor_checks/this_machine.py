@@ -40,12 +40,8 @@ def versions() -> list[Finding]:
             continue
         fits = each.specifier.contains(version, prereleases=True)
         bounds = f" ({each.specifier})" if each.specifier else ""
-        text = (
-            f"{version}{bounds}"
-            if fits
-            else f"{version}, and hfscale is made for {each.specifier}: install one of those"
-        )
-        found.append(Finding(each.name, "ok" if fits else "problem", text))
+        text = bounds if fits else f", and hfscale is made for {each.specifier}: install one of those"
+        found.append(Finding(each.name, "ok" if fits else "problem", version + text))
     return found
 
 
@@ -121,10 +117,8 @@ def accelerate_config(path: Path | None = None) -> Finding:
         return Finding(about, "note", text)
     precision = str(told.get("mixed_precision") or "no")
     if precision != "no":
-        text = (
-            f"{file} asks for {precision}, which a model does not follow: build it with mixed_precision={precision!r}"
-        )
-        return Finding(about, "note", text)
+        text = f"{file} asks for {precision}, which a model does not follow: build it with"
+        return Finding(about, "note", f"{text} mixed_precision={precision!r}")
     return Finding(about, "ok", f"{file}: {kind}, {count} process(es)")
 
 
