@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
 from .amounts import tokens_of
@@ -37,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.html)
+    offloaded = [name for name in arguments.offload.split(",") if name]
+    for name in offloaded:
+        if name not in ("activations", "parameters", "optimizer"):
+            raise ConfigError(f"--offload {name} is unknown: use activations, parameters or optimizer, or several")
     from ..config.memory import MemoryConfig
     from ..cost.tools.estimate import estimate
 
@@ -57,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory=MemoryConfig(
             recompute=int(again) if again.isdigit() else again,
             tile_tokens=arguments.tile_tokens,
-            **_offload(arguments.offload),
+            **{f"offload_{name}": True for name in offloaded},
         ),
         **more,
     )
@@ -66,12 +69,3 @@ def run(arguments: argparse.Namespace) -> None:
         from ..cost.tools.html import page_of
 
         arguments.html.write_text(page_of(found, f"{arguments.model}: {found.layout}"))
-
-
-def _offload(text: str) -> dict[str, Any]:
-    """Parse ``"activations,optimizer"`` into arguments of ``MemoryConfig``."""
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in ("activations", "parameters", "optimizer"):
-            raise ConfigError(f"--offload {name} is unknown: use activations, parameters or optimizer, or several")
-    return {f"offload_{name}": True for name in names}

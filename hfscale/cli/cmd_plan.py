@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
     from ..cost.model.memory_model import MemoryEstimate
     from ..cost.tools.dry_run import DryRun
-    from ..plan import Plan
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
 DESCRIPTION = (
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_place(arguments.model)
-    tokens_asked(arguments)  # refuses impossible amounts before anything is planned
-    _gigabytes(arguments)
+    tokens = tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
+    size = gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
@@ -53,26 +52,29 @@ def run(arguments: argparse.Namespace) -> None:
     layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
     config = load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
-        found = _dry_run(arguments, config, layout)
+        found = _dry_run(arguments, config, layout, tokens)
         show(arguments, found.to_dict(), str(found))
         return
     chosen = plan_arguments(arguments) | remote_code(arguments)
     planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
-    flags = ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
-    is_asked = any(getattr(arguments, name) is not None for name in flags)
-    memory = estimate(arguments, planned) if is_asked else None
+    memory, flags = None, ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
+    if any(getattr(arguments, name) is not None for name in flags):
+        from ..cost.tools.memory_report import memory_estimate
+
+        more = {"gradient_checkpointing": arguments.recompute, "mixed_precision": arguments.mixed_precision}
+        memory = memory_estimate(planned, arguments.optimizer or OPTIMIZER, tokens=tokens, **more)
     if arguments.json:
         document = json.loads(to_json(planned))
         if memory is not None:
-            document["memory"] = {**memory.kinds, "total": memory.total, "fits": fits(arguments, memory)}
+            document["memory"] = {**memory.kinds, "total": memory.total, "fits": memory.total < size * 1e9}
         print_json(document)
     else:
         print(render(planned))
         if memory is not None:
-            print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(arguments, memory)}")
+            print(f"\nwhat a rank holds in training:\n{memory}\n{describe_fit(size, memory)}")
 
 
-def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig") -> "DryRun":
+def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig", tokens: int) -> "DryRun":
     """Return the counts of a dry run, which has no quantized weights and no optimizer."""
     from ..config.memory import MemoryConfig
     from ..cost.tools.dry_run import dry_run
@@ -87,7 +89,7 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
         return dry_run(
             config,
             layout,
-            sequence_length=tokens_asked(arguments),
+            sequence_length=tokens,
             dtype=arguments.dtype,
             memory=MemoryConfig(recompute="full") if arguments.recompute else None,
             auto_class=auto_class_of(arguments.auto_class),
@@ -122,40 +124,13 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def estimate(arguments: argparse.Namespace, plan: "Plan") -> "MemoryEstimate":
-    """Estimate the memory of the rank with most."""
-    from ..cost.tools.memory_report import memory_estimate
-
-    return memory_estimate(
-        plan,
-        arguments.optimizer or OPTIMIZER,
-        tokens=tokens_asked(arguments),
-        gradient_checkpointing=arguments.recompute,
-        mixed_precision=arguments.mixed_precision,
-    )
-
-
-def fits(arguments: argparse.Namespace, found: "MemoryEstimate") -> bool:
-    """Return whether the estimate is below the memory of a GPU."""
-    return found.total < _gigabytes(arguments) * 1e9
-
-
-def describe_fit(arguments: argparse.Namespace, found: "MemoryEstimate") -> str:
-    """Return one line on whether the model fits, and if not, on how to make it fit."""
-    size, total = _gigabytes(arguments), found.total / 1e9
-    if fits(arguments, found):
+def describe_fit(size: float, found: "MemoryEstimate") -> str:
+    """Return one line on whether the model fits into ``size`` GB, and if not, on how to make it fit."""
+    total = found.total / 1e9
+    if found.total < size * 1e9:
         return f"fits {size:g} GB: yes, {total:.1f} GB of it, without what kernels and collectives use meanwhile"
     kind = max(found.kinds, key=lambda name: found.kinds[name])
     return (
         f"fits {size:g} GB: no, {total:.1f} GB, most of it {kind}: use more ranks, fewer --tokens, --recompute, an "
         "8-bit --optimizer, or --lora over --quantize nf4"
     )
-
-
-def _gigabytes(arguments: argparse.Namespace) -> float:
-    return gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
-
-
-def tokens_asked(arguments: argparse.Namespace) -> int:
-    """Return the tokens of one microbatch."""
-    return tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")

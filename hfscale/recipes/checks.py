@@ -95,8 +95,7 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             f"data.images_column={data.images_column!r} needs conversations, one per row: use data.format=chat, and "
             "leave out data.packing"
         )
-    cannot_write = data.format in ("pairs", "classes")
-    if data.samples and (cannot_write or hfscale.ParallelConfig(**recipe.parallel).is_pipelined):
+    if data.samples and (data.format in ("pairs", "classes") or hfscale.ParallelConfig(**recipe.parallel).is_pipelined):
         raise RecipeError(
             f"data.samples={data.samples} needs a model that generates text, and a layout without stages: set "
             "data.samples=0"
@@ -155,16 +154,12 @@ def _check_weights(recipe: Recipe) -> None:
 
 
 def _check_adapter(adapter: dict[str, Any]) -> None:
-    if not adapter:
-        return
-    if "path" in adapter:
-        others = [name for name in adapter if name != "path"]
-        if others:
-            raise RecipeError(
-                f"adapter.path={adapter['path']!r} continues a saved adapter, which has its own config: leave out "
-                f"{', '.join(f'adapter.{name}' for name in others)}"
-            )
-    elif adapter.get("method") not in METHODS:
+    if "path" in adapter and len(adapter) > 1:
+        others = ", ".join(f"adapter.{name}" for name in adapter if name != "path")
+        raise RecipeError(
+            f"adapter.path={adapter['path']!r} continues a saved adapter, which has its own config: leave out {others}"
+        )
+    if adapter and "path" not in adapter and adapter.get("method") not in METHODS:
         raise RecipeError(
             f"adapter.method={adapter.get('method')!r} is not known: use {', '.join(METHODS)}, or adapter.path of a "
             "saved adapter alone"

@@ -209,10 +209,3 @@ def _first(found: Tensor) -> int:
 
 def _text(reader: Any, tokens: Tensor) -> str:
     return str(reader.decode(tokens, skip_special_tokens=True)).strip()
-
-
-def write_pictures(shown: Sequence[Sample], directory: Path) -> None:
-    """Write the pictures beside a card."""
-    for index, sample in enumerate(shown):
-        if sample.picture:
-            opened(sample.picture).save(directory / f"sample-{index}.png")

@@ -18,7 +18,7 @@ import hfscale
 from .._compat.torch_device import accelerators
 from .main_process import on_main
 from .memory_limit import GIB, beside
-from .pictures import Sample, write_pictures
+from .pictures import Sample, opened
 from .run_log import plot_losses, read_metrics
 from .schema import DataRecipe, FinetuneRecipe, Recipe
 from .tasks import task_of
@@ -153,7 +153,9 @@ def finish(
             target = directory / part.directory
             tokenizer.save_pretrained(target)
             shutil.copyfile(directory / "loss.png", target / "loss.png")
-            write_pictures(shown, target)
+            for index, sample in enumerate(shown):
+                if sample.picture:
+                    opened(sample.picture).save(target / f"sample-{index}.png")
             make_card(model.config, recipe, part, shown=shown, **told).save(target / "README.md")
         print(_summary(recipe, layout, outcome, made, expected), flush=True)
 

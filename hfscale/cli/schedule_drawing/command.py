@@ -33,18 +33,12 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     shown = [("", planned)]
     if measured:
         planned = replace(planned, unit=measured.unit)
-        shown = [("planned", planned), ("measured", _beside(measured, planned, asked, arguments.trace))]
+        ranks = measured.num_ranks
+        if ranks != planned.num_ranks:
+            raise ConfigError(f"{arguments.trace} has {ranks} ranks and the plan {planned.num_ranks}: use --pp {ranks}")
+        name, microbatches = measured.name or asked.schedule, measured.microbatches or asked.microbatches
+        shown = [("planned", planned), ("measured", replace(measured, name=name, microbatches=microbatches))]
     _write(arguments, asked.order, planned, shown)
-
-
-def _beside(measured: Timeline, planned: Timeline, asked: "_Asked", trace: Path) -> Timeline:
-    """Return the recorded run, and the name and microbatches of the plan to compare with."""
-    if measured.num_ranks != planned.num_ranks:
-        raise ConfigError(
-            f"{trace} has {measured.num_ranks} ranks and the plan {planned.num_ranks}: use --pp {measured.num_ranks}"
-        )
-    name, microbatches = measured.name or asked.schedule, measured.microbatches or asked.microbatches
-    return replace(measured, name=name, microbatches=microbatches)
 
 
 def _write(
@@ -171,7 +165,10 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
     margin = len(f"rank {max(timeline.num_ranks for _, timeline in timelines) - 1} ")
     horizon = max(timeline.end for _, timeline in timelines)
     room = max(width - margin, 20)
-    scale = _scale(timelines[0][1], horizon, room)
+    forward, scale = forward_length(timelines[0][1]), room / horizon
+    if forward:  # an integer number of columns for it where there is room for that
+        columns = min(scale * forward, float(_WIDEST_FORWARD))
+        scale = (int(columns) if columns >= 1 else columns) / forward
     lines = []
     for heading, timeline in timelines:
         lines.append(f"{heading}: {title(timeline)}" if heading else title(timeline))
@@ -179,13 +176,6 @@ def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: 
             lines.append(f"rank {rank}".ljust(margin) + _row(spans, scale, round(horizon * scale), colour))
         lines.append("")
     return "\n".join([*lines, _legend(shown_kinds(timelines), colour, has_later_stages(timelines))])
-
-
-def _scale(timeline: Timeline, horizon: float, room: int) -> float:
-    """Return columns per unit of time: an integer number per forward where there is room for that."""
-    forward = forward_length(timeline)
-    columns = min(room / horizon * forward, float(_WIDEST_FORWARD)) if forward else 1.0
-    return (int(columns) if columns >= 1 else columns) / forward if forward else room / horizon
 
 
 def _row(spans: tuple[Span, ...], scale: float, columns: int, colour: bool) -> str:

@@ -117,8 +117,9 @@ def _number(axes: Any, span: Span, rank: int, face: str, wide: float) -> None:
     text = str(span.action.microbatch)
     size = min(9.0, wide * 72 / (0.68 * len(text) + 0.25))  # a digit is about 0.6 of its size wide
     if size >= 4.5 and span.action.kind != "update":
-        middle = (span.start + span.end) / 2
-        axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=_ink(face), zorder=4)
+        middle, (red, green, blue) = (span.start + span.end) / 2, _rgb(face)
+        ink = "#1a1a1a" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
+        axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=ink, zorder=4)
 
 
 def _legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], width: float, height: float) -> None:
@@ -161,11 +162,6 @@ def _shade(colour: str, chunk: int, chunks: int) -> str:
     """Return a lighter shade for a rank's later stages."""
     share = 0.0 if chunks == 1 else 0.45 * chunk / (chunks - 1)
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _rgb(colour))
-
-
-def _ink(face: str) -> str:
-    red, green, blue = _rgb(face)
-    return "#1a1a1a" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
 
 
 def _rgb(colour: str) -> tuple[int, int, int]:

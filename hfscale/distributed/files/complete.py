@@ -90,16 +90,13 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
     """Return problems with the presence and sizes of the files, in words, without reading them."""
     found = []
     for name, file in mark.files.items():
-        if Path(name).name != name:
-            found.append(f"{MARK} names {name}, which is missing")
-            continue
         try:
-            size = (directory / name).stat().st_size
+            if Path(name).name != name:
+                found.append(f"{MARK} names {name}, which is missing")
+            elif (size := (directory / name).stat().st_size) != file.size:
+                found.append(f"{name} has {size:,} of {file.size:,} bytes")
         except OSError:
             found.append(f"{name} is missing")
-            continue
-        if size != file.size:
-            found.append(f"{name} has {size:,} of {file.size:,} bytes")
     return found
 
 
@@ -108,10 +105,8 @@ def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[
     found = []
     for name in names:
         try:
-            same = FileSum.of(directory / name) == mark.files[name]
+            if FileSum.of(directory / name) != mark.files[name]:
+                found.append(f"{name} was changed after it was written: its checksum differs")
         except OSError as error:
             found.append(f"{name} cannot be read ({error})")
-            continue
-        if not same:
-            found.append(f"{name} was changed after it was written: its checksum differs")
     return found
