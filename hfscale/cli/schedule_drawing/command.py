@@ -113,7 +113,8 @@ def measured_costs(timeline: Timeline) -> Costs:
         )
     forward = sum(lengths["forward"]) / len(lengths["forward"])
     own = {kind: sum(lengths[kind]) / len(lengths[kind]) for kind in KINDS if lengths[kind]}
-    return Costs(**{str(kind): own.get(kind, DEFAULT_COSTS.of(kind) * forward) for kind in KINDS})
+    costs: dict[str, Any] = {str(kind): own.get(kind, DEFAULT_COSTS.of(kind) * forward) for kind in KINDS}
+    return Costs(**costs)
 
 
 @dataclass(frozen=True)
