@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import did_you_mean
+from ..errors import did_you_mean, meant
 from . import LIBRARY
 from .checks import check_values
 from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
@@ -71,8 +71,10 @@ def locate(recipe: str | Path) -> Path:
         raise RecipeError(f"{recipe}: there is no such file; {path.parent} has {found}")
     names = [p.stem for p in LIBRARY.glob("*.yaml")]
     if path.name not in names:
+        close = meant(path.name, names)
+        hint = f"did you mean {close}? " if close else ""
         raise RecipeError(
-            f"{recipe} is neither a file nor a recipe that comes with hfscale: {did_you_mean(path.name, names)}"
+            f"{recipe} is neither a file nor a recipe that comes with hfscale: {hint}"
             f"give the path of a YAML file, or one of {', '.join(sorted(names))}"
         )
     return LIBRARY / f"{path.name}.yaml"
