@@ -65,13 +65,10 @@ class Job:
         """Return one data rank's share of the given numbers of weight and expert entries."""
         return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
-    def shard_traffic(self) -> float:
-        """Return the bytes between device and host per offloaded weight: gathers and its gradient."""
-        return self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
-
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
         """Return the job with ``activations`` bytes and a shard of ``entries`` weights offloaded to the host."""
-        moved = activations * ("activations" in what) + self.shard_traffic() * entries * ("parameters" in what)
+        shards = self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
+        moved = activations * ("activations" in what) + shards * entries * ("parameters" in what)
         handed = (self.gradient_bytes + self.gathered_bytes) * self.trained * entries * ("optimizer" in what)
         steps = "optimizer" in what or "parameters" in what
         return replace(self, offloaded=moved, handed=handed, steps_on_host=steps)
@@ -174,12 +171,13 @@ def _place(plan: Plan, rank: int) -> Place:
     home = () if plan.stages is None else plan.stages.ranks
     own = [stage for stage, where in enumerate(home) if where == rank]
     here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
+    mixtures, layers = tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers)
     spread, in_layers = (
-        sum(entries for name, entries in here.items() if name.startswith(parts))
-        for parts in (tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers))
+        sum(entries for name, entries in here.items() if name.startswith(parts)) for parts in (mixtures, layers)
     )
     stages = plan.stages and plan.stages.of_rank(rank)
-    trained, partial = _trained(plan, here)
+    trained = [plan.by_name[name] for name in trained_names(plan) & here.keys()]
+    partial = sum(here[p.name] * p.dtype.itemsize for p in trained if "tp" in p.partial)
     return Place(
         layers=len(plan.layers) if not stages else sum(len(stage.layers) for stage in stages),
         embedding=plan.stages is None or 0 in own,
@@ -189,13 +187,6 @@ def _place(plan: Plan, rank: int) -> Place:
         table_weights=sum(here.values()) - in_layers,
         forward=sum(stage + 1 < len(home) and home[stage + 1] != rank for stage in own),
         backward=sum(stage > 0 and home[stage - 1] != rank for stage in own),
-        trained=trained / max(1, sum(here.values())),
+        trained=sum(here[p.name] for p in trained) / max(1, sum(here.values())),
         partial=partial / plan.layout.dp_shard,
     )
-
-
-def _trained(plan: Plan, here: dict[str, int]) -> tuple[int, int]:
-    """Return the number of trainable entries here, and the bytes of gradients that are partial over tensor ranks."""
-    trained = [plan.by_name[name] for name in trained_names(plan) & here.keys()]
-    partial = sum(here[p.name] * p.dtype.itemsize for p in trained if "tp" in p.partial)
-    return sum(here[p.name] for p in trained), partial

@@ -184,18 +184,17 @@ def _data_seconds(
 ) -> float:
     """Return the seconds that a step waits for its data ranks, beyond what the last ``backward`` pass hides."""
     layout, shards = job.layout, job.layout.dp_shard
-    ranks = layout.data_world
-    if ranks == 1:
+    if layout.data_world == 1:
         return 0.0
     bus = data_bus(shards, layout.tp, machine, constants)
     replicas_bus = data_bus(layout.dp_replicate, layout.tp * shards, machine, constants)
-    sharded = shards > 1
     once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
     bytes_of = data_traffic(weights, 0.0, experts, once)
     moved = bytes_of.dp_shard / bus + bytes_of.dp_replicate / replicas_bus
-    latency = (constants.latency_shards if sharded else constants.latency) * (ranks - 1)
-    hidden = (constants.hidden_shards if sharded else constants.hidden) * backward
-    exposed = max(moved - hidden, 0.0) + latency
+    latency, hidden = constants.latency, constants.hidden
+    if shards > 1:
+        latency, hidden = constants.latency_shards, constants.hidden_shards
+    exposed = max(moved - hidden * backward, 0.0) + latency * (layout.data_world - 1)
     if not job.gathers:
         return exposed
     # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.
