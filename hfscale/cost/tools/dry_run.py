@@ -160,7 +160,7 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Format integers as ranges: ``(1, 2, 3, 5)`` -> ``1-3, 5``."""
-    found: list[list[int]] = []
+    found = list[list[int]]()
     for number in numbers:
         if found and found[-1][-1] == number - 1:
             found[-1][1:] = [number]

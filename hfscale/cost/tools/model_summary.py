@@ -71,6 +71,8 @@ def summarize(
     types = Types(2, 2) if mixed else types_of(plan, False)
     layer = plan.layers[len(plan.layers) // 2]
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
+    lean = {**given, "memory": MemoryConfig(recompute="elementwise")}
+    lean_spec = run_spec(config, mixed_precision=mixed_precision, **lean)
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
@@ -78,27 +80,21 @@ def summarize(
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
-        **_kept(plan, spec, _lean(config, mixed_precision, given), layer, types, situation),
+        **_kept((plan, spec), (make_plan(config, **lean), lean_spec), layer, types, situation),
         stream=layer_bytes(plan, layer, situation, types).stream,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         family=plan.family,
     )
 
 
-def _lean(config: PreTrainedConfig, mixed_precision: str, given: dict[str, Any]) -> tuple[Plan, RunSpec]:
-    """Return the plan and the run that compute all but products and attention again."""
-    given = {**given, "memory": MemoryConfig(recompute="elementwise")}
-    return make_plan(config, **given), run_spec(config, mixed_precision=mixed_precision, **given)
-
-
 def _kept(
-    plan: Plan, spec: RunSpec, lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
+    full: tuple[Plan, RunSpec], lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
 ) -> dict[str, Kept]:
-    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks."""
-    mixed, data = spec.mixed_precision != "no", {"dp_shard_size": 2}
+    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks; ``lean``: elementwise again."""
+    mixed, data = full[1].mixed_precision != "no", {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
-        return replace(seen(plan, spec, alone, sizes), lean=seen(*lean, alone, sizes))
+        return replace(seen(*full, alone, sizes), lean=seen(*lean, alone, sizes))
 
     def seen(plan: Plan, spec: RunSpec, alone: bool, sizes: dict[str, Any]) -> Kept:
         one, two = (
@@ -111,7 +107,11 @@ def _kept(
 
     kept = of(False, **data)
     alone = of(True) if mixed else kept
-    return {"kept": kept, "kept_alone": alone, "kept_spread": of(False, **data, ep_size=2) if plan.mixtures else kept}
+    return {
+        "kept": kept,
+        "kept_alone": alone,
+        "kept_spread": of(False, **data, ep_size=2) if full[0].mixtures else kept,
+    }
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:
