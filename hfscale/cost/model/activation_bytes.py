@@ -48,7 +48,7 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, l
         total, away = _on_host(held, chosen, tokens)
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
     total += _around_layers(plan, situation, types)
-    total += _at_ends(plan, situation, types, _keep_inputs(plan, situation, held, chosen))
+    total += _at_ends(plan, situation, types, held, chosen)
     again = max((each.again for each in held if each.name in chosen), default=0.0)
     again += max((each.bytes.again for each in held), default=0.0)
     notes += _notes(plan, situation, held, chosen)
@@ -102,8 +102,13 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
     return width * (normed / sequence_ranks(plan) + types.stream)
 
 
-def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collection[str]) -> float:
+def _at_ends(
+    plan: Plan, situation: Situation, types: Types, held: Sequence[LayerHeld], chosen: frozenset[str]
+) -> float:
     """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
+    as_they_are, measured = set[str](), situation.measured is not None  # counted bytes contain a layer's input
+    if offloaded(plan).activations is None and compressed(plan) is None:
+        as_they_are = {e.name for e in held if measured or not e.bytes.counted or e.bytes.as_input} | chosen
     total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
     for index, (in_flight, names) in stages.items():
         if names and plan.stages is not None:
@@ -112,14 +117,6 @@ def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collec
             stream = types.stream * stream_width(plan, names[0]) / sequence_ranks(plan)
             total += in_flight * situation.tokens * stream * (sends + given)
     return total
-
-
-def _keep_inputs(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> set[str]:
-    """Return the layers whose input is kept unchanged; without a formula their counted bytes contain it."""
-    if offloaded(plan).activations is not None or compressed(plan) is not None:
-        return set()
-    by_formula = {each.name for each in held if situation.measured is None and each.bytes.counted}
-    return {each.name for each in held if each.name in chosen or each.bytes.as_input or each.name not in by_formula}
 
 
 def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> tuple[float, int]:

@@ -104,7 +104,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
     """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
     layout, again = plan.layout, recomputed(plan)
     fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
-    entries = _entries(plan)
+    entries = matrix_entries(plan)
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
     return Job(
         layout,
@@ -125,7 +125,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
     )
 
 
-def _entries(plan: Plan) -> dict[str, int]:
+def matrix_entries(plan: Plan) -> dict[str, int]:
     """Return the number of entries of each matrix."""
     return {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
 
@@ -137,7 +137,7 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
         packed, size = frozenset(plan.quantized.weights), plan.quantized.size or _PACKED[plan.quantized.bits]
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
-    entries = _entries(plan)
+    entries = matrix_entries(plan)
     found = sum(count * (size if name in packed else types[name]) for name, count in entries.items())
     return found / max(1, sum(entries.values()))
 

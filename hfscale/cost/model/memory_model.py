@@ -89,28 +89,18 @@ class MemoryEstimate:
 
 def estimate_memory(
     plan: Plan,
-    ranks: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,  # coordinates, axis -> rank; those left out are 0
     *,
-    pp_rank: int = 0,
-    optimizer: str = "adamw_torch_fused",
-    options: Mapping[str, Any] | None = None,
-    tokens: int = 2048,
+    pp_rank: int = 0,  # whose stages are meant
+    optimizer: str = "adamw_torch_fused",  # as for create_optimizer
+    options: Mapping[str, Any] | None = None,  # its own that change its state
+    tokens: int = 2048,  # of one microbatch of one batch rank; context ranks share them
     mixed_precision: str = "no",
-    trained: Collection[str] | None = None,
-    chunk_rows: int | None = None,
-    **further: Any,
+    trained: Collection[str] | None = None,  # parameters that train; by default adapters, or all that is not quantized
+    chunk_rows: int | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
+    **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
-    """Estimate the bytes that one rank holds in training.
-
-    Args:
-        ranks: its coordinates, axis -> rank; those left out are 0. Its stages are those of ``pp_rank``.
-        optimizer: a name that :func:`hfscale.create_optimizer` knows; ``options``: those that change its state:
-            ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
-        tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
-        trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
-        chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
-        further: fields of :class:`.situation.Situation`.
-    """
+    """Estimate the bytes that one rank holds in training."""
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
     chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"

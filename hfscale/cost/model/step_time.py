@@ -138,24 +138,16 @@ class StepTime(Seconds):
 
 
 def step_time(
-    stages: Sequence[Seconds],
-    weights: Sequence[float],
+    stages: Sequence[Seconds],  # of each pipeline rank, a microbatch's forward and backward pass
+    weights: Sequence[float],  # of each, entries over data ranks all together
     job: Job,
     machine: Machine,
     constants: Constants,
-    bubble: float | None = None,
-    experts: Sequence[float] | None = None,
-    parts: int | None = None,
+    bubble: float | None = None,  # seconds that the slowest stage waits for others, if a schedule was played through
+    experts: Sequence[float] | None = None,  # of each rank, entries besides, over the data ranks that share these out
+    parts: int | None = None,  # into which a stage's seconds are divided where others wait for the first of them
 ) -> StepTime:
-    """Estimate the seconds of one step.
-
-    Args:
-        stages: for each pipeline rank, a microbatch's forward and backward pass.
-        weights: for each, how many entries of weights it has, over data ranks all together.
-        bubble: seconds that the slowest stage waits for others, where a schedule was played through.
-        experts: for each, entries of experts besides, over the data ranks that share these out.
-        parts: into how many a stage's seconds are divided where others wait for the first of them.
-    """
+    """Estimate the seconds of one step."""
     hop = constants.hop if job.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     slowest = max(range(len(taken)), key=taken.__getitem__)

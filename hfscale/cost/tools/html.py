@@ -126,14 +126,12 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         """Return round tick values in range: ones, twos and fives, or more if these are few."""
-        decades = range(floor(self._low), floor(self._high) + 1)
-        few, many = (1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
-        found = self._within(decades, few)
-        return found if len(found) > 2 else self._within(decades, many)
-
-    def _within(self, decades: range, steps: Sequence[float]) -> list[float]:
-        values = [step * 10.0**decade for decade in decades for step in steps]
-        return [value for value in values if self._low <= log10(value) <= self._high]
+        found, decades = list[float](), range(floor(self._low), floor(self._high) + 1)
+        for steps in ((1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)):
+            if len(found) <= 2:
+                values = [step * 10.0**decade for decade in decades for step in steps]
+                found = [value for value in values if self._low <= log10(value) <= self._high]
+        return found
 
 
 def _key(names: Iterable[str], colors: Mapping[str, str] = {}) -> str:

@@ -136,9 +136,8 @@ class _LayerCounter(SavedCounter):
     """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int]) -> None:
+        # kept, and most at once: layer, or what is no layer -> bytes
         # streams: layer -> bytes of its input, as it is kept where the layer is computed again
-        # most: likewise, the most at once
-        # kept: layer, or what is no layer -> bytes
         self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
         # pieces: layer -> the most bytes of those that its backward pass reads at once
         # inputs: layer -> bytes of its input among those that it saved, as it was given

@@ -1,7 +1,6 @@
 """Summarize a model for a search over layouts: read the plan of one process once, then only arithmetic."""
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,8 +9,8 @@ from ...api.build import plan as make_plan
 from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
-from ..model.activation_bytes import is_matrix, trained_names
-from ..model.job import Job, job_of
+from ..model.activation_bytes import trained_names
+from ..model.job import Job, job_of, matrix_entries
 from ..model.layer_bytes import layer_bytes, stream_width, types_of
 from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
@@ -67,7 +66,7 @@ def summarize(
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
-    entries = sum(prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name))
+    entries = sum(matrix_entries(plan).values())
     types = Types(2, 2) if mixed else types_of(plan, False)
     layer = plan.layers[len(plan.layers) // 2]
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
@@ -106,12 +105,8 @@ def _kept(
         return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan)[0] - cut, again)
 
     kept = of(False, **data)
-    alone = of(True) if mixed else kept
-    return {
-        "kept": kept,
-        "kept_alone": alone,
-        "kept_spread": of(False, **data, ep_size=2) if full[0].mixtures else kept,
-    }
+    spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
+    return {"kept": kept, "kept_alone": of(True) if mixed else kept, "kept_spread": spread}
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:

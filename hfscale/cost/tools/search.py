@@ -83,17 +83,11 @@ def search(
     gpus: int,
     hardware: str | Machine = "h100",
     *,
-    tokens_per_step: int,
-    max_memory: float | None = None,
-    constants: Constants | None = None,
+    tokens_per_step: int,  # of all ranks; sequences are whole, so it may be a little less
+    max_memory: float | None = None,  # bytes that a rank may be likely to hold; by default 87.5% of the device's
+    constants: Constants | None = None,  # of time; by default those fitted on public runs
 ) -> Search:
-    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits.
-
-    Args:
-        tokens_per_step: of all ranks; sequences are whole, so it may be a little less.
-        max_memory: bytes that a rank may be likely to hold; by default 87.5% of the device's.
-        constants: of time; by default those fitted on public runs.
-    """
+    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
     trial = _Trial(summary, find_machine(hardware), constants or fitted(), max_memory)
     sequence = summary.job.sequence
     trial.check(gpus, tokens_per_step)
@@ -165,7 +159,7 @@ class _Trial:
         """Return, per kind of layout, why it does not fit: the bytes of its smallest candidate."""
         least = dict[str, CandidateCost]()
         for each in every:
-            known = least.setdefault(each.candidate.kind, each)
+            known = least.get(each.candidate.kind, each)
             least[each.candidate.kind] = min(known, each, key=lambda one: one.likely)
         return {
             kind: f"at least {human(round(each.likely))} ({each.candidate.describe()}), mostly {each.mostly}: "

@@ -225,7 +225,10 @@ def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator
     """Yield the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
     options = Options(spec.mixed_precision, memory=spec.memory)
     adapter = None if spec.peft_config is None else read_config(spec.peft_config)
-    with simulated_rank(layout.total_size, rank, spec.device) as copies, _quiet():
+    logger = logging.getLogger("hfscale")
+    with simulated_rank(layout.total_size, rank, spec.device) as copies, ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # warnings are about a run that is never launched
         outline = Outline(spec.config, spec.auto_class, dict(spec.stock))
         yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
@@ -259,15 +262,3 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
     found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings about a run that is never launched."""
-    logger = logging.getLogger("hfscale")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

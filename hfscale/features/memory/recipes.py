@@ -109,12 +109,8 @@ class Read(NamedTuple):
 
 
 class Operator:
-    """An operator as it was called.
-
-    Args:
-        given: positional and keyword arguments, with :class:`Read` in place of tensors.
-        draws: whether it draws random numbers.
-        into: for one in place, what it writes into before it does, or the place of memory that it overwrites.
+    """An operator as it was called, ``given`` positional and keyword arguments with :class:`Read` in place of tensors;
+    ``draws`` says whether it draws random numbers, ``into`` what it writes into, or the place that it overwrites.
     """
 
     def __init__(self, func: Any, given: Any, device: torch.device, draws: bool, into: Filled | Layout | None) -> None:
