@@ -168,25 +168,24 @@ def places_of(plan: Plan) -> list[Place]:
 
 
 def _place(plan: Plan, rank: int) -> Place:
-    home = () if plan.stages is None else plan.stages.ranks
+    home = (0,) if plan.stages is None else plan.stages.ranks
     own = [stage for stage, where in enumerate(home) if where == rank]
     here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
     mixtures, layers = tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers)
     spread, in_layers = (
         sum(entries for name, entries in here.items() if name.startswith(parts)) for parts in (mixtures, layers)
     )
-    stages = plan.stages and plan.stages.of_rank(rank)
-    trained = [plan.by_name[name] for name in trained_names(plan) & here.keys()]
-    partial = sum(here[p.name] * p.dtype.itemsize for p in trained if "tp" in p.partial)
+    trained = {name: here[name] for name in trained_names(plan) & here.keys()}
+    summed = [plan.by_name[name] for name in trained if "tp" in plan.by_name[name].partial]
     return Place(
-        layers=len(plan.layers) if not stages else sum(len(stage.layers) for stage in stages),
-        embedding=plan.stages is None or 0 in own,
+        layers=sum(plan.is_local(rank, layer) for layer in plan.layers),
+        embedding=0 in own,
         head=has_head(plan, rank),
         layer_weights=in_layers - spread,
         expert_weights=spread,
         table_weights=sum(here.values()) - in_layers,
         forward=sum(stage + 1 < len(home) and home[stage + 1] != rank for stage in own),
         backward=sum(stage > 0 and home[stage - 1] != rank for stage in own),
-        trained=sum(here[p.name] for p in trained) / max(1, sum(here.values())),
-        partial=partial / plan.layout.dp_shard,
+        trained=sum(trained.values()) / max(1, sum(here.values())),
+        partial=sum(here[p.name] * p.dtype.itemsize for p in summed) / plan.layout.dp_shard,
     )

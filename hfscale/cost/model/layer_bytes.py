@@ -119,12 +119,13 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
             values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
-    low_rank = [a for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")]
-    between = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
-    if types.adapters != types.size:  # copies of inputs
-        between += sum(plan.by_name[adapter.base].model_shape(situation.ranks)[-1] for adapter in low_rank)
-    of_adapters = types.adapters * between
-    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + of_adapters
+    between = 0  # adapters' factors, and copies of inputs in another type
+    for adapter in plan.adapters:
+        if adapter.kept_in == LORA_A and adapter.name.startswith(f"{layer}."):
+            between += prod(adapter.shape) // max(adapter.shape)
+            if types.adapters != types.size:
+                between += plan.by_name[adapter.base].model_shape(situation.ranks)[-1]
+    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + types.adapters * between
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:

@@ -80,9 +80,7 @@ def optimizer_bytes(
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
-        inside = tuple(f"{layer}." for layer in layers)
-        by_muon = {p.name for p in trained if len(p.shape) == 2 and p.name.startswith(inside)}
-        return sum(_like(p, ranks, 1 if p.name in by_muon else 2, p.name not in by_muon) for p in trained)
+        return sum(_muon_bytes(planned, ranks, tuple(f"{layer}." for layer in layers)) for planned in trained)
     if name not in _TORCH:
         raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
     if name == "sgd":
@@ -95,6 +93,11 @@ def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: b
     """Return the bytes of ``tensors`` tensors of the shard's size and dtype; an empty shard has no state."""
     entries = prod(planned.local_shape(ranks))
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
+
+
+def _muon_bytes(planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...]) -> int:
+    hidden = len(planned.shape) == 2 and planned.name.startswith(layers)
+    return _like(planned, ranks, 1, counts=False) if hidden else _like(planned, ranks, 2)
 
 
 def _bitsandbytes_bytes(

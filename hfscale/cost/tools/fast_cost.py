@@ -112,11 +112,10 @@ def _of_sizes(
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
-    of_experts = [size for size in _divisors(summary.shape.experts) if tp * dp % size == 0 and size % tp == 0]
-    ep_sizes = sorted({1, *of_experts})
+    ep_sizes = sorted({1} | {tp * size for size in _divisors(dp)} & set(_divisors(summary.shape.experts)))
     for batch in (size for size in _divisors(sequences) if size & (size - 1) == 0 and size <= 64):
         count = sequences // batch
-        if pp > 1 and count < pp:
+        if count < pp:
             continue
         for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             fits = {"interleaved1f1b": count % pp == 0, "zbv": count >= 2 * pp}.get(schedule, True)
@@ -124,7 +123,7 @@ def _of_sizes(
                 continue
             for ep in ep_sizes:
                 for shard in shards:
-                    if ep // tp > 1 and shard % (ep // tp):
+                    if shard % max(1, ep // tp):
                         continue
                     layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
                     # split passes recompute layers twice

@@ -57,7 +57,7 @@ def measured_layers(
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
-    if again.attention or again.modules or again.elementwise:
+    if any((again.attention, again.modules, again.elementwise)):
         assert spec.memory is not None
         how = "elementwise" if again.elementwise else spec.memory.recompute
         parts = {"recompute": how, "tile_tokens": again.tile or None}

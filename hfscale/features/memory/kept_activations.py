@@ -75,7 +75,7 @@ class LayerPass:
         """Store a saved tensor; autograd calls it for every tensor that an operation saves."""
         local, shape, stride = tensor.detach(), tensor.shape, tensor.stride()
         if tensor.ndim > 1 and shape[-1] > _PAIR:
-            self._rows.add(tuple(shape[:-1]))
+            self._rows |= {tuple(shape[:-1]), (*shape[:-1], 1)}
         size = local.numel() * local.element_size()
         storage = local.untyped_storage()
         if storage_key(storage) in self._stays or is_shared_cast(local) or storage.nbytes() < size:
@@ -90,7 +90,6 @@ class LayerPass:
             base = base_of(tensor)  # a cast or dequantized weight is not a view of rows
             exact = tuple(shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
             exact = exact or tuple(shape) in self._of_masks or tuple(shape) in self._rows
-            exact = exact or (shape[-1:] == (1,) and tuple(shape[:-1]) in self._rows)
             found = self._store(local, exact)
             if found is None:
                 return self, tensor.detach(), None
