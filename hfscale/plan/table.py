@@ -16,6 +16,7 @@ from .modules import BlockPlan
 from .parameter import ParameterPlan
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
+_PLAIN_LOOP = "a plain loop: loss = model(**batch).loss; loss.backward()"
 _JSON_NAMES = {"replicas": "copies", "replicated": "copied"}
 _WORDS = [place for place, name in enumerate(_COLUMNS) if name not in ("copies", "stage", "bytes per rank")]
 
@@ -123,7 +124,7 @@ def render(plan: PlanContents) -> str:
         [
             title + ranks,
             *source,
-            _training(plan),
+            f"train_step: {f'no ({plan.no_step}); {_PLAIN_LOOP}' if plan.no_step else 'yes'}",
             "",
             *aligned([_COLUMNS, *rows], _WORDS, ruled=True),
             "",
@@ -131,13 +132,6 @@ def render(plan: PlanContents) -> str:
             _memory(plan),
         ]
     )
-
-
-def _training(plan: PlanContents) -> str:
-    """Return whether ``train_step`` can run the model, and if not, why."""
-    if not plan.no_step:
-        return "train_step: yes"
-    return f"train_step: no ({plan.no_step}); a plain loop: loss = model(**batch).loss; loss.backward()"
 
 
 def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:

@@ -96,7 +96,8 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
         )
     parts = weight.parts
     made = {name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype) for name in _OWN & parts.keys()}
-    matrices = (value.transpose(-1, -2) if weight.transposed else value).reshape(-1, *_stored_shape(weight))
+    stored = value.transpose(-1, -2) if weight.transposed else value
+    matrices = stored.reshape(-1, *stored.shape[-2:])
     rows, columns = matrices.shape[1:]
     unit = lcm(*(min(parts[name].rows.entries, rows) for name in made))
     step = max(1, _ENTRIES // (columns * unit)) * unit
@@ -123,11 +124,6 @@ def _outgrown(weight: DequantizedOnDisk, value: Tensor) -> Tensor | None:
     most, old = value.abs().max().float(), weight.parts["whole"].source[...].float()
     fits = bool((most / _E2M1 * old <= _FLOAT8 * 1.03).all())  # what is rounded to the largest scale
     return None if fits else (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
-
-
-def _stored_shape(weight: DequantizedOnDisk) -> tuple[int, int]:
-    rows, columns = weight.shape[-2:]
-    return (columns, rows) if weight.transposed else (rows, columns)
 
 
 def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:

@@ -66,7 +66,15 @@ class Structure:
                 "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
                 "logits"
             )
-        self._refuse_other_types()
+        # FSDP2 gathers into buffers of the dtype that the first pass found.
+        other = next((place for place in self._managed if place.has_another_type()), None)
+        if other is not None:
+            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
+            raise ConfigError(
+                f"{name} was given another type ({now}) behind a pass, and over "
+                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
+                'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
+            )
         self._watch_hooks()
 
     @contextmanager
@@ -100,17 +108,6 @@ class Structure:
 
     def _spread(self) -> str:
         return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
-
-    def _refuse_other_types(self) -> None:
-        """Refuse a changed dtype: FSDP2 gathers into buffers of the dtype that the first pass found."""
-        other = next((place for place in self._managed if place.has_another_type()), None)
-        if other is not None:
-            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
-            raise ConfigError(
-                f"{name} was given another type ({now}) behind a pass, and over "
-                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
-                'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
-            )
 
     def _changed(self) -> str | None:
         """Return in words the first replaced module or parameter; ``None`` if there is none, or weights only moved."""

@@ -80,11 +80,9 @@ class Microbatch(dict[str, Any]):
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
-    """Return the :class:`Counts` of microbatches, ``[microbatches, 4]``, on their device; never waits for it.
-
-    Args:
-        hashed: whether to hash the contents, because other ranks are given the same batch.
-        tokens: size of the vocabulary, to count input ids outside of it: a sharded embedding would not fail on them.
+    """Return the :class:`Counts` of microbatches, ``[microbatches, 4]``, on their device; never waits for it. Hash the
+    contents if other ranks are given the same batch (``hashed``). ``tokens`` is the size of the vocabulary, to count
+    input ids outside of it: a sharded embedding would not fail on them.
     """
     rows = []
     for batch in batches:
@@ -94,13 +92,10 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
         if tokens is not None and ids is not None:
             strange = (ids.clamp(0, tokens - 1) != ids).sum()
             outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
-        rows += [valid, outside, _documents(batch, zero), _hash(batch, zero) if hashed else zero]
+        documents = holds_documents(batch)
+        packed = zero if documents is None else documents.to(zero.device, zero.dtype)
+        rows += [valid, outside, packed, _hash(batch, zero) if hashed else zero]
     return torch.stack(rows).view(-1, len(Counts._fields))
-
-
-def _documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    found = holds_documents(batch)
-    return zero if found is None else found.to(zero.device, zero.dtype)
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
@@ -131,12 +126,9 @@ def agree(
     read: Sequence[Tensor] = (),
 ) -> tuple[list[Counts], list[list[int]]]:
     """Return the counts of this rank's microbatches and, per rank of ``group``, which shares them, what it sent
-    besides: the integers ``told`` and the int64 tensors ``read``, still on a device.
-
-    Args:
-        seen: the result of :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told.
-
-    All of the ranks raise :class:`ConfigError` if they were given different batches.
+    besides: the integers ``told`` and the int64 tensors ``read``, still on a device. ``seen`` is the result of
+    :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told. All of the ranks raise
+    :class:`ConfigError` if they were given different batches.
     """
     empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
     own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
@@ -164,12 +156,9 @@ def _parts(numbers: list[int], length: int) -> list[list[int]]:
 def total_of(
     valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
 ) -> int:
-    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for.
-
-    Args:
-        group: all ranks; ``None`` if there is only one batch.
-        counts: whether this rank counts its labels: true on one of the ranks that share a batch.
-        passes: number of passes in which this rank runs collectives with all others, which must have the same number.
+    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for: over
+    ``group``, ``None`` if there is only one batch. One of the ranks that share a batch ``counts`` its labels. This rank
+    runs collectives with all others in a number of ``passes``, which must be the same on all.
 
     Every rank raises :class:`ConfigError` if one refuses its batch (its own error there, a pointer to it elsewhere), or
     if the numbers of passes differ, and some ranks would wait forever.
