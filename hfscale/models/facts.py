@@ -10,7 +10,6 @@ import importlib
 import json
 import logging
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -184,17 +183,6 @@ _facts = Facts()
 def ask(question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
     """Answer a question from the table, or by a proof now: :meth:`Facts.ask` of this process's facts."""
     return _facts.ask(question, model, *about, stock=stock, **given)
-
-
-@contextmanager
-def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterator[Facts]:
-    """Prove every question inside the with block except facts that are ``written``; each config anew if ``doubted``."""
-    global _facts
-    before, _facts = _facts, Facts(written or {}, doubted)
-    try:
-        yield _facts
-    finally:
-        _facts = before
 
 
 def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | None:

@@ -79,7 +79,22 @@ def to_json(plan: PlanContents) -> str:
             "loss": plan.loss,
             "train_step": not plan.no_step,
             "blueprint": plan.source,
-            "parameters": [_json_row(parameter) for parameter in plan.parameters],
+            "parameters": [
+                {
+                    "name": parameter.name,
+                    "stage": parameter.stage,
+                    "cuts": [_json_fields(cut) for cut in parameter.cuts],
+                    "shape": list(parameter.shape),
+                    "local_shape": list(parameter.local_shape({})),
+                    "dtype": str(parameter.dtype).removeprefix("torch."),
+                    "bytes_per_rank": local_bytes(parameter, {}),
+                    "partial": list(parameter.partial),
+                    "copies": parameter.replicas,
+                    "gradient": gradient_rule(parameter),
+                    "tied_to": parameter.tied_to,
+                }
+                for parameter in plan.parameters
+            ],
         },
         indent=1,
     )
@@ -88,22 +103,6 @@ def to_json(plan: PlanContents) -> str:
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
     """Return the fields of ``data`` by their names in the JSON."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
-
-
-def _json_row(parameter: ParameterPlan) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "stage": parameter.stage,
-        "cuts": [_json_fields(cut) for cut in parameter.cuts],
-        "shape": list(parameter.shape),
-        "local_shape": list(parameter.local_shape({})),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "bytes_per_rank": local_bytes(parameter, {}),
-        "partial": list(parameter.partial),
-        "copies": parameter.replicas,
-        "gradient": gradient_rule(parameter),
-        "tied_to": parameter.tied_to,
-    }
 
 
 def render(plan: PlanContents) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..._compat.accelerate import (
     BatchScheduler,
@@ -322,7 +322,9 @@ class Accelerator(accelerate.Accelerator):
             return
         handled = self.use_stateful_dataloader or (self.use_seedable_sampler and isinstance(sampler, RandomSampler))
         if isinstance(sampler, self._listed) and not handled:
-            self._orders.append(OneOrder.put_into(data_loader, sampler, self.mesh))
+            self._orders.append(OneOrder(sampler, self.mesh))
+            by_batches = isinstance(data_loader.sampler, BatchSampler)
+            (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = self._orders[-1]
         else:
             seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
             sampler.generator = torch.Generator().manual_seed(agreed(self.mesh, seed))

@@ -237,33 +237,20 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """Return the microbatches on ``device``, by one non-blocking copy."""
-    moved = [batch.like(batch) for batch in batches]
-    if device.type == "cpu":
-        for each in moved:
-            each.update({name: value.to(device) for name, value in _away(each, device)})
-    else:
-        _move_together(moved, device)
-    return moved
-
-
-def _away(batch: Microbatch, device: torch.device) -> list[tuple[str, Tensor]]:
-    return [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]
-
-
-def _move_together(batches: list[Microbatch], device: torch.device) -> None:
-    """Copy CPU tensors without gradients to the device in one buffer, and the rest one by one."""
+    """Return the microbatches on ``device``: CPU tensors without gradients by one non-blocking copy of one buffer."""
+    moved, away = [batch.like(batch) for batch in batches], device.type != "cpu"
     together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # shared tensors are copied once
-    for batch in batches:
-        for name, value in _away(batch, device):
-            if value.device.type == "cpu" and not value.requires_grad:
+    for batch in moved:
+        for name, value in [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]:
+            if away and value.device.type == "cpu" and not value.requires_grad:
                 together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:
-                batch[name] = value.to(device, non_blocking=True)
-    sent = _sent([value for value, _ in together.values()], device)
+                batch[name] = value.to(device, non_blocking=away)
+    sent = _sent([value for value, _ in together.values()], device) if together else []
     for (_, places), value in zip(together.values(), sent, strict=True):
         for batch, name in places:
             batch[name] = value
+    return moved
 
 
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
