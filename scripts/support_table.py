@@ -22,7 +22,7 @@ TABLE = """
 | pipeline stages | {stages} families; {schedules} schedules (zero bubble, DualPipeV, PipeDream, ...) and CSV files |
 | experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
 | data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
-| context parallel | {context} families, {context_mixers} of them with mixers run whole; all-gather, ring, heads |
+| context parallel | {context} families, {handing} hand on states, {whole} run mixers whole; gather, ring, heads |
 | other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
 | adapters (PEFT) | LoRA and variants, IA3, LoHa; LoRA on all linear layers of {lora} of {lora_all} families |
@@ -61,7 +61,8 @@ def counts() -> dict[str, str]:
     }
     sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[0]
     found["context"] = _first(r"^gather: (\d+) equal", sequences)
-    found["context_mixers"] = str(len(re.findall(r"(?m)^\| \S+ \| equal .*on whole sequences", sequences)))
+    for name, words in (("whole", "on whole sequences"), ("handing", "with states handed on")):
+        found[name] = str(len(re.findall(rf"(?m)^\| \S+ \| equal .*{words}", sequences)))
     refused = _first(r"^data ranks: \d+ equal, (\d+) refused", experts)
     return {**found, "mixtures": str(int(found["expert_data"]) + int(refused))}
 

@@ -17,13 +17,11 @@ from .torch import own_parameters
 _PARAMETERS = ("Params4bit", "Int8Params")
 
 
-def _is_no_recommendation(record: logging.LogRecord) -> bool:
-    return "`pip install kernels`" not in str(record.msg)
-
-
 # On import - by PEFT, and by transformers for its Trainer - it recommends an optional package on processors that have
 # AVX-512 for bfloat16: in every process of a run, most of which quantize nothing.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_recommendation)
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: "`pip install kernels`" not in str(record.msg)
+)
 
 
 def functional() -> Any:

@@ -12,7 +12,7 @@ dtype than most of a module get a group of their own there: gathered and reshard
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,13 +194,9 @@ def _reduce_alike(root: Any, group: Any, reduce: Callable[[], None], held: list[
 
 def add_up_gradients(model: nn.Module) -> None:
     """Accumulate gradients that autograd's hooks have not seen into FSDP2's buffers, in the reduction's dtype."""
-    for parameter in _parameters(model):
+    for parameter in (each for state in _states(model) for group in _groups(state) for each in group.fsdp_params):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
-
-
-def _parameters(model: nn.Module) -> Iterator[Any]:
-    return (parameter for state in _states(model) for group in _groups(state) for parameter in group.fsdp_params)
 
 
 @dataclass(frozen=True)
@@ -246,22 +242,14 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
                     yield ManagedPlace(module, name, module._parameters.get(name), parameter)
 
 
-class Encoding(Protocol):
-    """A protocol for gathering a parameter in an encoded form."""
-
-    def encode(self, shard: Tensor) -> tuple[Tensor, Any]:
-        """Encode a shard: return bytes of its shape, and metadata that is the same on every rank."""
-
-    def decode(self, gathered: Tensor, known: Any, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Return the full parameter over the memory of ``gathered``; ``out`` is the previous one, to be refilled."""
-
-
 class _Encoded(FSDPParam):
     """Gather a parameter by FSDP2's extensions without a tensor subclass: FSDP2, and only it, sees an object that has
     them in place of the shard's local tensor, which stays plain for loading, optimizers and saving.
     """
 
-    encoding: Encoding
+    # ``encode(shard)``: bytes of its shape, and metadata that is the same on every rank; ``decode(gathered, metadata,
+    # dtype, out)``: the full parameter over the memory of ``gathered``, with ``out`` the previous one, to be refilled
+    encoding: Any
 
     @property
     def _sharded_local_tensor(self) -> Any:
@@ -297,7 +285,7 @@ class _Shard:
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
-def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Encoding], name: str = "weight") -> None:
+def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any], name: str = "weight") -> None:
     """Gather the parameter ``name`` of each module in ``encodings`` encoded; call before the first forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -14,7 +14,7 @@ from ..config.environment import started_processes
 from ..config.parallel import ParallelConfig
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import MeshError
-from .failures import share_failures
+from .failures import explain_memory_errors, share_failures
 from .mesh import EXPERT_AXES, MESH_AXES, Mesh
 from .processes import (
     Groups,
@@ -27,6 +27,7 @@ from .processes import (
     own_device,
     rounds,
     start,
+    stay_on_this_machine,
 )
 
 
@@ -48,7 +49,9 @@ def build_mesh(
         )
     device = own_device()
     if world == 1:
+        explain_memory_errors()
         return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
+    stay_on_this_machine()
     if not dist.is_initialized():
         start(device)
     made = made_out_of(dist.group.WORLD)
@@ -59,12 +62,14 @@ def build_mesh(
     ranks["cp"] = ranks["dp_shard"] % layout.cp
     control = made.once("control", lambda: host_group([range(world)]))
     made.once("failures", lambda: share_failures(control))
+    explain_memory_errors()
     groups = {
         count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
     }
     mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
     if layout.cp > 1:
-        mesh = _with_context(mesh, made)
+        context, others = _near_and_far(mesh, made, layout.dp_shard, layout.cp)
+        mesh = replace(mesh, context=context, whole_sequences=others if layout.asked("dp_shard") > 1 else None)
     if layout.ep > 1:
         mesh = _with_experts(mesh, made)
     if layout.pp > 1:
@@ -90,12 +95,6 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
         if size > 1:
             keep_patience(device_mesh.get_group(axis), device)
     return device_mesh
-
-
-def _with_context(mesh: Mesh, made: "Groups") -> Mesh:
-    """Add the groups of context ranks, neighbours along the shard axis, and of ranks with different sequences."""
-    context, others = _near_and_far(mesh, made, mesh.layout.dp_shard, mesh.layout.cp)
-    return replace(mesh, context=context, whole_sequences=others if mesh.layout.asked("dp_shard") > 1 else None)
 
 
 def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -159,19 +158,13 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
     for forward in (True, False):
         missing = [way for way in ways if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)]
         for pairs in rounds(missing):
-            mine = _stream(device_mesh, mesh.device, pairs)
+            mine = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], mesh.device)
+            if mine is not None:
+                _warm_up(mine, mesh.device)
             for way in pairs:
                 kept(way)[(*key, "way", way)] = mine if mesh.pp_rank in way else None
     streams = {way: group for way in ways if (group := kept(way)[(*key, "way", way)]) is not None}
     return replace(mesh, streams=streams, reports=reports)
-
-
-def _stream(device_mesh: DeviceMesh, device: torch.device, pairs: Sequence[Pair]) -> dist.ProcessGroup | None:
-    """Create the groups of disjoint ``pairs`` of pipeline ranks; return the one that contains this rank."""
-    group = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], device)
-    if group is not None:
-        _warm_up(group, device)
-    return group
 
 
 def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:

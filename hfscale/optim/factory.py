@@ -108,7 +108,7 @@ def create_optimizer(
     runtime = runtime_of(model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     checked = _checked(groups, plans, weight_decay, runtime)
-    aside = _aside(name, runtime, _seed(stochastic_rounding, rounding_seed))
+    aside = _aside(name, runtime, stochastic_rounding, rounding_seed)
     _warn_of_narrow_weights(name, runtime)
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside)
     try:
@@ -127,13 +127,6 @@ def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]
     for beta in betas:
         if not isinstance(beta, Tensor):
             check_number("betas", beta, least=0, most=1)
-
-
-def _seed(stochastic: Any, seed: Any) -> int | None:
-    """Return the seed of stochastic rounding, or ``None`` if that is off."""
-    check_switch("stochastic_rounding", stochastic)
-    check_count("rounding_seed", seed, least=0)
-    return seed if stochastic else None
 
 
 @dataclass(frozen=True)
@@ -237,8 +230,11 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 }
 
 
-def _aside(name: str, runtime: Runtime, seed: int | None) -> Aside | None:
+def _aside(name: str, runtime: Runtime, stochastic: Any, rounding_seed: Any) -> Aside | None:
     """Return how weights are copied for offload or stochastic rounding; ``None`` if they are stepped in place."""
+    check_switch("stochastic_rounding", stochastic)
+    check_count("rounding_seed", rounding_seed, least=0)
+    seed = rounding_seed if stochastic else None
     host = offloaded(runtime.plan).optimizer
     runtime.keeps_small_updates = seed is not None
     if seed is None and not host:

@@ -78,14 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose update is that of one process; made by :func:`hfscale.create_optimizer`.
 
     ``state`` holds this rank's plain tensors, so ``state_dict`` is one rank's; :func:`hfscale.save_state` writes every
-    rank's.
-
-    Args:
-        name: the name it was created by.
-        groups: parameter groups with the model's own parameters; some may have none on this rank.
-        defaults: of options that a group does not have.
-        steppers: together they step every parameter of the groups exactly once.
-        state_device: device of the state, if not that of the parameters.
+    rank's. Its steppers together step every parameter of the groups exactly once; the state is on ``state_device``, if
+    not on that of the parameters.
     """
 
     keeps_plain_state = True  # read where checkpoints are loaded

@@ -112,29 +112,37 @@ class StockOverStandIns:
 class LocalStepper(Stepper):
     """Step shards in place, by elementwise optimizers, or by blockwise ones if shards are whole blocks."""
 
+    _full = False  # whether full tensors are stepped, so that the state is full on every rank
+
     def __init__(self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh) -> None:
         super().__init__(members, mesh)
-        self._inner = StockOverStandIns(stock, members, groups)
+        self._inners = [StockOverStandIns(stock, members, groups)]
 
     def publish(self, state: State) -> None:
         """Publish the state that exists before the first step."""
-        self._inner.publish(state)
+        for inner in self._inners:
+            inner.publish(state)
 
     def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout, see :meth:`Stepper.lies`: sharded like the parameter, or scales of its blocks."""
-        return _lies(planned, key, shape, full=False)
+        """Return the state layout, see :meth:`Stepper.lies`: like the parameter, or scales of its blocks."""
+        if not shape or key.startswith(_TABLES):
+            return whole(*shape)
+        if key.startswith(_SCALES):
+            return scales(planned, BLOCK, *shape[:-1], whole=self._full)
+        lead = shape[: len(shape) - len(planned.shape)]
+        return whole(*lead, *planned.shape) if self._full else like(planned, *lead)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; no communication."""
-        self._inner.step(groups, state, _here)
+
+        def here(member: Member) -> tuple[Tensor, Tensor | None]:
+            weight, grad = member.weight, member.parameter.grad
+            return weight, None if grad is None or not weight.numel() else member.gradient
+
+        self._inners[0].step(groups, state, here)
 
 
-def _here(member: Member) -> tuple[Tensor, Tensor | None]:
-    weight, grad = member.weight, member.parameter.grad
-    return weight, None if grad is None or not weight.numel() else member.gradient
-
-
-class OneByOneStepper(Stepper):
+class OneByOneStepper(LocalStepper):
     """Step one parameter at a time: on copies made by ``aside``, if given; if ``full``, on weight and gradient gathered
     over the ranks of its cuts, which all make the same update and write their shards back; the state is full on each.
     """
@@ -142,7 +150,7 @@ class OneByOneStepper(Stepper):
     def __init__(
         self, stock: Stock, members: Sequence[Member], groups: Groups, mesh: Mesh, aside: Aside | None, full: bool
     ) -> None:
-        super().__init__(members, mesh)
+        Stepper.__init__(self, members, mesh)
         self._aside, self._full = aside, full
         self._inners = [StockOverStandIns(stock, [member], groups, self._copy) for member in members]
         for inner in self._inners:
@@ -151,15 +159,6 @@ class OneByOneStepper(Stepper):
             if not full and hasattr(optimizer, "name2qmap"):  # share bitsandbytes' tables of 8-bit values
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
-
-    def publish(self, state: State) -> None:
-        """Publish the state that exists before the first step."""
-        for inner in self._inners:
-            inner.publish(state)
-
-    def lies(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return the state layout, see :meth:`Stepper.lies`: like the parameter, or full on every rank."""
-        return _lies(planned, key, shape, self._full)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
@@ -188,15 +187,6 @@ class OneByOneStepper(Stepper):
             member.weight.copy_(share)
         else:
             self._aside.write(member, share, self._mesh, update)
-
-
-def _lies(planned: ParameterPlan, key: str, shape: tuple[int, ...], full: bool) -> StateTensor:
-    if not shape or key.startswith(_TABLES):
-        return whole(*shape)
-    if key.startswith(_SCALES):
-        return scales(planned, BLOCK, *shape[:-1], whole=full)
-    lead = shape[: len(shape) - len(planned.shape)]
-    return whole(*lead, *planned.shape) if full else like(planned, *lead)
 
 
 class CountUpdates(Stepper):

@@ -166,6 +166,8 @@ class ContextPlan(Feature):
     method: str  # one of :data:`hfscale.names.CP_METHODS`
     pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
     whole: tuple[str, ...] = ()  # modules besides attention that mix tokens; every rank runs them on full sequences
+    # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
+    handing: tuple[str, ...] = ()
     # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
     together: int = 1
     # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
@@ -174,8 +176,9 @@ class ContextPlan(Feature):
     key_heads: int = 0  # key/value heads on one tensor rank, likewise
 
     def describe(self, plan: PlanContents) -> list[str]:
-        whole = ", ".join(dict.fromkeys(map(wild_name, self.whole)))
-        mixers = f"; run on whole sequences by each: {whole}" if whole else ""
+        mixers = f"; states handed from rank to rank: {_counted(self.handing)}" if self.handing else ""
+        if self.whole:
+            mixers += f"; run on whole sequences by each, in code that takes no state: {_counted(self.whole)}"
         padding = "" if self.pads else "; rows without padding only"
         inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
         return [

@@ -66,9 +66,8 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
     if any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
         notes.append("what modules that are recomputed by themselves do not keep is not deducted")
     if chosen:
-        notes.append(
-            f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
-        )
+        share = f"{sum(each.name in chosen for each in held)} of {len(held)} layers"
+        notes.append(f"recomputed: {share}, of which the input is kept, and one of them whole")
     return notes
 
 

@@ -81,14 +81,8 @@ class WordsInMemory(TensorOnDisk):
 
 
 class DequantizedOnDisk(TensorOnDisk):
-    """A weight as its plain values, which are computed when they are read.
-
-    Args:
-        shape: of the weight.
-        parts: the stored tensors by their part in ``arithmetic``.
-        arithmetic: makes values of them.
-        transposed: whether the stored matrices are the weight's transposed.
-        if_merged: another arithmetic, for a weight that the host merges with others into one parameter.
+    """A weight as its plain values, which ``arithmetic`` makes of the stored ``parts`` when they are read: the weight's
+    matrices, or ``transposed``. For a weight that the host merges with others into one parameter it is ``if_merged``.
     """
 
     def __init__(

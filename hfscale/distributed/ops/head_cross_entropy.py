@@ -17,7 +17,7 @@ sums over the rows, kept in one buffer each; gradients by the rows are returned 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_keeps_graph
-from .divergence import DivergenceTerms, TeacherRows
+from .divergence import DivergenceTerms, TaughtRows
 from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -33,41 +33,41 @@ Pointwise = Callable[[Tensor], Tensor]
 _SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float32 sum
 
 
-class HeadRows(Protocol):
-    """The interface of a head as :func:`hfscale.distributed.ops.head_cross_entropy` runs it."""
+class HeadRows:
+    """A head as :func:`hfscale.distributed.ops.head_cross_entropy` runs it."""
 
-    parameters: Sequence[Tensor]
-    reusable: bool  # whether the gradient may be written into the last logits, which nothing reads any more
+    reusable = False  # whether the gradient may be written into the last logits, which nothing reads any more
+
+    def __init__(self, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool) -> None:
+        # finish: pointwise operations of the model on the logits (a softcap, a scale); ``None`` for none
+        # needed: whether the rows' gradients are asked for
+        self.parameters, self.finish, self.needed = parameters, finish, needed
+        self._sums = [_Sum(parameter) for parameter in parameters]
+        self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
         """Compute logits ``[n, V/t]`` of rows ``[n, h]`` without a graph; ``gradients``: :meth:`backward` follows."""
-        ...
+        raise NotImplementedError
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Return the rows' gradient ``[n, h]``, given that of the last logits; accumulate the parameters' gradients."""
-        ...
+        raise NotImplementedError
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradient of every parameter, ``None`` where it does not train."""
-        ...
+        return [each.total() for each in self._sums]
 
 
-class LinearRows:
-    """A plain ``nn.Linear``: two matrix products, the second accumulated into the weight's buffer.
-
-    Args:
-        finish: pointwise operations of the model on the logits (a softcap, a scale); ``None`` for none.
-        reusable: whether no operation of ``finish`` keeps its last result for its own gradient.
-        needed: whether the rows' gradients are asked for.
+class LinearRows(HeadRows):
+    """A plain ``nn.Linear``: two matrix products, the second accumulated into the weight's buffer. It is ``reusable``
+    if no operation of ``finish`` keeps its last result for its own gradient.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, finish: Pointwise | None, reusable: bool, needed: bool
     ) -> None:
-        self.weight, self.bias, self.finish, self.reusable, self.needed = weight, bias, finish, reusable, needed
-        self.parameters: Sequence[Tensor] = [weight] if bias is None else [weight, bias]
-        self._sums = [_Sum(parameter) for parameter in self.parameters]
-        self._kept: tuple[Any, ...] = ()
+        super().__init__([weight] if bias is None else [weight, bias], finish, needed)
+        self.weight, self.bias, self.reusable = weight, bias, reusable
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
         """Compute logits; see :class:`HeadRows`."""
@@ -90,20 +90,15 @@ class LinearRows:
             self._sums[1].add(gradient.sum(0))
         return gradient @ self.weight if self.needed else None
 
-    def sums(self) -> list[Tensor | None]:
-        """Return the parameters' gradients; see :class:`HeadRows`."""
-        return [each.total() for each in self._sums]
 
-
-class AnyRows:
-    """Run any other head (with adapters, quantized, under autocast) and get its gradients from autograd."""
-
-    reusable = False  # unknown operations may keep what they returned
+class AnyRows(HeadRows):
+    """Run any other head (with adapters, quantized, under autocast) and get its gradients from autograd; unknown
+    operations may keep what they returned.
+    """
 
     def __init__(self, head: Pointwise, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool) -> None:
-        self.head, self.parameters, self.finish, self.needed = head, parameters, finish, needed
-        self._sums = [_Sum(parameter) for parameter in parameters]
-        self._kept: tuple[Any, ...] = ()
+        super().__init__(parameters, finish, needed)
+        self.head = head
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
         """Compute logits; see :class:`HeadRows`."""
@@ -125,10 +120,6 @@ class AnyRows:
             if part is not None:
                 each.add(part)
         return by_rows
-
-    def sums(self) -> list[Tensor | None]:
-        """Return the parameters' gradients; see :class:`HeadRows`."""
-        return [each.total() for each in self._sums]
 
 
 class _Sum:
@@ -213,7 +204,7 @@ def _loss_and_gradients(
     gradients: bool,
     expected: float,
     hits: Tensor | None,
-    teacher: TeacherRows | None,
+    teacher: TaughtRows | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden`` and those by the head's parameters, both times ``expected``."""
     # Equal on all tensor ranks, and so are the chunks.
@@ -293,7 +284,7 @@ def head_cross_entropy(
     valid: int | None = None,
     expected: float = 1.0,
     hits: Tensor | None = None,
-    teacher: TeacherRows | None = None,
+    teacher: TaughtRows | None = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``: a
     scalar, float32 (float64 for float64 logits), equal on all ranks.

@@ -84,7 +84,8 @@ class RowTerms:
         if vocabulary.smoothing:
             terms.append(logits.sum(-1, keepdim=True, dtype=compute))
         if vocabulary.group is not None:
-            terms = list(_over_ranks(torch.stack(terms), vocabulary.group))
+            everyone = gathered(torch.stack(terms), vocabulary.group)  # [t, k, n, 1]
+            terms = list(torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0))))
         self.lse, self._sums = terms[0], terms[1:]
 
     def losses(self) -> Tensor:
@@ -132,12 +133,6 @@ class RowTerms:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which sums over the vocabulary are made."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _over_ranks(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Combine a slice's log-sum-exp and sums, ``[k, n, 1]``, over ranks into those of the full vocabulary."""
-    everyone = gathered(terms, group)  # [t, k, n, 1]
-    return torch.cat((everyone[:, :1].logsumexp(0), everyone[:, 1:].sum(0)))
 
 
 def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -198,12 +193,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, vocabulary: VocabularySlice | None = None
 ) -> Tensor:
-    """Return the sum, in float32 or more, of the cross entropies of the rows whose target is not ``ignore_index``.
-
-    Args:
-        logits: ``[N, V/t]``, this rank's slice of the vocabulary.
-        targets: ``[N]``, global token ids, equal on all ranks.
-        vocabulary: which slice that is, and how targets are smoothed; by default ``logits`` hold the full vocabulary.
+    """Return the sum, in float32 or more, of the cross entropies of the rows whose target is not ``ignore_index``:
+    ``logits [N, V/t]`` are this rank's slice of the ``vocabulary``, by default all of it; ``targets [N]`` global ids.
     """
     vocabulary = vocabulary or VocabularySlice(0, logits.shape[1], logits.shape[1])
     return _VocabCrossEntropy.apply(logits, targets, ignore_index, vocabulary)

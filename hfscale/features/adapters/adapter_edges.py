@@ -7,6 +7,7 @@ and must be summed; DoRA needs the norms of full rows; and dropout before an ada
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..._compat.peft import BASE, COPY, DORA_MAGNITUDES, DROPOUTS, LORA_A, LORA_
 from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
-from ...parallel.tensor.random import drawn_again, drop_again, drop_alike, drop_own
+from ...parallel.tensor.random import drawn_again, drop_again, drop_own
 from ...parallel.tensor.sequence_region import SequenceRegion
 from ...plan import BlockPlan
 from ...train.runtime import Runtime
@@ -48,7 +49,10 @@ def install_adapter_edges(runtime: Runtime) -> None:
 
 def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
     stream = tensor.region_of(block.name)
-    for name, wrapper in _wrappers(runtime.model.get_submodule(block.name), block.name):
+    for path, wrapper in runtime.model.get_submodule(block.name).named_modules():
+        if unwrapped(wrapper) is wrapper or BASE in path.split("."):
+            continue
+        name = f"{block.name}.{path}" if path else block.name  # the stock one
         row = name in block.row
         if row:
             sum_norms(wrapper, sums.group)
@@ -63,26 +67,13 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
 
     def note(x: Tensor, found: Tensor) -> None:
         if overlap.gathered is not None:
-            overlap.gathered.made(x, found, partial(_to, found.dtype))
+            overlap.gathered.made(x, found, methodcaller("to", found.dtype))
 
     factors = modules_in(wrapper, LORA_A)
     if factors:
         note_casts(wrapper, note)
     for factor in factors:
         overlap.read_by(factor, sums.read)  # it is replicated, with a partial gradient
-
-
-def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype)
-
-
-def _wrappers(block: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """Return the wrapped modules of a block, by their stock names."""
-    return [
-        (f"{name}.{path}" if path else name, module)
-        for path, module in block.named_modules()
-        if unwrapped(module) is not module and BASE not in path.split(".")
-    ]
 
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
@@ -142,7 +133,7 @@ def _dropped(
         return drop(x)
     again = overlap.gathered if overlap is not None else None
     if again is None or again.gives(x) is None:
-        return drop_alike(drop, x, key)
+        return drop_again(drop, x, key)(x)
     drawn = drop_again(partial(nn.functional.dropout, p=module.p, training=True), x, key)
     found = drawn_again(x, drawn)
     again.made(x, found, drawn)

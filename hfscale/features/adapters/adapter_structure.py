@@ -63,13 +63,19 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
             )
         path, inner = stock_name(wrapper_name), unwrapped(wrapper)
         adapted = ".".join(rest[1:]) if kept_in == peft.COPY else peft.adapted_parameter(wrapper) or "weight"
+        base = f"{path}.{adapted}"
+        if base not in plan.by_name:
+            raise ConfigError(
+                f"an adapter is on {base}, and the model has no such parameter: correct target_modules or "
+                "target_parameters"
+            )
         owner = owners.setdefault(id(parameter), name)
         found.append(
             AdapterParameter(
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=parameter.dtype,
-                base=_planned_base(plan, f"{path}.{adapted}"),
+                base=base,
                 kept_in=kept_in,
                 transposed=_is_transposed(inner),
                 experts=peft.experts_adapted(wrapper),
@@ -83,14 +89,6 @@ def _is_transposed(adapted: nn.Module) -> bool:
     """Return whether a module keeps its parameters as ``[in, out]``; experts have an attribute for it."""
     own = getattr(adapted, "is_transposed", None)
     return is_transposed(adapted) or isinstance(adapted, nn.Embedding) if own is None else bool(own)
-
-
-def _planned_base(plan: Plan, name: str) -> str:
-    if name not in plan.by_name:
-        raise ConfigError(
-            f"an adapter is on {name}, and the model has no such parameter: correct target_modules or target_parameters"
-        )
-    return name
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:

@@ -18,11 +18,10 @@ from ...train.runtime import Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at
 from ...train.runtime.shards import LocalWeights
 from ...train.runtime.writing import all_or_none
-from ..quantization.quantized_modules import dequantized
 from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, narrowed, quietly, targets_of
 from .first_values import initialize_adapters
-from .merge_adapters import put_back
+from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
 from .storage import load_adapter, stored_names
 
@@ -59,26 +58,23 @@ def attach_adapters(
     seed: int | None = 0,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
-    the plan with their parameters.
-
-    Args:
-        model: this rank's model, with local sizes, on the meta device if ``shares`` hold the values.
-        template: the full stock model on the meta device; it is wrapped too.
-        plan: of the stock model.
-        shares: this rank's final shards, by name.
-        source: a saved adapter to load.
-        seed: of random values in new adapters; ``None`` for torch's current RNG state.
+    the plan with their parameters. The ``model`` has local sizes, and is on the meta device if ``shares``, this rank's
+    final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
+    adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``.
     """
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     with _unchanged_after_failure(model):
         with shown_unpacked(model):
-            local = quietly(model, _uninitialized(narrowed(config, *targets_of(held))), name)
+            here = narrowed(config, *targets_of(held))
+            for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
+                if hasattr(here, field):  # values come later; some cannot be computed from shards of a weight
+                    setattr(here, field, False)
+            local = quietly(model, here, name)
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares)
-        made = initialize_adapters(
-            whole, config, name, planned, mesh, shares, seed, partial(_dequantized, model, planned)
-        )
+        read = partial(dequantized_share, model, planned)
+        made = initialize_adapters(whole, config, name, planned, mesh, shares, seed, read)
         if source is not None:
             with all_or_none(mesh, f"{source} could not be loaded"):
                 made.update(load_adapter(source, whole, name, planned, mesh))
@@ -102,20 +98,6 @@ def _unchanged_after_failure(model: nn.Module) -> Iterator[None]:
         for weight in trained:
             weight.requires_grad_(True)
         raise
-
-
-def _dequantized(model: nn.Module, plan: Plan, name: str) -> Tensor:
-    """Return this rank's shard of a quantized weight, gathered over the data axes."""
-    share = dequantized(*owner_of(model, name))
-    return share.T if plan.quantized is not None and name in plan.quantized.transposed else share
-
-
-def _uninitialized(config: Any) -> Any:
-    """Turn off initialization in a config: values come later, and some cannot be computed from shards of a weight."""
-    for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
-        if hasattr(config, field):
-            setattr(config, field, False)
-    return config
 
 
 def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:

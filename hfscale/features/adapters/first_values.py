@@ -34,13 +34,9 @@ def initialize_adapters(
     seed: int | None,
     dequantized: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of all of its adapters, and of weights that their initialization has changed.
-
-    Args:
-        whole: PEFT's model around the full stock model, on the meta device.
-        shares: this rank's final shards of the stock model's parameters.
-        seed: for ``torch.manual_seed(seed)``; ``None`` for torch's current RNG state.
-        dequantized: returns this rank's shard of a quantized weight.
+    """Return this rank's shards of all of its adapters, and of weights that their initialization has changed: ``whole``
+    is PEFT's model around the full stock model, on the meta device; ``shares`` are this rank's final shards, those of
+    quantized weights by ``dequantized``; without a ``seed`` torch's current RNG state is used.
     """
     made: dict[str, Tensor] = {}
     by_module: dict[str, list[AdapterParameter]] = {}

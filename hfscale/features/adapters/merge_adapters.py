@@ -72,7 +72,10 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
     merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
     names = dict.fromkeys([*merged, *(adapter.name for adapter in own)])
     for name in names:
-        _fill(model, plan.by_name[name], runtime, shares)
+        planned = plan.by_name[name]
+        share = shares[planned.tied_to or planned.name].contiguous()
+        local = gather_full(share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh)
+        put_parameter(model, name, nn.Parameter(local.clone(), requires_grad=False))
     wrapper: Any = model.get_submodule(path)
     if group is not None and any(path in block.row for block in plan.blocks):
         sum_norms(wrapper, group)
@@ -85,14 +88,19 @@ def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: 
         put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))
 
 
+def dequantized_share(model: nn.Module, plan: Plan, name: str) -> Tensor:
+    """Return this rank's shard of a quantized weight, gathered over the data axes."""
+    share = dequantized(*owner_of(model, name))
+    return share.T if plan.quantized is not None and name in plan.quantized.transposed else share
+
+
 def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return this rank's shards of the quantized weights, in ``dtype``; collective over the data ranks."""
     plan, mesh = runtime.plan, runtime.mesh
     shares: dict[str, Tensor] = {}
     for name in plan.quantized.weights if plan.quantized is not None else ():
         if plan.is_local(mesh.pp_rank, name):
-            whole = dequantized(*owner_of(runtime.model, name)).to(dtype)
-            whole = whole.T if plan.quantized is not None and name in plan.quantized.transposed else whole
+            whole = dequantized_share(runtime.model, plan, name).to(dtype)
             shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)
     return shares
 
@@ -122,14 +130,6 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
     plan = adapters.stock_plan
     plain = (replace(p, dtype=shares[p.name].dtype) if p.name in shares else p for p in plan.parameters)
     return replace(plan, parameters=tuple(plain), quantized=None)
-
-
-def _fill(model: nn.Module, planned: ParameterPlan, runtime: Runtime, shares: dict[str, Tensor]) -> None:
-    """Replace a parameter by this rank's shard, gathered over the data axes."""
-    share = shares[planned.tied_to or planned.name]
-    shape = planned.model_shape(runtime.mesh.ranks)
-    local = gather_full(share.contiguous(), shape, planned.data_cuts, runtime.mesh)
-    put_parameter(model, planned.name, nn.Parameter(local.clone(), requires_grad=False))
 
 
 def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:

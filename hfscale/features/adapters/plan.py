@@ -46,7 +46,10 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
     else:
         spread = base.cut_over("ep")
         if spread is not None:
-            cuts.append(_spread(adapter, spread))
+            # stacked LoRA factors: A [experts r, in], B [out, r experts]
+            parts = (adapter.experts,) * (adapter.shape[1] // adapter.experts)
+            of_b = replace(spread, dim=1, parts=parts)
+            cuts.append(replace(spread, dim=0) if adapter.kept_in == LORA_A else of_b)
         across = base.cut_over("tp")
         if across is not None:
             dim = _dim_along(adapter, across, len(base.shape))
@@ -64,13 +67,6 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
         reductions=reductions_of(plan.layout, cuts, partial),
         tied_to=adapter.tied_to,
     )
-
-
-def _spread(adapter: AdapterParameter, cut: Cut) -> Cut:
-    """Return the cut by expert of stacked LoRA factors: ``A [experts r, in]``, ``B [out, r experts]``."""
-    if adapter.kept_in == LORA_A:
-        return replace(cut, dim=0)
-    return replace(cut, dim=1, parts=(adapter.experts,) * (adapter.shape[1] // adapter.experts))
 
 
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:

@@ -40,8 +40,7 @@ def wrap_and_plan(
     if new:  # saved configs may list names that this model lacks; there the tensors decide
         check_matches(asked, config, plan, found)
     planned = plan_adapters(plan, found)
-    _refuse_cut_norms(planned)
-    _refuse_several_stages(planned)
+    _check_places(planned)
     return whole, planned
 
 
@@ -49,8 +48,19 @@ def _check(config: Any, plan: Plan) -> None:
     """Refuse unsupported configs before anything is wrapped."""
     check_config(config)
     _refuse_inner_modules(config, plan)
-    _refuse_tying(config, plan)
-    _refuse_own_dropout(config, plan)
+    tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
+    if tied is not None and getattr(config, "ensure_weight_tying", False):
+        # PEFT ties adapters by views of one storage, which the plan cannot see.
+        raise ConfigError(
+            f"ensure_weight_tying=True is not supported for tied weights ({tied.name} is {tied.tied_to}): leave it "
+            "out, and adapt modules of the layers"
+        )
+    for field in ("rank_dropout", "module_dropout"):
+        if getattr(config, field, 0.0) and plan.layout.total_size > 1:
+            raise ConfigError(
+                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
+                "would draw different ones: leave it out, or use one process"
+            )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
         _refuse_quantized_copies(config, plan.quantized, plan.head)
@@ -74,7 +84,7 @@ def _refuse_inner_modules(config: Any, plan: Plan) -> None:
         *(mixture.name.rpartition(".")[0] for mixture in mixtures),
     )
     for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [name for name in cut if _is_in(name, wanted)]
+        inside = [name for name in cut if f".{wanted}." in f".{name}."]
         if inside:
             raise ConfigError(
                 f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
@@ -84,7 +94,7 @@ def _refuse_inner_modules(config: Any, plan: Plan) -> None:
 
 def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | None) -> None:
     for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [name for name in quantized.weights if _is_in(name, wanted)]
+        inside = [name for name in quantized.weights if f".{wanted}." in f".{name}."]
         if inside:
             # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
@@ -98,26 +108,8 @@ def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | 
             )
 
 
-def _refuse_tying(config: Any, plan: Plan) -> None:
-    """Refuse to tie adapters of tied weights: PEFT does so by views of one storage, which the plan cannot see."""
-    tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
-    if tied is not None and getattr(config, "ensure_weight_tying", False):
-        raise ConfigError(
-            f"ensure_weight_tying=True is not supported for tied weights ({tied.name} is {tied.tied_to}): leave it "
-            "out, and adapt modules of the layers"
-        )
-
-
-def _refuse_own_dropout(config: Any, plan: Plan) -> None:
-    for field in ("rank_dropout", "module_dropout"):
-        if getattr(config, field, 0.0) and plan.layout.total_size > 1:
-            raise ConfigError(
-                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
-                "would draw different ones: leave it out, or use one process"
-            )
-
-
-def _refuse_cut_norms(plan: Plan) -> None:
+def _check_places(plan: Plan) -> None:
+    """Refuse DoRA on a cut embedding, and adapters on several stages: gradients of the model's own are summed there."""
     for adapter in plan.adapters:
         embeds = adapter.base == f"{plan.embedding}.weight" and plan.by_name[adapter.base].cut_over("tp") is not None
         if embeds and adapter.kept_in == DORA_MAGNITUDES:
@@ -125,21 +117,12 @@ def _refuse_cut_norms(plan: Plan) -> None:
                 f"{plan.embedding}: hfscale does not support DoRA on an embedding that is sharded along the "
                 "vocabulary: leave it out of target_modules, or use tp_size=1"
             )
-
-
-def _refuse_several_stages(plan: Plan) -> None:
-    """Refuse adapters on several pipeline stages: only gradients of the model's own parameters are summed there."""
-    for adapter in plan.adapters:
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
                 f"{path} runs on several pipeline stages, where adapters around it would diverge: leave it out "
                 f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
             )
-
-
-def _is_in(name: str, wanted: str) -> bool:
-    return f".{wanted}." in f".{name}."
 
 
 def type_beside(base: torch.dtype, kept_in: str) -> torch.dtype:

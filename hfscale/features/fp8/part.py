@@ -112,7 +112,7 @@ _uncompiled = torch.compiler.disable(_with_deferred_weight)
 
 @dataclass(frozen=True)
 class _InEightBits:
-    """Encode shards in 8 bits; see :class:`hfscale._compat.torch_fsdp.Encoding`."""
+    """Encode shards in 8 bits; see :func:`hfscale._compat.torch_fsdp.gather_encoded`."""
 
     projection: Float8Projection
     owners: list[dist.ProcessGroup]

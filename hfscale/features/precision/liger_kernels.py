@@ -79,17 +79,14 @@ class LigerKernels(Part):
                 f"use_liger_kernel={asked!r}: Liger has only the loss for {class_name(model)}, which hfscale "
                 "computes itself: leave it out"
             )
-        kept = {id(m) for name, m in model.named_modules() if _has_kernels(runtime, stock_name(name), m)}
+        # not placeholders of other stages, nor experts, which may differ
+        here = (m for name, m in model.named_modules() if runtime.is_local(stock_name(name)))
+        kept = {id(m) for m in here if not holds_experts(m) and not takes_routes(m)}
         Undo([change for change in changes if id(change[0]) not in kept])()
         for module, *_ in changes:
             if id(module) in kept:
                 _check_activation(module)
                 keep_gradients(module)
-
-
-def _has_kernels(runtime: Runtime, name: str, module: nn.Module) -> bool:
-    """Return whether a module keeps its kernel: not placeholders of other stages, nor experts, which may differ."""
-    return runtime.is_local(name) and not holds_experts(module) and not takes_routes(module)
 
 
 def _check_activation(module: nn.Module) -> None:

@@ -65,7 +65,10 @@ class PowerSGD:
             return
         parts = list(flat.split([prod(size) for size in self._sizes]))
         matrices = {i: parts[i].view(size[0], -1) for i, size in enumerate(self._sizes) if self._is_worth_it(size)}
-        self._follow_unit()
+        unit = self._unit()
+        if unit != self._made_in:
+            self._errors = {i: error * (unit / self._made_in) for i, error in self._errors.items()}
+            self._made_in = unit
         whole = {i: self._error(i, matrix) + matrix for i, matrix in matrices.items()}
         left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
         vectors = [part for i, part in enumerate(parts) if i not in matrices]
@@ -94,12 +97,6 @@ class PowerSGD:
         self._errors = {i: each.to(device) for i, each in state["errors"].items()}
         self._factors = {i: each.to(device) for i, each in state["factors"].items()}
         self._made_in = state.get("unit", self._unit())  # states of before had none
-
-    def _follow_unit(self) -> None:
-        now = self._unit()
-        if now != self._made_in:
-            self._errors = {i: error * (now / self._made_in) for i, error in self._errors.items()}
-            self._made_in = now
 
     def _is_worth_it(self, size: tuple[int, ...]) -> bool:
         rows, columns = (size[0], prod(size[1:])) if len(size) > 1 else (1, 1)

@@ -26,7 +26,7 @@ from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...models.family_limits import READ_BY_CACHE
 from ...models.precision import WIDENS_INSIDE
-from ...plan import ParameterPlan, Plan
+from ...plan import Plan
 from ...plan.feature_plans import TowersPlan, offloaded
 from ...plan.reductions import data_axes
 from ...train.runtime import like_sharded
@@ -161,10 +161,11 @@ def _shard_experts(
                 holder.register_parameter(attribute, nn.Parameter(local, whole.requires_grad))
             alone |= set(module.parameters())
             continue
-        dims = {  # packed 4-bit weights are [data ranks, bytes]
-            p: 0 if p.dtype == torch.uint8 else _planned(plan, f"{experts.name}.{name}").cuts[-1].dim
-            for name, p in module.named_parameters()
-        }
+        dims: dict[nn.Parameter, int] = {}
+        for attribute, p in module.named_parameters():
+            name = f"{experts.name}.{attribute}"
+            planned = plan.by_name[name if name in plan.by_name else stock_name(name)]
+            dims[p] = 0 if p.dtype == torch.uint8 else planned.cuts[-1].dim  # packed weights are [data ranks, bytes]
         shard_by_type(
             module,
             ignored=set(),
@@ -175,10 +176,6 @@ def _shard_experts(
             shard_placement_fn=(lambda p, dims=dims: Shard(dims[p])) if shards > 1 else None,  # type: ignore[misc]
         )
     return alone
-
-
-def _planned(plan: Plan, name: str) -> ParameterPlan:
-    return plan.by_name[name if name in plan.by_name else stock_name(name)]
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
@@ -195,20 +192,17 @@ def install_local_weights(model: nn.Module, shares: dict[str, Tensor], plan: Pla
             continue
         owner = planned.tied_to or planned.name
         if owner not in made:
-            made[owner] = _filled(parameter_at(model, planned.name), shares[owner], offloaded(plan).parameters)
+            empty = parameter_at(model, planned.name)
+            if empty is None:
+                raise ConfigError(
+                    "a parameter of the plan was removed from the model before its weights were loaded: do not change "
+                    "it meanwhile"
+                )
+            placed = like_sharded(shares[owner], empty)
+            if offloaded(plan).parameters and isinstance(placed, DTensor):
+                placed = placed.to("cpu")
+            made[owner] = nn.Parameter(placed, requires_grad=empty.requires_grad)
         put_parameter(model, planned.name, made[owner])
-
-
-def _filled(empty: Tensor | None, share: Tensor, on_host: bool) -> nn.Parameter:
-    if empty is None:
-        raise ConfigError(
-            "a parameter of the plan was removed from the model before its weights were loaded: do not change it "
-            "meanwhile"
-        )
-    placed = like_sharded(share, empty)
-    if on_host and isinstance(placed, DTensor):
-        placed = placed.to("cpu")
-    return nn.Parameter(placed, requires_grad=empty.requires_grad)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

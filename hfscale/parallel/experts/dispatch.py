@@ -99,7 +99,11 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
     places[order] = torch.arange(len(flat), device=flat.device).clamp_(max=kept)
     regroup = ungroup = None
     if ranks > 1 and received.shape[1] > 1:
-        regroup = _by_expert(received, total)
+        # from sender to expert order, without a sort or waiting
+        lengths = received.t().flatten()
+        starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
+        shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths, output_size=total)
+        regroup = shift + torch.arange(total, device=flat.device)
         ungroup = torch.empty_like(regroup)
         ungroup[regroup] = torch.arange(total, device=flat.device)
     routes = Routes(
@@ -114,14 +118,6 @@ def plan_routes(experts: Tensor, count: int, group: dist.ProcessGroup | None) ->
         group=group,
     )
     return routes, [number for row in sent_to for number in row]
-
-
-def _by_expert(received: Tensor, total: int) -> Tensor:
-    """Return the permutation of ``received [ranks, experts]`` rows from sender to expert order: no sort, no waiting."""
-    starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
-    lengths = received.t().flatten()
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return shift.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=received.device)
 
 
 class _Combine(torch.autograd.Function):

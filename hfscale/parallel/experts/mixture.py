@@ -141,12 +141,9 @@ def through_slots(
 
     Every rank sends ``slots`` rows to each expert, used or not, so all sizes are known in advance, and the host never
     waits for the device. Unused slots are zero, and no route reads their outputs, so they have no gradient. Experts see
-    tokens of several batches; for what that means for gradients see :mod:`.dispatch`.
-
-    Args:
-        places: ``[n, k]``: the slot of each route, ``expert * slots + place``; ``count * slots`` for dropped ones.
-        slots: how many rows each rank of ``group`` sends to each expert.
-        compute: rows ``[r, h]``, and how many of them each of this rank's experts has -> ``[r, h]``.
+    tokens of several batches; for what that means for gradients see :mod:`.dispatch`. The ``places [n, k]`` are each
+    route's slot, ``expert * slots + place``, ``count * slots`` for dropped ones; ``compute`` gets rows ``[r, h]``, and
+    how many of them each of this rank's experts has.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local, own, width = count // ranks, slots[rank], hidden.shape[-1]
@@ -204,7 +201,10 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     def whole_rank(x: Tensor, name: str) -> Tensor:
         bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
         if name in packings_of(experts):
-            return frozen_grouped_linear(x, partial(_dequantized, experts, name), bias, counts, transposed=transposed)
+            # dequantized in each of both passes (QLoRA, Dettmers et al. 2023)
+            return frozen_grouped_linear(
+                x, lambda dtype: read_packed(experts, name).to(dtype), bias, counts, transposed=transposed
+            )
         weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
         return grouped_linear(x, weight, bias, counts, transposed=transposed)
 
@@ -226,8 +226,3 @@ def low_rank_terms(experts: Any) -> dict[str, list[tuple[Tensor, Tensor, float]]
         factors = a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
         found.setdefault(name, []).append((*factors, scaling))
     return found
-
-
-def _dequantized(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a packed parameter of ``experts`` (QLoRA, Dettmers et al. 2023) in ``dtype``, in each of both passes."""
-    return read_packed(experts, name).to(dtype)

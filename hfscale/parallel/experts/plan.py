@@ -5,8 +5,6 @@ transformers keeps the experts of one mixture as a module of 3-D parameters ``[e
 tokens travel to them (Lepikhin et al. 2020, GShard). The rest (router, shared experts) follows the other axes.
 """
 
-from collections.abc import Iterator
-
 from ...config.parallel import ParallelConfig
 from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
@@ -18,22 +16,15 @@ from ...plan.reductions import data_cut
 
 def plan_experts(draft: Draft) -> None:
     """Find the mixtures of experts, and shard their experts over the expert axis."""
-    draft.mixtures = tuple(_mixtures(draft))
-    if draft.layout.ep > 1:
-        draft.experts = draft.mixtures
-        _spread(draft)
-
-
-def _mixtures(draft: Draft) -> Iterator[ExpertsPlan]:
-    """Yield the experts of every mixture, in the model's order."""
+    size, found = draft.layout.ep, list[ExpertsPlan]()
     for name, module in draft.modules.items():
         if holds_experts(module):
             owner = next((layer for layer in draft.layers if name.startswith(f"{layer}.")), "")
-            yield ExpertsPlan(name, int(module.num_experts), owner)
-
-
-def _spread(draft: Draft) -> None:
-    size = draft.layout.ep
+            found.append(ExpertsPlan(name, int(module.num_experts), owner))
+    draft.mixtures = tuple(found)
+    if size == 1:
+        return
+    draft.experts = draft.mixtures
     if not draft.experts:
         draft.problem(
             f"ep_size={size} needs a module that is called with the experts of each token (transformers' "

@@ -101,12 +101,8 @@ def queue_places(index: Tensor, count: int) -> Tensor:
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
     """Return the per-sequence sums ``[b, 2 e + 1]`` that the losses are computed from, with gradients to the logits:
-    routes to each expert, the sum of its probability, and the sum of the squared logsumexp.
-
-    Args:
-        logits: ``[b, s, e]``, the router's.
-        index: ``[b, s, k]``, the chosen experts before any is dropped for capacity; ``e`` for none.
-        real: ``[b, s]``, true for tokens that are not padding.
+    routes to each expert, the sum of its probability, and the sum of the squared logsumexp. Of ``logits [b, s, e]``,
+    ``index [b, s, k]``, before any is dropped for capacity, and ``real [b, s]``, true for tokens but padding.
     """
     count = logits.shape[-1]
     of_real = real.to(widened(logits).dtype).unsqueeze(-1)

@@ -96,23 +96,17 @@ class StageAgreement:
                     "are complete only when train_step returns: remove the hook, and step the optimizer after it"
                 )
             if id(parameter) not in tied:
-                found.update(self._stages_with(name))
+                if name not in self._own_stages:
+                    own = self._stages.of_rank(self._runtime.mesh.pp_rank)
+                    self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
+                found.update(self._own_stages[name])
         return found
 
-    def _stages_with(self, name: str) -> list[int]:
-        """Return the indices of this rank's stages that hold the parameter ``name``."""
-        if name not in self._own_stages:
-            own = self._stages.of_rank(self._runtime.mesh.pp_rank)
-            self._own_stages[name] = [stage.index for stage in own if stage.is_local(name)]
-        return self._own_stages[name]
-
     def hear(self, told: list[list[int]]) -> None:
-        """Take the reports of all ranks for the coming step."""
+        """Take the reports of all ranks for the coming step, and freeze or train a tie alike on all stages: those that
+        changed it decide where they differ, else freeze it.
+        """
         self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
-        self._agree_on_ties()
-
-    def _agree_on_ties(self) -> None:
-        """Freeze or train a tie alike on all stages: those that changed it decide where they differ, else freeze it."""
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()
         for index, name in enumerate(self._tied):
@@ -136,20 +130,17 @@ class StageAgreement:
             same = (report for report in self._reports if report.rank_in_stage == mine)
             here = [report for report in same if report.ties[index] != _ABSENT]
             if len({report.sums[index] for report in here}) > 1:
-                raise ConfigError(self._differ(name))
+                names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
+                raise ConfigError(
+                    f"{names} is one tied tensor on several stages, and its copies differ since the last update: give "
+                    "it the same optimizer options under all of its names (a parameter group chosen by name may have "
+                    "only some), or load the model again if its weights were changed by hand on one stage"
+                )
         return [
             any(any(report.trains[: stage + 1]) for report in self._reports)
             or any(thawed <= stage for thawed in self._thawed)
             for stage in range(len(self._stages.stages))
         ]
-
-    def _differ(self, name: str) -> str:
-        names = " = ".join(next(tie.names for tie in self._stages.ties if name in tie.names))
-        return (
-            f"{names} is one tied tensor on several stages, and its copies differ since the last update: give it "
-            "the same optimizer options under all of its names (a parameter group chosen by name may have only "
-            "some), or load the model again if its weights were changed by hand on one stage"
-        )
 
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:

@@ -40,11 +40,6 @@ from .run import Pipeline
 from .timeline import Order
 
 
-def _of_call(objective: Objective, first: int) -> Objective:
-    """Return the objective with its microbatches numbered from ``first``, counting over all calls."""
-    return replace(objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first))
-
-
 class _Version:
     """Hold the weights that the microbatches of one call compute with."""
 
@@ -160,8 +155,12 @@ class AsynchronousPipeline(Pipeline):
         """Run one call, and return the loss of the batch whose gradients have reached the first stage, on all stages:
         the one of ``p - 1`` calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
-        if not backward:
-            return self._evaluate(model, batches, objective)
+        if not backward:  # with separate workers, so that microbatches in flight stay untouched
+            workers, self.workers = self.workers, self._evaluators
+            try:
+                return super().run(model, batches, objective, backward=False)
+            finally:
+                self.workers = workers
         loss = self._call(batches, objective)
         self._hand_out()
         return loss
@@ -173,7 +172,11 @@ class AsynchronousPipeline(Pipeline):
                 self._finished.popleft().expose()
 
     def _call(self, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
-        self._refuse_broken()
+        if self._broken:
+            raise ConfigError(
+                f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, "
+                "and the microbatches in flight are lost: build the model again"
+            )
         if not self._calls:
             self._learn()
             self._trained = self._what_trains()
@@ -186,7 +189,11 @@ class AsynchronousPipeline(Pipeline):
         self._tell_workers(backward=True)
         version = _Version(self._runtime.model, self._calls, len(batches))
         try:
-            self._batches, self._objective = self._held, _of_call(objective, self._forward)
+            first = self._forward  # microbatches are numbered over all calls
+            numbered = replace(
+                objective, loss=lambda called, batch, index: objective.loss(called, batch, index - first)
+            )
+            self._batches, self._objective = self._held, numbered
             for batch in batches:
                 index = self._forward
                 self._held[index], self._versions[index] = batch, version
@@ -213,23 +220,8 @@ class AsynchronousPipeline(Pipeline):
         """Return the order of an evaluation, which needs the forward passes only."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
-    def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
-        """Evaluate with separate workers, so that microbatches in flight stay untouched."""
-        workers, self.workers = self.workers, self._evaluators
-        try:
-            return super().run(model, batches, objective, backward=False)
-        finally:
-            self.workers = workers
-
     def _what_trains(self) -> list[str]:
         return [name for name, parameter in self._runtime.model.named_parameters() if parameter.requires_grad]
-
-    def _refuse_broken(self) -> None:
-        if self._broken:
-            raise ConfigError(
-                f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, "
-                "and the microbatches in flight are lost: build the model again"
-            )
 
     def _step_back(self, worker: Any) -> None:
         """Run the backward pass of the oldest microbatch in flight."""

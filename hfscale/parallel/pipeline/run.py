@@ -163,25 +163,22 @@ class Pipeline(Executor):
         """Run all passes in the schedule's order; return the loss of this batch rank on the last stage, elsewhere 0."""
         runtime = self._runtime
         with runtime.around(lambda part: part.around_interleaved(runtime, backward)):
-            return self._scheduled(batches, objective, backward)
-
-    def _scheduled(self, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
-        self._learn()
-        self._batches, self._objective = batches, objective
-        self._trains, self._losses = backward, []
-        self._tell_workers(backward)
-        try:
-            program = self._program(len(batches), backward)
-            run_program(program, {worker.index: worker for worker in self.workers})
-            for worker in self.workers:
-                worker.finish()
-            self._types.finish()
-        finally:
-            self._batches, self._objective = (), None
-            for worker in self.workers:
-                worker.reset()
-        total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
-        return total + torch.stack(self._losses).sum() if self._losses else total
+            self._learn()
+            self._batches, self._objective = batches, objective
+            self._trains, self._losses = backward, []
+            self._tell_workers(backward)
+            try:
+                program = self._program(len(batches), backward)
+                run_program(program, {worker.index: worker for worker in self.workers})
+                for worker in self.workers:
+                    worker.finish()
+                self._types.finish()
+            finally:
+                self._batches, self._objective = (), None
+                for worker in self.workers:
+                    worker.reset()
+            total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
+            return total + torch.stack(self._losses).sum() if self._losses else total
 
     def _accepts(self, num_microbatches: int) -> bool:
         if num_microbatches not in self._accepted:  # asked at every step
@@ -249,7 +246,10 @@ class Pipeline(Executor):
             if passage.memory is not None:
                 inputs["encoder_outputs"] = encoder_outputs(passage.memory)
             if last:
-                loss = self._loss(inputs, microbatch)
+                assert self._objective is not None
+                loss = self._objective.loss(self._runtime.model, inputs, microbatch)
+                self._losses.append(loss.detach())
+                loss = loss * self._runtime.loss_factor()
             else:
                 with packing(inputs.packed, inputs):
                     self._runtime.model(**inputs)
@@ -273,12 +273,6 @@ class Pipeline(Executor):
         if name in _LABELS:
             return stage.index == len(self._stages.stages) - 1
         return stage.index == 0 or self._towers is None or not is_of_towers(value)
-
-    def _loss(self, inputs: Microbatch, microbatch: int) -> Tensor:
-        assert self._objective is not None
-        loss = self._objective.loss(self._runtime.model, inputs, microbatch)
-        self._losses.append(loss.detach())
-        return loss * self._runtime.loss_factor()
 
     def _shape(self, stage: int, microbatch: int) -> tuple[torch.Size, torch.dtype]:
         leading = self._leading(stage, self._batches[microbatch])

@@ -50,7 +50,12 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
         clock[rank] = done[-1].end
         return True
 
-    if stuck := [f"rank {rank} at {_say(piece[0])}" for rank, piece in enumerate(play(order, run)) if piece]:
+    stuck = [
+        f"rank {rank} at {kind.replace('_', ' of the ')} of stage {stage}, microbatch {index}"
+        for rank, piece in enumerate(play(order, run))
+        for stage, kind, index, _ in piece[:1]
+    ]
+    if stuck:
         raise ConfigError(
             f"{name or 'this order'} would deadlock, each rank waits for another: {', '.join(stuck)}; reorder them"
         )
@@ -94,7 +99,3 @@ def _result(action: Action) -> _Result | None:
     if action.kind == "forward":
         return action.stage, "activation", action.microbatch
     return (action.stage, "gradient", action.microbatch) if action.kind in GRADIENT else None
-
-
-def _say(action: Action) -> str:
-    return f"{action.kind.replace('_', ' of the ')} of stage {action.stage}, microbatch {action.microbatch}"

@@ -41,15 +41,6 @@ class StagePlace:
     streams: Mapping[tuple[int, int], dist.ProcessGroup]
     device: torch.device
 
-    def peer(self, step: int) -> int:
-        """Return the global rank of the stage ``step`` stages further on."""
-        return dist.get_global_rank(self.group, self.ranks[self.index + step])
-
-    def way(self, step: int, arrives: bool) -> dist.ProcessGroup:
-        """Return the group to receive from (``arrives``) or send to the stage ``step`` stages further on."""
-        here, there = self.ranks[self.index], self.ranks[self.index + step]
-        return self.streams[(there, here) if arrives else (here, there)]
-
 
 @dataclass
 class _Kept:
@@ -212,8 +203,11 @@ class StageWorker:
         self._sent.clear()
 
     def _move(self, move: Any, tensor: Tensor, step: int) -> _Transfer:
-        group = self.place.way(step, arrives=move is dist.irecv)
-        return _Transfer(move, tensor.contiguous(), self.place.peer(step), group)
+        """Start a transfer to, or from, the stage ``step`` stages further on."""
+        place = self.place
+        here, there = place.ranks[place.index], place.ranks[place.index + step]
+        group = place.streams[(there, here) if move is dist.irecv else (here, there)]
+        return _Transfer(move, tensor.contiguous(), dist.get_global_rank(place.group, there), group)
 
     def _recorded(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         if self.recorder is None:

@@ -183,28 +183,20 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
     """Install hooks on the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
     if block.heads or block.sample_heads:
         model.get_submodule(block.name).register_forward_pre_hook(_own_heads(block, edge), with_kwargs=True)
-    for name in block.enter:
-        model.get_submodule(name).register_forward_pre_hook(_entered(block, edge), with_kwargs=True)
-    for name in block.leave:
-        model.get_submodule(name).register_forward_hook(_left(edge))
-    for name, width in block.across:
-        _compute_across(model.get_submodule(name), width, block.replicas if name in block.replicated else 1, edge)
 
-
-def _entered(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         others = {name: edge.enter_other(kwargs[name]) for name in block.enter_inputs if kwargs.get(name) is not None}
-        kwargs = {**kwargs, **others}
-        return with_hidden_states(args, kwargs, edge.enter(hidden_states_of(args, kwargs)))
+        return with_hidden_states(args, {**kwargs, **others}, edge.enter(hidden_states_of(args, kwargs)))
 
-    return hook
-
-
-def _left(edge: Edge) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (edge.leave(output[0]), *output[1:]) if isinstance(output, tuple) else edge.leave(output)
 
-    return hook
+    for name in block.enter:
+        model.get_submodule(name).register_forward_pre_hook(entered, with_kwargs=True)
+    for name in block.leave:
+        model.get_submodule(name).register_forward_hook(left)
+    for name, width in block.across:
+        _compute_across(model.get_submodule(name), width, block.replicas if name in block.replicated else 1, edge)
 
 
 def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._compat.torch import as_plain_tensors, tensor_without_memory, tree_map
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
+from ...distributed.ops.overlap import as_it_is
 from ...distributed.ops.token_scores import TokenScores, token_scores
 from ...distributed.ops.vocab_cross_entropy import VocabularySlice, compute_dtype
 from ...errors import ConfigError
@@ -186,7 +187,7 @@ _IGNORED = -100
 
 class Scoring:
     """Compute per-token scores in a forward pass with labels, instead of the mean loss, by chunks of labelled rows;
-    without a temperature, keep the lazy logits only, of which ``logits.hidden`` is what the head reads.
+    or keep only what ``read`` makes of the lazy logits, of which ``hidden`` is what the head reads.
 
     ::
 
@@ -194,26 +195,30 @@ class Scoring:
                                                       ^------ made again in the backward pass ------|
     """
 
-    logits: Tensor
-
-    def __init__(self, temperature: float | None = 1.0) -> None:
-        self.temperature = temperature
+    def __init__(self, temperature: float = 1.0, read: Callable[[Any, VocabularySlice], Any] | None = None) -> None:
+        self.temperature, self._read = temperature, read
+        self.made: Any = None  # by ``read``, while the head has its weights
         self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
         """Keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies, which is a
-        part of every rank's graph, also where nothing has a target; 0 without a temperature.
+        part of every rank's graph, also where nothing has a target; 0 with ``read``.
         """
         temperature = self.temperature
-        if temperature is None:
+        if self._read is not None:
             if not isinstance(logits, LazyLogits) or logits.value is not None:
                 raise ConfigError(
                     "the teacher's class does more to its logits than scale or cap each by itself, so its head cannot "
                     "be copied for distillation: use a teacher of another class"
                 )
-            self.logits = logits
+            self.made = self._read(logits, vocabulary)
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
-        rows, project = self._projection(logits)
+        project: Pointwise = as_it_is
+        if isinstance(logits, LazyLogits) and logits.value is None:
+            rows, project = logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
+        else:
+            real = logits.materialize() if isinstance(logits, LazyLogits) else logits
+            rows = real.reshape(-1, real.shape[-1])
         valid = (targets != _IGNORED).nonzero().squeeze(1)
         compute, shape = compute_dtype(logits.dtype), logits.shape[:-1]
 
@@ -233,11 +238,3 @@ class Scoring:
             whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in found]
         self.scores = TokenScores(*(each.view(shape) for each in whole))
         return -whole[0].sum()
-
-    @staticmethod
-    def _projection(logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return rows, and a function from some rows to logits ``[n, V/t]``."""
-        if isinstance(logits, LazyLogits) and logits.value is None:
-            return logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.logits
-        real = logits.materialize() if isinstance(logits, LazyLogits) else logits
-        return real.reshape(-1, real.shape[-1]), lambda rows: rows

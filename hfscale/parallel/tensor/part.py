@@ -26,7 +26,7 @@ from .edges import Overlap, install_block_edges, set_local_sizes
 from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
 from .partial_gradients import PartialSums, install_partial_sums, install_replica_sums
-from .random import agree_on_replicated_stream, install_generate, on_first_training_pass
+from .random import agree_on_replicated_stream, install_generate
 from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
 
@@ -103,9 +103,10 @@ class TensorParallel(Part, SequenceAxis):
         install_partial_sums(model, plan, self.sums, is_local, first=mesh.tp_rank == 0)
         for block in (block for block in plan.blocks if is_local(block.name)):
             set_local_sizes(model.get_submodule(block.name), block)
-            if self._overlaps(runtime, block):
-                self.overlaps[block.name] = self._overlap(runtime, block, self.sums)
-            install_block_edges(model, block, mesh, self.region_of(block.name), self.overlaps.get(block.name))
+            overlap = self._overlap(runtime, block, self.sums)
+            if overlap is not None:
+                self.overlaps[block.name] = overlap
+            install_block_edges(model, block, mesh, self.region_of(block.name), overlap)
         install_replica_sums(model, plan, mesh, is_local)
         if plan.blocks:
             model.register_forward_pre_hook(_refuse_partial_outputs, with_kwargs=True)
@@ -116,15 +117,13 @@ class TensorParallel(Part, SequenceAxis):
                 planned = plan.by_name[f"{name}.weight"]
                 install_vocab_parallel_embedding(model.get_submodule(name), planned, mesh, regions)
 
-    @staticmethod
-    def _overlaps(runtime: Runtime, block: BlockPlan) -> bool:
-        if not runtime.plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
-            return False  # several entries: no single one feeds all projections
-        # Recomputed without the block's entry, projections would not have what their weight gradients need.
-        return not any(recomputed(runtime.plan).is_alone(name) for name in block.column)
-
-    def _overlap(self, runtime: Runtime, block: BlockPlan, sums: PartialSums) -> Overlap:
+    def _overlap(self, runtime: Runtime, block: BlockPlan, sums: PartialSums) -> Overlap | None:
         plan = runtime.plan
+        # With several entries no single one feeds all projections; and recomputed without the block's entry,
+        # projections would not have what their weight gradients need.
+        alone = any(recomputed(plan).is_alone(name) for name in block.column)
+        if alone or not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
+            return None
         # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
         columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
         return Overlap(
@@ -219,7 +218,7 @@ class RandomStreams(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on ``generate()`` and the first training pass, for training loops without ``train_step``."""
         install_generate(runtime.model, runtime.mesh)
-        on_first_training_pass(runtime.model, lambda: self.synchronize(runtime))
+        runtime.model.register_forward_pre_hook(lambda model, _: self.synchronize(runtime) if model.training else None)
 
     def synchronize(self, runtime: Runtime) -> None:
         """Agree on random streams once, before the first training step, after the user's seeding."""

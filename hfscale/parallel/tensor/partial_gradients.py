@@ -58,16 +58,12 @@ class PartialSums:
                 yield
             finally:
                 self.deferred = False
-        _sum_together([local(p.grad) for p in parameters if p.grad is not None], self.group)
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        with torch.no_grad():
+            for dtype in dict.fromkeys(grad.dtype for grad in grads):
+                _sum_flat([grad for grad in grads if grad.dtype == dtype], self.group)
         for parameter, before in zip(parameters, held, strict=True):
             add_back(parameter, before)
-
-
-@torch.no_grad()
-def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum every tensor over the ranks, in place, with one all-reduce per type."""
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        _sum_flat([grad for grad in grads if grad.dtype == dtype], group)
 
 
 def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -103,11 +99,8 @@ def read_partial(
     once: bool = True,
     holder: nn.Module | None = None,
 ) -> None:
-    """Make ``module`` read the parameters ``names`` (all by default) of ``holder`` through ``sums``.
-
-    Args:
-        once: whether this rank contributes the value; if ``False``, it computes with zeros, but with a gradient.
-        holder: the module that holds them; by default ``module``, or the stock modules wrapped in it.
+    """Make ``module`` read the parameters ``names`` (all by default) of ``holder``, by default ``module`` or the stock
+    modules wrapped in it, through ``sums``. Not ``once``, it computes with zeros, but with a gradient.
     """
 
     def read(leaf: Tensor) -> Tensor:

@@ -123,15 +123,22 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
         generator.set_state(after)
 
 
-def drop_alike(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> torch.Tensor:
-    """Apply dropout to a replicated activation while a cut stream is in use: all ranks draw the same mask."""
-    return drop_again(dropout, x, key)(x)
-
-
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """Return a function that repeats at any time the dropout that :func:`drop_alike` would apply to ``x`` now."""
+    """Return a function that applies dropout to the replicated ``x`` while a cut stream is in use: at any time, and on
+    all ranks, with the same mask.
+    """
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
-    return functools.partial(_drop_from, seed, dropout)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        generator = default_generator(x.device)
+        after = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            return dropout(x)
+        finally:
+            generator.set_state(after)
+
+    return drop
 
 
 def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
@@ -143,16 +150,6 @@ def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
         return drop(x.contiguous())
 
     return apply_mapping(x, draw, draw)
-
-
-def _drop_from(seed: int, dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    generator = default_generator(x.device)
-    after = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        return dropout(x)
-    finally:
-        generator.set_state(after)
 
 
 def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
@@ -180,16 +177,6 @@ def agree_on_replicated_stream(mesh: Mesh) -> None:
         if mesh.data_rank > 0 or mesh.pp_rank > 0:
             place = mesh.data_rank if mesh.pp_rank == 0 else f"{mesh.data_rank}, stage {mesh.ranks['pp']}"
             generator.manual_seed(derive_seed(state, place))
-
-
-def on_first_training_pass(model: nn.Module, agree: Callable[[], None]) -> None:
-    """Call ``agree``, which acts only once, before every forward pass of a model in training mode."""
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training:
-            agree()
-
-    model.register_forward_pre_hook(before)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -48,15 +48,6 @@ class ForwardPass:
     def __init__(self, total: int, samples: int) -> None:
         self.total, self.samples, self.done = total, samples, False
 
-    def end_with(self, share: Tensor) -> None:
-        """Mark the backward pass as done when the gradient of the first layer's local input arrives."""
-        if share.requires_grad:
-            share.register_hook(lambda grad: self._end())
-        keep_with_graph(share, self)
-
-    def _end(self) -> None:
-        self.done = True
-
 
 class SequencePasses:
     """Hold the passes of one region, by references that their graphs keep."""
@@ -68,9 +59,11 @@ class SequencePasses:
 
     def begin(self, total: int, share: Tensor) -> None:
         """Begin a pass over samples of ``total`` tokens, with this rank's tokens ``share``."""
-        self.latest = ForwardPass(total, share.shape[0])
-        self._begun.append(weakref.ref(self.latest))
-        self.latest.end_with(share)
+        self.latest = begun = ForwardPass(total, share.shape[0])
+        self._begun.append(weakref.ref(begun))
+        if share.requires_grad:  # the backward pass is done when the gradient of the first layer's local input arrives
+            share.register_hook(lambda grad: setattr(begun, "done", True))
+        keep_with_graph(share, begun)
 
     def waiting(self) -> list[ForwardPass]:
         """Return the passes with live graphs that still wait for their backward pass; if none, the latest."""
