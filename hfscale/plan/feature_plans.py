@@ -19,6 +19,8 @@ class RecomputePlan(Feature):
     layers: tuple[str, ...] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
     modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
     attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
+    elementwise: bool = False  # whether all but products, attention and exchanges is recomputed in every layer
+    tile: int = 0  # tokens of a tile of ``modules``; 0: they run whole
     keep: tuple[str, ...] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
     budget: int | None = None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
     # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
@@ -35,10 +37,12 @@ class RecomputePlan(Feature):
 
     def describe(self, plan: PlanContents) -> list[str]:
         again = ["attention between its projections"] if self.attention else []
+        again += ["all but products, attention and exchanges between ranks"] if self.elementwise else []
         again += [f"{len(self.layers)} of {len(plan.layers)} layers"] if self.layers and self.budget is None else []
         if self.budget is not None:
             again.append(f"as few layers as bring what layers keep below {self.budget:,} bytes on a rank")
-        again += [_counted(self.modules)] if self.modules else []
+        tiles = f", in tiles of {self.tile:,} tokens" if self.tile else ""
+        again += [f"{_counted(self.modules)}{tiles}"] if self.modules else []
         kept = f"; results of {', '.join(self.keep)} are kept" if self.keep else ""
         return [f"computed again in the backward pass: {', '.join(again)}{kept}"]
 
