@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -138,9 +138,8 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view of another."""
-    return bool(tensor._is_view())
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Return whether autograd treats a tensor as a view of another."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -153,10 +152,8 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a tensor is a view of; ``None`` if it is no view."""
-    return tensor._base
-
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""Return the tensor that a tensor is a view of; ``None`` if it is no view."""
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the current backward pass on this thread, or -1."""

@@ -22,6 +22,7 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
 from ...distributed.ops.grouped_linear import frozen_linear
 from ...distributed.ops.packed_weights import Packing, gathered, packings_of, read_packed, register_packed
+from ...distributed.ops.shared_casts import autocasted
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
 from ...plan import Plan
@@ -190,8 +191,7 @@ class StoredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x [..., in]`` to ``[..., out]``."""
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which it leaves alone
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = autocasted(x)
         return frozen_linear(x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
