@@ -94,6 +94,8 @@ test-all: setup
 	$(BIN)/python scripts/class_draws.py --seed 1 --draws 200
 	$(BIN)/python scripts/prove_facts.py --check --sample 400
 	$(BIN)/python scripts/inference_sweep.py --out docs/inference.md
+	$(BIN)/python scripts/model_pages.py
+	$(BIN)/python scripts/official_examples.py
 	$(BIN)/python scripts/dtype_sweep.py --out docs/dtypes.md
 	$(BIN)/python scripts/adapter_sweep.py --out docs/adapters.md
 	$(BIN)/python scripts/layout_fuzz.py --seed 1 --draws 1000 --out docs/fuzz.md
@@ -141,6 +143,8 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/support_table.py
 	$(BIN)/python scripts/api_table.py
+	$(BIN)/python scripts/papers.py
+	$(BIN)/python scripts/tested_versions.py
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/architecture.py
 	$(BIN)/python scripts/drawings.py

@@ -1,4 +1,5 @@
-"""Write docs/api.md: every public name of hfscale with its arguments and the first lines of its docstring.
+"""Write docs/api.md, every public name of hfscale with its arguments and the first lines of its docstring; and
+docs/reference.md, which the site fills with all of it: types, defaults, errors, sources.
 
 python scripts/api_table.py [--check]
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "api.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 GROUPS = {
     "Layout and plan": ["ParallelConfig", "MemoryConfig", "Float8Config", "plan", "memory_estimate", "estimate"],
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
@@ -47,7 +49,13 @@ DECLARED = {"ParallelConfig": ("LayoutFields", "hfscale.config.layout")}  # wher
 HEAD = """# Public names
 
 Written by `scripts/api_table.py` from the docstrings, which say more: arguments, results, errors. Names not listed here
-may change without notice. `hfscale.testing` is for tests: see [testing.md](testing.md).
+may change without notice. On the site, [reference.md](reference.md) has all of it. `hfscale.testing` is for tests: see
+[testing.md](testing.md).
+"""
+REFERENCE_HEAD = """# Every argument
+
+Written by `scripts/api_table.py`; `make site` puts the docstrings here: arguments with types and defaults, results,
+errors, and the papers that they follow. In a clone read [api.md](api.md), or `help(hfscale.from_pretrained)`.
 """
 
 
@@ -62,16 +70,25 @@ def exported() -> dict[str, str]:
 
 
 def definition(name: str, module: str) -> ast.FunctionDef | ast.ClassDef:
-    """Where it is defined, followed through re-exports."""
+    """Return the definition, followed through re-exports."""
+    return _found(name, module)[0]
+
+
+def place(name: str, module: str) -> str:
+    """Return the dotted name of the definition, followed through re-exports."""
+    return f"{_found(name, module)[1]}.{name}"
+
+
+def _found(name: str, module: str) -> tuple[ast.FunctionDef | ast.ClassDef, str]:
     path = ROOT.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name and not _overload(node):
-            return node
+            return node, module
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             base = package[: len(package) - node.level + 1] if node.level else []
-            return definition(name, ".".join([*base, *([node.module] if node.module else [])]))
+            return _found(name, ".".join([*base, *([node.module] if node.module else [])]))
     raise SystemExit(f"{module} does not define {name}")
 
 
@@ -138,13 +155,26 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def reference() -> str:
+    """The page of directives that mkdocstrings reads."""
+    modules = exported()
+    parts = [REFERENCE_HEAD]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}\n")
+        parts += [f"::: {place(name, modules[name])}\n" for name in names]
+    for name, declared in DECLARED.items():
+        parts += [f"## Fields of {name}\n", f"::: {declared[1]}.{declared[0]}\n"]
+    return "\n".join(parts)
+
+
 def main() -> int:
-    """Write it, or compare."""
+    """Write both, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is not current")
     if parser.parse_args().check:
-        return int(page() != OUT.read_text())
+        return int(page() != OUT.read_text() or reference() != REFERENCE.read_text())
     OUT.write_text(page())
+    REFERENCE.write_text(reference())
     return 0
 
 

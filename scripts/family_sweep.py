@@ -250,6 +250,8 @@ def cut_case(config: Any) -> tuple[Case, list[str]]:
     assert found is not None
     names = dict.fromkeys(name.rpartition(".")[2] for name in found.whole)
     remarks = [f"{', '.join(names)} on whole sequences"] if names else []
+    names = dict.fromkeys(name.rpartition(".")[2] for name in found.handing)
+    remarks += [f"{', '.join(names)} with states handed on"] if names else []
     if not found.pads:
         case.rows = 1  # the second would be padded
         remarks.append("rows without padding only")

@@ -165,7 +165,7 @@ def seen(case: Case) -> Seen:
     model, optimizer = case.built()
     found, plan = stepped(case, model, optimizer), runtime_of(model).plan
     by_formula = all(is_known(plan, layer) for layer in plan.layers)  # without scores of attention
-    if case.recompute == "none" or (case.recompute == "selective" and by_formula):
+    if case.recompute in ("none", "elementwise") or (case.recompute == "selective" and by_formula):
         return found
     del model, optimizer
     kept = {name: value for name, value in case.lever["memory"].items() if name != "recompute"}
@@ -221,7 +221,7 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
     tokens, precision = case.rows * case.length, asked["mixed_precision"]
     like = replace(run_spec(case.config, mixed_precision=precision, **planned), device="cpu")
     by_class = measured_layers(plan, like, case.length, case.rows)
-    return estimate_memory(
+    found = estimate_memory(
         plan,
         pp_rank=stage,
         optimizer=case.optimizer,
@@ -235,6 +235,8 @@ def estimated(case: Case, stage: int = 0, chosen: frozenset[str] | None = None) 
         chunk_rows=rows_per_chunk(tokens, case.config.vocab_size, torch.device("cpu")),
         measured=by_class,
     )
+    again = found.again if case.recompute == "elementwise" else 0  # computed again out of the hooks' sight
+    return replace(found, activations=found.activations - again)
 
 
 def comparable(case: Case, found: MemoryEstimate, head: int) -> tuple[int, int]:

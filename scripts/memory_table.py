@@ -23,6 +23,7 @@ BEGIN, END = "<!-- written by scripts/memory_table.py -->", "<!-- end -->"
 LEVERS: dict[str, dict[str, Any]] = {
     'recompute="full"': {"memory": {"recompute": "full"}},
     'recompute="selective"': {"memory": {"recompute": "selective"}},
+    'recompute="elementwise"': {"memory": {"recompute": "elementwise"}},
     'recompute=["mlp"]': {"memory": {"recompute": ["mlp"]}},
     'recompute="8GiB"': {"memory": {"recompute": "8GiB"}},
     "offload_activations": {"memory": {"offload_activations": True}},

@@ -22,14 +22,14 @@ TABLE = """
 | pipeline stages | {stages} families; {schedules} schedules (zero bubble, DualPipeV, PipeDream, ...) and CSV files |
 | experts | of {mixtures} families with mixtures {expert_data} over data ranks, {expert_tensor} over tensor ranks |
 | data | FSDP2 and HSDP, any causal LM, with every other axis; accumulation, clipping, recomputation, dropout |
-| context parallel | {context} families, {context_mixers} of them with mixers run whole; all-gather, ring, heads |
+| context parallel | {context} families, {handing} hand on states, {whole} run mixers whole; gather, ring, heads |
 | other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
 | adapters (PEFT) | LoRA and variants, IA3, LoHa; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes in every layout, experts too; stored FP8, MXFP4, INT4, NVFP4 read or kept |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |
-| memory | recomputation: full, selective, every n-th layer, by name, or to a budget; offload; 8 bits |
+| memory | recomputation: full, selective, elementwise, every n-th layer, by name, to a budget; tiles; offload; 8 bits |
 | checkpoints | safetensors, original names, any layout to any layout; runs resume in any layout; MTP layers train |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
 | `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO with vLLM, ...: [docs/trainer.md](docs/trainer.md) |
@@ -61,7 +61,8 @@ def counts() -> dict[str, str]:
     }
     sequences = families.partition("\n## Sequences cut over context ranks\n")[2].partition("\n## ")[0]
     found["context"] = _first(r"^gather: (\d+) equal", sequences)
-    found["context_mixers"] = str(len(re.findall(r"(?m)^\| \S+ \| equal .*on whole sequences", sequences)))
+    for name, words in (("whole", "on whole sequences"), ("handing", "with states handed on")):
+        found[name] = str(len(re.findall(rf"(?m)^\| \S+ \| equal .*{words}", sequences)))
     refused = _first(r"^data ranks: \d+ equal, (\d+) refused", experts)
     return {**found, "mixtures": str(int(found["expert_data"]) + int(refused))}
 

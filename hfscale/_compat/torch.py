@@ -4,9 +4,9 @@ Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have fil
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state as composable
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -150,6 +151,39 @@ def version_of(tensor: Tensor) -> int:
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     """Return the identity of a live tensor's storage; on the meta device too, where addresses are 0."""
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
+
+
+def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return a storage that is referenced weakly; ``None`` if it has been freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the innermost active pair of saved-tensor hooks."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found  # type: ignore[no-any-return]
+
+
+without_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""Return a context in which no operator is cast."""
+
+
+@lru_cache(maxsize=4096)
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    schema = getattr(func, "_schema", None)
+    arguments: Any = () if schema is None else schema.arguments
+    if getattr(func, "namespace", "") == "c10d":  # whose schemas do not say it: all write into their first argument
+        return () if func._opname == "send" else ((0, arguments[0].name),)
+    marks = ((index, each.name, each.alias_info) for index, each in enumerate(arguments))
+    return tuple((index, name) for index, name, alias in marks if alias is not None and alias.is_write)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among the arguments of an operator that it writes into."""
+    places = _written_arguments(func)
+    given = [args[index] if index < len(args) else kwargs.get(name) for index, name in places]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)] if places else []
 
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -3,6 +3,10 @@
 The only file that names the accelerator: CUDA, whose name ROCm's builds of torch also use.
 """
 
+import os
+import resource
+import sys
+import tempfile
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,3 +48,27 @@ def fork_random_state(device: torch.device) -> AbstractContextManager[Any]:
     if is_accelerator(device):
         return torch.random.fork_rng(devices=[device], device_type=device.type)
     return torch.random.fork_rng(devices=[])
+
+
+def memory_in_use() -> tuple[int, int]:
+    """Return the most bytes that this process has held on its accelerator, without one in all, and the bytes there."""
+    if accelerators().is_available():
+        return accelerators().max_memory_allocated(), accelerators().mem_get_info()[1]
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return used, everything // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def write_memory_snapshot() -> str:
+    """Write the accelerator's memory, block by block, to a temporary file, and return its path; "" if that fails."""
+    if not accelerators().is_available():
+        return ""
+    handle, path = tempfile.mkstemp(prefix="hfscale-memory-", suffix=".pickle")
+    os.close(handle)
+    try:
+        torch.cuda.memory._dump_snapshot(path)
+    except (AttributeError, RuntimeError, OSError):
+        os.unlink(path)
+        return ""
+    return path

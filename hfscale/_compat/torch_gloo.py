@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -109,9 +109,8 @@ class UnderWay:
 def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
     threads, found = {str(ident) for ident in leave_out}, []
-    for dump in filter(None, (getattr(_c10d, name, None) for name in _DUMPS)):
-        told: Any = json.loads(dump(True, False) or "{}")
-        for entry in _unfinished(told.get("entries", ())):
+    for entries in _recorded():
+        for entry in _unfinished(entries):
             if entry.get("thread_id") in threads:
                 continue
             call = str(entry["profiling_name"]).partition(":")[2]
@@ -120,6 +119,29 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
             )
             found.append(UnderWay(call, str(entry["process_group"][0]), shapes, int(entry["time_created_ns"])))
     return sorted(found, key=lambda entry: entry.created)
+
+
+def _recorded() -> Iterator[Sequence[Any]]:
+    """Yield the entries of each of torch's flight recorders, in call order."""
+    for dump in filter(None, (getattr(_c10d, name, None) for name in _DUMPS)):
+        told: Any = json.loads(dump(True, False) or "{}")
+        yield told.get("entries", ())
+
+
+Call = tuple[tuple[str, int, int], float]
+"""A key, the same on all ranks of a collective's group, and when this rank came to it, in seconds since 1970."""
+
+
+def recorded_calls() -> list[Call]:
+    """Return the latest collectives of this process, as many as torch's flight recorders hold, in call order."""
+    found, groups = [], dict[str, int]()
+    for entry in (entry for entries in _recorded() for entry in entries if not entry.get("is_p2p")):
+        name = str(entry["process_group"][0])
+        if name not in groups:
+            groups[name] = hash(tuple(ranks_of_group(name)))
+        key = (name, groups[name], int(entry["collective_seq_id"]))
+        found.append((key, int(entry["time_created_ns"]) / 1e9))
+    return found
 
 
 def _unfinished(entries: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain, islice
 from types import ModuleType
 from typing import Any
 
@@ -73,7 +74,9 @@ class EngineHooks(_Mixin):
             super()._init_vllm()
 
     def _iter_named_params(self) -> Any:
-        return self.weights()
+        """Return the weights once the first of them is there: then a server is told that they come."""
+        weights = self.weights()
+        return chain(list(islice(weights, 1)), weights)
 
     def sync_weights(self) -> None:
         """Send the weights; TRL's own writes into parameters that a colocated engine may have packed as it loaded."""

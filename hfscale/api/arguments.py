@@ -33,6 +33,7 @@ _SIZES = {
     "intermediate_size": 10**8,
     "vocab_size": 10**8,
 }
+_MOST_BY_WORD = {"layer": 10**4, "depth": 10**4, "expert": 10**5}  # in fields of any part of a model
 _MAY_BE_NONE = ("num_attention_heads", "num_key_value_heads")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
@@ -80,6 +81,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     else:
         try:
             with made_or_explained(os.path.join(path, "config.json") if os.path.isdir(path) else path):
+                told, _ = PreTrainedConfig.get_config_dict(given or path, **taken)
+                refuse_endless(told, given or path)  # classes of configs make lists of as many entries
                 config, rest = AutoConfig.from_pretrained(given or path, return_unused_kwargs=True, **taken)
         except errors.ConfigError as error:
             if os.path.exists(path) or not taken.get("local_files_only"):
@@ -90,6 +93,16 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
             ) from error
     rest = {key: value for key, value in rest.items() if key not in _HUB}
     return config, {**rest, **{key: kwargs[key] for key in ("dtype", "torch_dtype", *_CODE) if key in kwargs}}
+
+
+def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
+    """Refuse a config, as read, with more layers or experts than any model could have, in any of its parts."""
+    for name, value in told.items():
+        if isinstance(value, Mapping):
+            refuse_endless(value, path)
+        most = next((most for word, most in _MOST_BY_WORD.items() if word in name), None)
+        if isinstance(value, int) and most is not None and value > most:
+            raise errors.ConfigError(f"{name}={value} in the config of {path} is invalid: use at most {most:,}")
 
 
 def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

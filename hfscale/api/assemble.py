@@ -44,6 +44,7 @@ from ..train.runtime import Part, Runtime, local_tensor
 from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.shards import LocalWeights
 from ..train.runtime.snapshot import watch
+from ..train.step_times import StepTimes
 
 PLAN_PARTS: tuple[Callable[[Draft], None], ...] = (
     plan_experts,
@@ -81,10 +82,10 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         *([adapters] if adapters is not None else []),
         VocabularyLoss(),
         ContextParallel(),
+        PackedRows(),  # inside of what is recomputed
         Recomputation(),
         KeptActivations(),
         RandomStreams(),
-        PackedRows(),
         SharedBatch(),
         ExpertRouting(),
         RouteReplay(),
@@ -94,6 +95,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         Quantization(),
         Autocast(),
         PipelineStages(),
+        StepTimes(),
         StockCode(save_pretrained),
     )
 

@@ -24,6 +24,7 @@ from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime
+from ..train.watchdog import watch_by_default
 from . import arguments
 from .assemble import assemble
 from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
@@ -53,6 +54,7 @@ def build(
             model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
         )
     assemble(model, plan, mesh, options, weights, adapters)
+    watch_by_default(mesh)
     return model
 
 

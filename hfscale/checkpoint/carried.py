@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name
+from ..distributed.files.directories import leads_out
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
@@ -100,10 +101,12 @@ def copy_tensors(tensors: Mapping[str, TensorOnDisk], writer: CheckpointWriter) 
 def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
     """Copy a tokenizer's, a processor's and custom code's files to ``staging``, unless there or in ``target``."""
     carried = carried_by(model)
-    for path in sorted(carried.directory.iterdir()) if carried is not None and carried.directory.is_dir() else ():
+    if carried is None or not carried.directory.is_dir():
+        return
+    for path in sorted(carried.directory.iterdir()):
         wanted = path.suffix in _SUFFIXES and path.name not in _WRITTEN and not path.name.endswith(".index.json")
         known = (staging / path.name).exists() or (target / path.name).exists()
-        if wanted and path.is_file() and not known:
+        if wanted and path.is_file() and not known and not leads_out(path, carried.directory / "config.json"):
             shutil.copyfile(path, staging / path.name)
 
 

@@ -27,7 +27,7 @@ from ..plan.state_tensor import StateTensor
 
 INDEX = "state.json"
 _VERSION = 2
-_OPEN_FILES = 64
+_OPEN_FILES, _MOST_RANKS = 64, 1 << 20
 _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
 
 
@@ -100,6 +100,13 @@ class StateIndex:
         told = {**vars(self), "version": _VERSION, "tensors": {k: t.told() for k, t in self.tensors.items()}}
         return json.dumps(told).encode()
 
+    def check_bytes(self, size: int) -> None:
+        """Raise ValueError if tensors have more entries, or cuts, than fit into files of ``size`` bytes."""
+        told = sum(prod(tensor.shape) for tensor in self.tensors.values() if not tensor.own)
+        pieces = max((cut.size for tensor in self.tensors.values() for cut in tensor.cuts), default=1)
+        if told > size or pieces > self.world or self.world > _MOST_RANKS:
+            raise ValueError(f"{told:,} entries in {size:,} bytes, {self.world:,} ranks, up to {pieces:,} pieces")
+
     @classmethod
     def read(cls, directory: Path) -> "StateIndex":
         """Read the index of a saved state; CheckpointError if there is none, or it is damaged."""
@@ -115,6 +122,7 @@ class StateIndex:
             index = cls(**told)
             if not isinstance(index.step, int | None) or not isinstance(index.others, dict) or index.batch_world < 1:
                 raise ValueError(f"step={index.step!r}, batch_world={index.batch_world!r}, others={index.others!r}")
+            index.check_bytes(sum(path.stat().st_size for path in directory.glob("rank-*.safetensors")))
             return index
         except FileNotFoundError as error:
             earlier = (directory / "layout.json").exists()

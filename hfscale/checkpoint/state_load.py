@@ -167,6 +167,9 @@ class _Found:
     def _rest(self, rank: int) -> dict[str, Any]:
         path = self.directory / rest_name(rank)
         try:
+            with zipfile.ZipFile(path) as packed:
+                if sum(each.file_size for each in packed.infolist()) > path.stat().st_size:
+                    raise zipfile.BadZipFile("it would unpack to more bytes than it has")
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(

@@ -203,7 +203,12 @@ class _Stored:
             self._encoder = Fp8Encoder(runtime.model, quantization)
             for name in filter(self._encoder.wants, self._contents):
                 self._refuse_parts_of_blocks(AsStored(self._model, {name: self._contents[name]}).layout)
-        self._as_stored = AsStored(self._model, self._contents)
+        conversions = getattr(self._model, "_weight_conversions", None)
+        like = [(e.name, e.shape, e.dtype) for e in entries], None if conversions is None else id(conversions)
+        known = runtime.stored_layout
+        if known is None or known[0] != like:  # it takes transformers a third of a stream's time
+            runtime.stored_layout = known = like, AsStored(self._model, self._contents)
+        self._as_stored = known[1].again()
 
     def made_from(self, entry: SavedTensor, merge: WholeMerge) -> set[str]:
         """Return the owned names of all that the stored tensors of a weight are made from."""

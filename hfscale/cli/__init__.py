@@ -19,10 +19,9 @@ from . import cmd_calibrate as calibrate
 from . import cmd_completion as completion
 from . import cmd_convert as convert
 from . import cmd_doctor as doctor
+from . import cmd_drill as drill
 from . import cmd_estimate as estimate
-from . import cmd_explain as explain
 from . import cmd_inspect as inspect
-from . import cmd_memory_ladder as memory_ladder
 from . import cmd_merge as merge
 from . import cmd_plan as plan
 from . import cmd_schedule as schedule
@@ -35,13 +34,12 @@ from .model import check_place
 
 _COMMANDS: dict[str, ModuleType] = {
     "train": train,
+    "drill": drill,
     "plan": plan,
     "estimate": estimate,
     "search": search,
     "calibrate": calibrate,
-    "explain": explain,
     "verify": verify,
-    "memory-ladder": memory_ladder,
     "blueprint": blueprint,
     "schedule": schedule,
     "convert": convert,
@@ -157,7 +155,7 @@ def _in_the_list(name: str) -> str:
 
 _COUNTS = (
     *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("data_ranks", "rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node"),
+    *("num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 

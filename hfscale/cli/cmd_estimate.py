@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="compute over the weights")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
-    parser.add_argument("--recompute", default="none", metavar="HOW", help="none, selective, full, or every n-th layer")
+    parser.add_argument(
+        "--recompute", default="none", metavar="HOW", help="none, elementwise, selective, full, or every n-th layer"
+    )
+    parser.add_argument("--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens")
     parser.add_argument("--offload", default="", metavar="WHAT,...", help="any of activations, parameters, optimizer")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
     add_json(parser)
@@ -51,7 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
         mixed_precision=arguments.mixed_precision,
         auto_class=auto_class_of(arguments.auto_class),
         dtype=arguments.dtype,
-        memory=MemoryConfig(**{"recompute": int(again) if again.isdigit() else again, **_offload(arguments.offload)}),
+        memory=MemoryConfig(
+            recompute=int(again) if again.isdigit() else again,
+            tile_tokens=arguments.tile_tokens,
+            **_offload(arguments.offload),
+        ),
         **more,
     )
     show(arguments, found.to_dict(), str(found))

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
 
-RECOMPUTE = ("none", "full", "selective")  # named ways to recompute
+RECOMPUTE = ("none", "full", "selective", "elementwise")  # named ways to recompute
 
 _WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -28,6 +28,8 @@ class MemoryConfig(Spelled):
             - ``"selective"``: scores, softmax, dropout and weighted sum of attention; queries, keys and values are kept
               (Korthikanti et al. 2022). It saves much where scores are kept (``"eager"``), and next to nothing under
               flash attention and SDPA, which keep none.
+            - ``"elementwise"``: norms, activations, rotary embeddings, casts, dropout and copies, in every layer, from
+              what its products and attention read, which is kept. No product and no exchange between ranks runs twice.
             - a number ``n``: every ``n``-th layer, beginning with the first.
             - names: modules in the layers, by the ends of their names, as ``["mlp", "input_layernorm"]``.
             - a budget, as ``"8GiB"``: as few layers as needed to keep this rank's activations below it, those with the
@@ -35,6 +37,9 @@ class MemoryConfig(Spelled):
               first step.
         recompute_keep: operators whose results are kept even in recomputed layers, as ``["aten.mm", "aten.addmm"]``: by
             torch's names, with or without the overload.
+        tile_tokens: tokens of a tile: norms and MLPs run tile by tile, forward and backward, and only their inputs are
+            there whole (Bekman et al. 2025, ALST). With ``recompute="full"`` or ``"elementwise"``, which then holds of
+            the one layer that is computed again too.
         tokens: tokens of one microbatch of one batch rank, over all of its sequences, for which a budget holds.
         offload_activations: keep activations saved for the backward pass on the CPU: ``True``, or the size of the
             smallest tensor that is worth a copy, as ``"1MiB"``, the default of ``True``. For layers that are
@@ -53,6 +58,7 @@ class MemoryConfig(Spelled):
 
     recompute: str | int | Sequence[str] = "none"
     recompute_keep: Sequence[str] = ()
+    tile_tokens: int | None = None
     tokens: int | None = None
     offload_activations: bool | str = False
     compress_activations: bool | str = False
@@ -69,6 +75,13 @@ class MemoryConfig(Spelled):
                 f"recompute_keep={list(kept)} needs layers that are recomputed in full, and recompute={given!r} "
                 "recomputes none: use recompute='full', a number or a budget with it"
             )
+        if self.tile_tokens is not None:
+            check_count("tile_tokens", self.tile_tokens)
+            if given not in ("full", "elementwise"):
+                raise ConfigError(
+                    f"tile_tokens={self.tile_tokens} needs recompute='full' or 'elementwise', got recompute={given!r}: "
+                    "use one of these, or leave tile_tokens out"
+                )
         if self.tokens is not None:
             check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:

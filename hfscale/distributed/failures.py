@@ -11,32 +11,36 @@ connection, so it never counts as gone. ``HFSCALE_FAILURES=0`` turns it off.
 """
 
 import atexit
+import functools
+import importlib
 import json
+import math
 import os
 import secrets
 import selectors
 import socket
 import sys
-import sysconfig
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from .._compat.torch_gloo import is_connection_lost
+from .user_code import user_line_of
 
 CODE = 75  # EX_TEMPFAIL: start the process again
 SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
+_NO_MEMORY = "can't allocate memory"  # says torch's allocator of host memory
+_KNOWN_TO_LAUNCHER = "its launcher knows how"
 _ENDING = 5.0  # seconds that a process may take to end once its connections are closed
 
 
@@ -63,11 +67,11 @@ class Process(NamedTuple):
         except OSError:  # no Linux
             return cls("", os.getpid())
 
-    def how_it_ended(self) -> str | None:
-        """Return the signal or exit code with which it ended, ``""`` if that is not known; ``None``: it lives."""
+    def how_it_ended(self, seconds: float = _ENDING) -> str | None:
+        """Return the signal or exit code with which it ended, ``""`` if that is not known; ``None``: it still lives."""
         if not self.machine or self.machine != Process.own().machine:
             return ""
-        end = time.monotonic() + _ENDING
+        end = time.monotonic() + seconds
         while time.monotonic() < end:  # connections are closed before a process has ended
             if (how := _state_of(self.pid)) is not None:
                 return how
@@ -79,17 +83,21 @@ def _state_of(pid: int) -> str | None:
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # its launcher has asked how already
-        return "its launcher knows how"
+        return _KNOWN_TO_LAUNCHER
     if state not in ("Z", "X"):
         return None
     status = int(fields[-1])
     return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
 
 
+def is_wanted() -> bool:
+    """Return whether ranks watch each other: where a launcher started them, unless it is switched off."""
+    return os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
+
+
 def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
     """Let this rank report its failure, and end when another fails; collective over ``group``, of all ranks."""
-    rank = dist.get_rank()
-    wanted = os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
+    rank, wanted = dist.get_rank(), is_wanted()
     listener = _Listener() if wanted and rank == 0 else None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (wanted, Process.own(), listener and listener.place), group=group)
@@ -116,23 +124,33 @@ class Reporter(threading.Thread):
         super().__init__(name="hfscale-failures", daemon=True)
         self.rank, self.processes, self._connection, self._listener = rank, processes, connection, listener
         self._failing, self._stopped, self._heard = False, False, threading.Event()
+        self.first: Failure | None = None  # of all ranks, once it is known
         self._before: Callable[..., Any] = sys.excepthook
         connection.sendall(_line({"rank": rank, "token": token}))
         sys.excepthook = self
+        _connected[:] = [self]
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=connection.close)  # a forked process would keep it open
         self.start()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report the exception that ends this process; one that only lost another rank waits for the first failure."""
+        """Report the exception that ends this process and print it."""
+        self.report(error)
+        self._before(kind, error, trace)
+
+    def report(self, error: BaseException) -> bool:
+        """Tell the others what ends this process, and return whether it was the first of all to fail; a process that
+        only lost another rank ends here.
+        """
         lost = is_connection_lost(error)
         self._failing = not lost
         if not isinstance(error, KeyboardInterrupt):  # which launchers send to all
-            text = f"failed: {kind.__name__}: {str(error).partition(chr(10))[0]}, at {_place(trace)}"
+            words = str(error).strip().partition("\n")[0]
+            text = f"failed: {type(error).__name__}: {words}, at {user_line_of(error.__traceback__)}"
             with suppress(OSError):
                 self._connection.sendall(_line(asdict(Failure(self.rank, "echo" if lost else "error", text))))
                 self._heard.wait(_ENDING if lost and not os.environ.get(_TRACEBACK) else _GRACE + 0.5)
-        self._before(kind, error, trace)
+        return self.first is None or self.first.rank == self.rank
 
     def run(self) -> None:
         """Wait for the first failure, or for the end of rank 0."""
@@ -140,9 +158,10 @@ class Reporter(threading.Thread):
             line = _first_line(self._connection)
         except OSError:
             line = b""
-        if self._stopped or line == _BYE:
+        if self._stopped:
             return
-        first = Failure(**json.loads(line)) if line else _gone(0, self.processes)
+        failed = Failure(**json.loads(line)) if line.strip() else _gone(0, self.processes, said_bye=bool(line))
+        self.first = first = failed
         if first is not None and first.rank != self.rank and not self._failing:
             text = f"rank {first.rank} {first.words}; this rank ends with it (exit code {CODE})"
             sys.stdout.flush()
@@ -160,6 +179,41 @@ class Reporter(threading.Thread):
         self._connection.close()
 
 
+_connected: list[Reporter] = []
+
+
+def tell_others(error: BaseException) -> bool | None:
+    """Report an error that a program catches itself, before it ends; see :meth:`Reporter.report`. ``None``: ranks are
+    not connected.
+    """
+    return _connected[0].report(error) if _connected else None
+
+
+def explained(error: BaseException) -> str:
+    """Return what held memory where an error is that it ran out, else ``""``; see :mod:`hfscale.cost.tools`."""
+    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)
+    if not ran_out:
+        return ""
+    try:  # by name: no import upwards, and none before it is needed
+        return str(importlib.import_module("hfscale.cost.tools.out_of_memory").explain(error))
+    except Exception as another:  # memory has run out
+        return f"what held memory cannot be said ({another})"
+
+
+@functools.cache
+def explain_memory_errors() -> None:
+    """Let an error that ends this process because memory ran out say what held it, behind its traceback."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = explained(error)  # before other ranks hear of it, upon which the launcher ends this one
+        before(kind, error, trace)
+        if text:
+            print(text, file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
+
+
 class _Listener(threading.Thread):
     """Hear of failures on rank 0, at ``place``, wait a moment for earlier ones, and tell the first to all."""
 
@@ -174,6 +228,7 @@ class _Listener(threading.Thread):
         self._server = socket.create_server(("127.0.0.1" if here else "", 0))
         self.place = (host, self._server.getsockname()[1], secrets.token_hex(16))
         self._ranks: dict[socket.socket, int] = {}
+        self._left: list[int] = []  # ranks that have said good-bye
         os.register_at_fork(after_in_child=self._close)
 
     def run(self) -> None:
@@ -186,11 +241,16 @@ class _Listener(threading.Thread):
                 for key, _ in selector.select(_GRACE if failures else None):
                     if key.fileobj is self._server:
                         self._accept(selector)
-                    elif (failure := self._read(key.fileobj, selector)) is not None:
-                        until = until or time.monotonic() + _GRACE
+                    elif (failure := self._read(key, selector)) is not None:
+                        lost = failure.kind == "echo" and self._left  # how that rank ends may be known soon
+                        now = time.monotonic()
+                        until = min(until or math.inf, now + (_ENDING / 2 if lost else _GRACE))
                         failures.append(failure)
         order = ["error", "gone", "echo"]
-        self.tell(_line(asdict(min(failures, key=lambda each: order.index(each.kind)))))
+        first = min(failures, key=lambda each: order.index(each.kind))
+        if first.kind == "echo" and self._left:
+            first = Failure(self._left[0], "gone", "ended, and others wait for it")
+        self.tell(_line(asdict(first)))
 
     def tell(self, line: bytes) -> None:
         """Send a line to all ranks; to rank 0 last, which may end this process."""
@@ -216,25 +276,34 @@ class _Listener(threading.Thread):
                 return int(hello["rank"])
         return None
 
-    def _read(self, source: Any, selector: selectors.BaseSelector) -> Failure | None:
-        selector.unregister(source)
-        try:
+    def _read(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> Failure | None:
+        selector.unregister(key.fileobj)
+        if key.data is not None:  # the process of a rank that had said good-bye has ended
+            os.close(key.fd)
+            return _gone(key.data, self.processes, said_bye=True)
+        source: Any = key.fileobj
+        rank, line = self._ranks[source], b""
+        with suppress(OSError):
             line = _first_line(source)
-        except OSError:
-            line = b""
-        if line:
-            return None if line == _BYE else Failure(**json.loads(line))
-        return _gone(self._ranks[source], self.processes)
+        if line != _BYE:
+            return Failure(**json.loads(line)) if line else _gone(rank, self.processes)
+        self._left.append(rank)
+        with suppress(OSError, AttributeError):  # it has ended, or this is no Linux
+            if self.processes[rank].machine == Process.own().machine:
+                selector.register(os.pidfd_open(self.processes[rank].pid), selectors.EVENT_READ, rank)
+        return None
 
     def _close(self) -> None:
         for each in (self._server, *self._ranks):
             each.close()
 
 
-def _gone(rank: int, processes: list[Process]) -> Failure | None:
-    """Return the failure of a rank whose connection has ended; ``None`` if its process lives, or ended well."""
-    how = processes[rank].how_it_ended()
-    if how is None or how == "exit code 0":
+def _gone(rank: int, processes: list[Process], said_bye: bool = False) -> Failure | None:
+    """Return the failure of a rank whose connection has ended; ``None`` if its process lives, or ended well. One that
+    called ``sys.exit`` has said good-bye, with whatever code.
+    """
+    how = processes[rank].how_it_ended(math.inf if said_bye else _ENDING)
+    if how is None or how == "exit code 0" or (said_bye and how in ("", _KNOWN_TO_LAUNCHER, f"exit code {CODE}")):
         return None
     return Failure(rank, "gone", f"ended ({how})" if how else "is gone, or its machine is")
 
@@ -265,33 +334,3 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.settimeout(None)
     return connection
-
-
-def _place(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's code in a traceback."""
-    return next(filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place")
-
-
-_PACKAGE = str(Path(__file__).parents[1])
-_PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-# Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
-_SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
-_FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
-_LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
-
-
-def innermost_lines(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Return the innermost lines of the user's code and of hfscale's, of ``frames`` with lines, innermost first."""
-    place, inside = "", ""
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE):
-            inside = inside or _user_line(frame, line, Path("hfscale", Path(file).relative_to(_PACKAGE)))
-        elif not file.startswith((*_LIBRARIES, "<")):
-            place = _user_line(frame, line, Path(file).name)
-            break
-    return place, inside
-
-
-def _user_line(frame: FrameType, line: int, file: Any) -> str:
-    return f"{file}:{line} in {frame.f_code.co_name}"

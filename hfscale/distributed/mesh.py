@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.parallel import ParallelConfig
@@ -124,7 +126,12 @@ class Mesh:
         device_mesh, _ = self.view(cuts)
         assert device_mesh is not None
         names: Any = device_mesh.mesh_dim_names
-        return int(device_mesh.mesh[tuple({**ranks, "pp": stage}.get(name, 0) for name in names)])
+        return int(self._tables[device_mesh][tuple({**ranks, "pp": stage}.get(name, 0) for name in names)])
+
+    @cached_property
+    def _tables(self) -> dict[DeviceMesh, Tensor]:
+        """The global ranks of both meshes, which torch computes whenever it is asked."""
+        return {each: each.mesh for each in (self.device_mesh, self.expert_mesh) if each is not None}
 
     def largest(self, *numbers: float) -> list[Any]:
         """Return the largest value of each number on any rank, over gloo; collective."""

@@ -14,7 +14,7 @@ from ..config.environment import started_processes
 from ..config.parallel import ParallelConfig
 from ..config.schedules import ASYNCHRONOUS
 from ..errors import MeshError
-from .failures import share_failures
+from .failures import explain_memory_errors, share_failures
 from .mesh import EXPERT_AXES, MESH_AXES, Mesh
 from .processes import (
     Groups,
@@ -27,6 +27,7 @@ from .processes import (
     own_device,
     rounds,
     start,
+    stay_on_this_machine,
 )
 
 
@@ -48,7 +49,9 @@ def build_mesh(
         )
     device = own_device()
     if world == 1:
+        explain_memory_errors()
         return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
+    stay_on_this_machine()
     if not dist.is_initialized():
         start(device)
     made = made_out_of(dist.group.WORLD)
@@ -59,6 +62,7 @@ def build_mesh(
     ranks["cp"] = ranks["dp_shard"] % layout.cp
     control = made.once("control", lambda: host_group([range(world)]))
     made.once("failures", lambda: share_failures(control))
+    explain_memory_errors()
     groups = {
         count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count)) for count in replicas
     }

@@ -7,6 +7,7 @@ and small ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect i
 
 import atexit
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -68,6 +69,13 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
             return layout
     wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
     raise MeshError(f"{world} process(es) were started, and the layouts are for others: {wanted or 'none is given'}")
+
+
+def stay_on_this_machine() -> None:
+    """Let gloo listen on the loopback where a launcher says that all ranks are here, and no interface was chosen."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+    if here and "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def start(device: torch.device) -> None:

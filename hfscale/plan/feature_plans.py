@@ -19,6 +19,8 @@ class RecomputePlan(Feature):
     layers: tuple[str, ...] = ()  # recomputed layers, of which only the input is kept; under a budget, the candidates
     modules: tuple[str, ...] = ()  # modules in the layers that are recomputed by themselves
     attention: bool = False  # whether attention is recomputed between its query, key, value and output projections
+    elementwise: bool = False  # whether all but products, attention and exchanges is recomputed in every layer
+    tile: int = 0  # tokens of a tile of ``modules``; 0: they run whole
     keep: tuple[str, ...] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
     budget: int | None = None  # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
     # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
@@ -35,10 +37,12 @@ class RecomputePlan(Feature):
 
     def describe(self, plan: PlanContents) -> list[str]:
         again = ["attention between its projections"] if self.attention else []
+        again += ["all but products, attention and exchanges between ranks"] if self.elementwise else []
         again += [f"{len(self.layers)} of {len(plan.layers)} layers"] if self.layers and self.budget is None else []
         if self.budget is not None:
             again.append(f"as few layers as bring what layers keep below {self.budget:,} bytes on a rank")
-        again += [_counted(self.modules)] if self.modules else []
+        tiles = f", in tiles of {self.tile:,} tokens" if self.tile else ""
+        again += [f"{_counted(self.modules)}{tiles}"] if self.modules else []
         kept = f"; results of {', '.join(self.keep)} are kept" if self.keep else ""
         return [f"computed again in the backward pass: {', '.join(again)}{kept}"]
 
@@ -169,6 +173,8 @@ class ContextPlan(Feature):
     method: str  # one of :data:`hfscale.names.CP_METHODS`
     pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
     whole: tuple[str, ...] = ()  # modules besides attention that mix tokens; every rank runs them on full sequences
+    # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
+    handing: tuple[str, ...] = ()
     # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
     together: int = 1
     # name of the text model of a multimodal model, at whose input sequences are cut; empty: batches are cut
@@ -177,8 +183,9 @@ class ContextPlan(Feature):
     key_heads: int = 0  # key/value heads on one tensor rank, likewise
 
     def describe(self, plan: PlanContents) -> list[str]:
-        whole = ", ".join(dict.fromkeys(map(wild_name, self.whole)))
-        mixers = f"; run on whole sequences by each: {whole}" if whole else ""
+        mixers = f"; states handed from rank to rank: {_counted(self.handing)}" if self.handing else ""
+        if self.whole:
+            mixers += f"; run on whole sequences by each, in code that takes no state: {_counted(self.whole)}"
         padding = "" if self.pads else "; rows without padding only"
         inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
         return [

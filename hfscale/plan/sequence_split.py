@@ -21,8 +21,8 @@ class Split:
     ::
 
         rank 0: [0  1] . . . . . . [14 15]     a later query reads more keys: with an early and a late piece each, all
-        rank 1: . . [2  3] . . [12 13] . .     ranks have the same work under a causal mask (Llama Team 2024; Brandon
-        ...                                    et al. 2023, striped attention, for the same end)
+        rank 1: . . [2  3] . . [12 13] . .     ranks have the same work under a causal mask (Llama Team 2024; striped
+        ...                                    attention, Brandon et al. 2023, has the same end)
 
     Nothing is padded: lengths differ by two tokens at most, and a piece may be empty.
     """

@@ -1,12 +1,15 @@
 """Refuse invalid recipe values when the recipe is read."""
 
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import hfscale
 
-from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError, TrainingRecipe
+from ..errors import did_you_mean
+from .schema import DTYPES, FORMATS, METHODS, DataRecipe, FinetuneRecipe, Recipe, RecipeError
 
 STEPS_BEFORE_PROFILE = 2
 """Steps that are never profiled: the first makes buffers and kernels, the second one warms the profiler up."""
@@ -15,7 +18,7 @@ STEPS_BEFORE_PROFILE = 2
 def check_values(recipe: Recipe) -> None:
     """Raise a :class:`RecipeError` for the first invalid value."""
     data, training = recipe.data, recipe.training
-    for section in ("data", "training"):
+    for section in ("data", "training", *(["teacher"] if isinstance(recipe, FinetuneRecipe) else [])):
         _check_declared(section, getattr(recipe, section))
     recipe.sections(training.mixed_precision)
     _check_format(recipe, data)
@@ -35,7 +38,21 @@ def check_values(recipe: Recipe) -> None:
         steps_to_profile(recipe.profile, training.steps)
 
 
-def _check_declared(section: str, values: DataRecipe | TrainingRecipe) -> None:
+def made_of(section: str, kind: Callable[..., Any], given: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    """Return ``kind`` of the fields that a section of a recipe has and those that are ``fixed``."""
+    names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        hint = did_you_mean(unknown[0], names)
+        name = getattr(kind, "__name__", "the config")
+        raise RecipeError(f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}")
+    try:
+        return kind(**fixed, **given)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{section}={given} is refused by {kind.__name__}: {error}; change that field") from error
+
+
+def _check_declared(section: str, values: Any) -> None:
     """Check a section's values against the limits that its fields declare."""
     for each in fields(values):
         name, value, asked = f"{section}.{each.name}", getattr(values, each.name), each.metadata
@@ -64,9 +81,9 @@ def steps_to_profile(asked: str, steps: int) -> int:
 
 
 def _check_format(recipe: Recipe, data: DataRecipe) -> None:
-    formats = {"stdlib": ("text",), "stdlib-docs": ("chat", "completion", "pairs")}
+    formats = {"stdlib": ("text",), "stdlib-docs": ("chat", "completion", "pairs", "prompts")}
     if data.format not in formats.get(data.source, FORMATS):
-        fitting = "text" if data.source == "stdlib" else "chat, completion or pairs"
+        fitting = "text" if data.source == "stdlib" else "chat, completion, pairs or prompts"
         raise RecipeError(f"data.source={data.source} has no records for data.format={data.format}: use {fitting}")
     if data.chat_template is not None and data.format not in ("chat", "pairs"):
         raise RecipeError(
@@ -93,6 +110,29 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
         )
 
 
+def _check_learning(recipe: FinetuneRecipe) -> None:
+    """Check teacher and rewards against each other and the data."""
+    teacher, data = recipe.teacher, recipe.data
+    if recipe.rewards and recipe.distils:
+        raise RecipeError("a teacher and rewards are different things to learn from: give one of them")
+    if teacher.write and (teacher.stored or not teacher.base):
+        raise RecipeError("teacher.write stores what the model teacher.base knows: give that, and no teacher.stored")
+    if teacher.stored and recipe.trl:
+        raise RecipeError("teacher.stored knows the texts of the data, not what the model generates: leave trl out")
+    if recipe.trl and not (recipe.rewards or teacher.base):
+        raise RecipeError("trl is about what the model generates, which rewards or teacher.base judge: give one")
+    fitting = ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
+    if (recipe.generates or recipe.distils) and (data.format not in fitting or data.images_column is not None):
+        raise RecipeError(
+            f"data.format={data.format} has no texts without pictures to "
+            f"{'begin' if recipe.generates else 'teach on'}: use {' or '.join(fitting)}"
+        )
+    if data.format == "prompts" and not recipe.generates:
+        raise RecipeError("data.format=prompts has nothing to learn from but what the model generates: give rewards")
+    if recipe.generates and (data.samples or data.packing):
+        raise RecipeError("data.samples and data.packing are about texts that are there: leave them out with rewards")
+
+
 def _check_weights(recipe: Recipe) -> None:
     """Check adapters, quantization and the types of weights against each other."""
     adapter = recipe.adapter if isinstance(recipe, FinetuneRecipe) else {}
@@ -104,6 +144,7 @@ def _check_weights(recipe: Recipe) -> None:
                 "one (adapter.method=lora adapter.target_modules=all-linear), or leave out quantization"
             )
         _check_merge(recipe)
+        _check_learning(recipe)
     dtype = recipe.training.dtype
     if dtype != "float32" and not adapter and not recipe.training.stochastic_rounding:
         raise RecipeError(

@@ -90,6 +90,7 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
         for name, question, answer in questions(path, text):
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             record = {data.messages_column: turns, data.prompt_column: question, data.completion_column: f" {answer}"}
+            record |= {"answer": answer} if data.format == "prompts" else {}
             if data.format == "pairs":
                 record |= {data.chosen_column: f" {answer}", data.rejected_column: f" {disordered(answer)}"}
             yield from _document(f"{path}:{name}", record, data)
@@ -124,7 +125,8 @@ def _records(text: str, name: str) -> Iterator[dict[str, Any]]:
 def _document(name: str, record: dict[str, Any], data: DataRecipe) -> Iterator[Document]:
     """Return the record's columns that its format needs; nothing if its text is blank."""
     _check_columns(name, list(record), data)
-    columns = {column: record[column] for column in needed_columns(data).values()}
+    wanted = list(record) if data.format == "prompts" else needed_columns(data).values()  # rewards may read any
+    columns = {column: record[column] for column in wanted}
     if data.format == "pairs" and data.prompt_column in record:
         columns[data.prompt_column] = record[data.prompt_column]
     if data.format in ("text", "classes"):

@@ -43,12 +43,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from .._compat.torch_device import accelerators
-
-    _check_devices(processes, accelerators().device_count())
-    if not accelerators().is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    prepare_launch(processes)
     line = launch_command_parser().parse_args(launch_options(processes, arguments))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -63,7 +58,14 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_devices(processes: int, gpus: int) -> None:
+def prepare_launch(processes: int) -> None:
+    """Set what ranks on this machine find in their environment; refuse more of them than there are GPUs."""
+    from .._compat.torch_device import accelerators
+
+    gpus = accelerators().device_count()
+    if not accelerators().is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if 0 < gpus < processes:
         raise RecipeError(
             f"the layout needs {processes} processes and this machine has {gpus} GPU(s): use a smaller layout, or "

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from hfscale import HFScaleError
 
 from .._compat.torch_device import accelerators
+from ..distributed.failures import explained, tell_others
 from .schema import RecipeError
 
 T = TypeVar("T")
@@ -64,17 +65,19 @@ def peak_memory() -> int:
 
 def run(main: Callable[[], None]) -> None:
     """Call ``main``; print a :class:`RecipeError` as a message without a traceback, other errors with one. Usually all
-    ranks fail alike: each gives those before it time to say it, after which the launcher ends them. An error that only
-    a later rank has is printed by that rank.
+    ranks fail alike: the first one says it (:mod:`..distributed.failures`). Before ranks are connected, each gives
+    those before it time to say it, after which the launcher ends them.
     """
     try:
         main()
     except Exception as error:  # of any type, or every rank would print its traceback
-        if not is_main():
+        memory = explained(error)
+        first = tell_others(error)
+        if not (is_main() if first is None else first):
             time.sleep(_HEAD_START_SECONDS + min(rank(), _SPREAD) / 2)
         if not isinstance(error, HFScaleError):
             traceback.print_exception(error)
-        print(f"\nerror (rank {rank()}): {error}\n", file=sys.stderr, flush=True)
+        print(f"\nerror (rank {rank()}): {error}\n{memory}", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # so that the launcher repeats it below its own traceback
         # Not sys.exit, whose clean-up may wait for ranks that are gone.
         os._exit(2 if isinstance(error, HFScaleError) else 1)

@@ -12,7 +12,8 @@ def check_places(recipe: Recipe) -> None:
     """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
-    _check_earlier_run(recipe)
+    if not (isinstance(recipe, FinetuneRecipe) and recipe.teacher.write):  # which writes nothing to this run
+        _check_earlier_run(recipe)
     if recipe.tracking:
         from .run_log import check_trackers  # imports transformers
 

@@ -146,20 +146,11 @@ def finish(
     directory, model = recipe.directory, trainer.trained
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
 
-    def clear() -> None:  # what an earlier run of this name has left would be taken for this one's
-        for name in ("adapter", "checkpoint"):
-            shutil.rmtree(directory / name, ignore_errors=True)
-
-    on_main(clear)
-    made = [Made("full", outcome.validation_loss, outcome.accuracy)]
-    if adapted:
-        coverage = hfscale.coverage_report(model)
-        made = [Made("adapter", outcome.validation_loss, outcome.accuracy, coverage)]
-    hfscale.save_pretrained(model, directory / made[0].directory)
+    coverage = hfscale.coverage_report(model) if adapted else ""
+    kind = "adapter" if adapted else "full"
+    made = [Made(kind, outcome.validation_loss, outcome.accuracy, coverage)]
+    model = write_weights(model, recipe)
     if adapted and adapted.merge:
-        dtype = getattr(torch, adapted.merge) if isinstance(adapted.merge, str) else None
-        model = hfscale.merge_and_unload(model, dtype=dtype)  # unpacked where it is quantized
-        hfscale.save_pretrained(model, directory / "checkpoint")
         loss, accuracy = trainer.measured(model)
         trainer.log({"merged_validation_loss": loss})
         made.append(replace(made[0], kind="merged", validation_loss=loss, accuracy=accuracy))
@@ -180,6 +171,24 @@ def finish(
         print(_summary(recipe, layout, outcome, made, expected), flush=True)
 
     on_main(describe)
+
+
+def write_weights(model: Any, recipe: Recipe) -> Any:
+    """Write ``adapter/`` or ``checkpoint/``, and both where the recipe merges; return what was written last."""
+    adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
+
+    def clear() -> None:  # what an earlier run of this name has left would be taken for this one's
+        for name in ("adapter", "checkpoint"):
+            shutil.rmtree(recipe.directory / name, ignore_errors=True)
+
+    on_main(clear)
+    hfscale.save_pretrained(model, recipe.directory / ("adapter" if adapted else "checkpoint"))
+    if adapted is None or not adapted.merge:
+        return model
+    dtype = getattr(torch, adapted.merge) if isinstance(adapted.merge, str) else None
+    model = hfscale.merge_and_unload(model, dtype=dtype)  # unpacked where it is quantized
+    hfscale.save_pretrained(model, recipe.directory / "checkpoint")
+    return model
 
 
 def _summary(recipe: Recipe, layout: hfscale.ParallelConfig, outcome: Outcome, made: list[Made], expected: Any) -> str:

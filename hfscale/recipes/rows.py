@@ -80,6 +80,23 @@ class Rows:
         }
 
 
+class RowBatches(Sequence[dict[str, Tensor]]):
+    """Provide all rows in batches of ``size``, made when they are asked for."""
+
+    def __init__(self, every: Sequence[Rows], size: int) -> None:
+        spans = (
+            (rows, range(start, min(start + size, len(rows)))) for rows in every for start in range(0, len(rows), size)
+        )
+        self._spans = list(spans)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, place: Any) -> Any:
+        rows, span = self._spans[place]
+        return rows.batch(list(span))
+
+
 class PairRows(Rows):
     """Provide pairs: a batch alternates each pair's preferred and rejected text, padded to one length. ``counted``
     says, for either text, whether its pair counts in the loss; the model does not take it.

@@ -1,7 +1,6 @@
 """Run a recipe from its model or base to its results."""
 
-import inspect
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,20 +9,23 @@ from transformers import CONFIG_MAPPING, AutoConfig, BitsAndBytesConfig, PreTrai
 import hfscale
 
 from .._compat.transformers.classes import made_or_explained
-from ..errors import did_you_mean
 from ..features.adapters.storage import config_class
 from ..plan.quantized import AS_STORED
 from ..train.guards import check_packed_rows
+from .batch_sizes import per_rank
+from .checks import made_of
 from .dataset import END_OF_TEXT_ID, prepare
+from .generating import train_on_generations
 from .launch import layout_of
 from .main_process import is_main
 from .memory_limit import expect_memory
 from .pictures import answers, samples
 from .places import check_places
 from .results import finish
-from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError
+from .rows import RowBatches
+from .schema import FinetuneRecipe, PretrainRecipe, Recipe, RecipeError, TeacherRecipe
 from .tasks import model_options, task_of
-from .trainer import RecipeTrainer
+from .trainer import RecipeTrainer, rows_of
 
 AnyRecipe = PretrainRecipe | FinetuneRecipe
 
@@ -43,21 +45,61 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
     """Pretrain or fine-tune as the recipe says; call it on every rank; ``limit``: as for :func:`start`."""
     layout = layout_of(recipe)
     check_places(recipe)
+    if isinstance(recipe, FinetuneRecipe) and recipe.teacher.write:
+        write_teacher(recipe, layout)
+        return
     model, tokenizer = load(recipe, layout)
     if isinstance(recipe, FinetuneRecipe) and recipe.adapter and is_main():
         print(hfscale.coverage_report(model), flush=True)
     expected = expect_memory(model, recipe, limit)
     if recipe.data.is_packed and tokenizer is not None:
         check_packed_rows(model, tokens=recipe.data.sequence_length)
+    if isinstance(recipe, FinetuneRecipe) and recipe.generates:
+        its = {"teacher_model": teacher_model(recipe, layout)} if recipe.distils else {}
+        train_on_generations(model, tokenizer, recipe, layout, its)
+        return
     vocabulary = 0 if isinstance(recipe, FinetuneRecipe) else recipe.model.vocab_size
     tokenizer, data, validation, baseline = prepare(recipe.data, tokenizer, vocabulary, recipe.directory)
-    trainer = RecipeTrainer(model, recipe, data, validation, tokenizer, baseline)
+    teacher = teacher_of(recipe, model, layout) if isinstance(recipe, FinetuneRecipe) and recipe.distils else None
+    trainer = RecipeTrainer(model, recipe, data, validation, tokenizer, baseline, teacher)
     asked = recipe.data.samples
     before = answers(model, tokenizer, validation, asked)
     outcome = trainer.fit()
     after = answers(model, tokenizer, validation, asked)
     shown = samples(tokenizer, validation, before, after)
     finish(trainer, tokenizer, recipe, layout, outcome, len(data), expected, shown)
+
+
+def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
+    """Store what the teacher knows of all rows, to train on and to validate on; call it on every rank."""
+    model, tokenizer = teacher_model(recipe, layout), reader_of(recipe)
+    _, *data, _ = prepare(recipe.data, tokenizer, 0, Path(recipe.teacher.write))
+    _, size = per_rank(recipe.training.batch_size, layout.batch_world, recipe.training.microbatch_size)
+    batches, asked = RowBatches([rows_of(recipe, each, model, tokenizer) for each in data], size), recipe.teacher
+    hfscale.Teacher.write(model, batches, asked.write, top_k=asked.top_k, temperature=asked.temperature)
+    if is_main():
+        print(f"{asked.write} has the {asked.top_k} most probable tokens of every position", flush=True)
+
+
+def teacher_of(recipe: FinetuneRecipe, model: Any, layout: hfscale.ParallelConfig) -> hfscale.Teacher:
+    """Return the teacher of a model."""
+    asked = recipe.teacher
+    if asked.stored:
+        return hfscale.Teacher.stored(asked.stored, model, beta=asked.beta)
+    its = teacher_model(recipe, layout)
+    return hfscale.Teacher(its, model, beta=asked.beta, temperature=asked.temperature)
+
+
+def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any:
+    """Return the teacher's model, in a layout of its own, or the student's."""
+    asked = recipe.teacher
+    own = hfscale.ParallelConfig(**asked.parallel) if asked.parallel else layout
+    quantization = quantization_of(asked)
+    given = {} if quantization is None else {"quantization_config": quantization}
+    try:
+        return hfscale.from_pretrained(asked.base, parallel=own, dtype=asked.dtype, **given).eval()
+    except (OSError, ImportError) as error:
+        raise RecipeError(f"teacher.base={asked.base!r} cannot be loaded: {error}") from error
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
@@ -76,11 +118,8 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
     if (quantization := quantization_of(recipe)) is not None:
         built["quantization_config"] = quantization
     try:
-        task = task_of(recipe.data)
-        tokenizer = task.reader.from_pretrained(recipe.base)
+        tokenizer = reader_of(recipe)
         inner = getattr(tokenizer, "tokenizer", tokenizer)
-        if (task.loss is not None or inner is not tokenizer) and inner.pad_token_id is None:
-            inner.pad_token = inner.eos_token  # behind whole texts, whose end a decoder finds by it
         model = hfscale.from_pretrained(
             recipe.base,
             peft_config=adapter_of(recipe),
@@ -91,6 +130,16 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
         return model, tokenizer
     except (OSError, ImportError) as error:
         raise RecipeError(f"base={recipe.base!r} cannot be loaded: {error}") from error
+
+
+def reader_of(recipe: FinetuneRecipe) -> Any:
+    """Return the tokenizer or processor of the base."""
+    task = task_of(recipe.data)
+    reader = task.reader.from_pretrained(recipe.base)
+    inner = getattr(reader, "tokenizer", reader)
+    if (task.loss is not None or inner is not reader) and inner.pad_token_id is None:
+        inner.pad_token = inner.eos_token  # behind whole texts, whose end a decoder finds by it
+    return reader
 
 
 def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
@@ -120,24 +169,11 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
     kind, fixed = config_class(recipe.adapter["method"])
-    return _made("adapter", kind, fields, {"task_type": task_of(recipe.data).adapter, **fixed})
+    return made_of("adapter", kind, fields, {"task_type": task_of(recipe.data).adapter, **fixed})
 
 
-def quantization_of(recipe: FinetuneRecipe) -> BitsAndBytesConfig | str | None:
+def quantization_of(recipe: FinetuneRecipe | TeacherRecipe) -> BitsAndBytesConfig | str | None:
     """Return the base's quantization config; ``None`` where it is not quantized, or read as plain values."""
     if recipe.quantization == {AS_STORED: True}:
         return AS_STORED
-    return _made("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None
-
-
-def _made(section: str, kind: Callable[..., Any], fields: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
-    unknown = [name for name in fields if name not in names]
-    if unknown:
-        hint = did_you_mean(unknown[0], names)
-        name = getattr(kind, "__name__", "the config")
-        raise RecipeError(f"{section}.{unknown[0]} is no field of {name}: {hint}valid are {', '.join(names)}")
-    try:
-        return kind(**fixed, **fields)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{section}={fields} is refused by {kind.__name__}: {error}; change that field") from error
+    return made_of("quantization", BitsAndBytesConfig, recipe.quantization, {}) if recipe.quantization else None

@@ -111,6 +111,16 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return [r for r in records if "loss" in r], [r for r in records if "validation_loss" in r]
 
 
+def plot_number(records: Sequence[dict[str, Any]], name: str, target: Path, title: str) -> None:
+    """Plot a number of the log over the steps."""
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([r["step"] for r in records], [r[name] for r in records], color="#1f4e8c", lw=1.8, marker="o", ms=4)
+    axes.set(title=title, xlabel="optimizer step", ylabel=name)
+    axes.grid(alpha=0.25)
+    figure.savefig(target, dpi=150)
+
+
 def plot_losses(metrics: Path, target: Path, title: str, task: Task) -> None:
     """Plot training and validation loss over the steps, with the task's baseline as a line."""
     training, evaluation = read_metrics(metrics)

@@ -17,6 +17,7 @@ FORMATS = {
     "completion": ("prompt_column", "completion_column"),
     "pairs": ("chosen_column", "rejected_column"),
     "classes": ("text_column", "label_column"),
+    "prompts": ("prompt_column",),
 }
 """Formats of data, with the keys that name their columns."""
 
@@ -41,8 +42,9 @@ class DataRecipe:
     # JSONL file, a directory of such files (each text file is one document), or the id of a data set on the Hub
     source: str = "stdlib"
     # ``text``, ``chat`` (conversations, rendered through the tokenizer's chat template), ``completion`` (prompts with
-    # completions), ``pairs`` (of answers, of which one is preferred: trains a reward model) or ``classes`` (texts with
-    # a class each: trains a classifier). All but ``text`` read records only
+    # completions), ``pairs`` (of answers, of which one is preferred: trains a reward model), ``classes`` (texts with a
+    # class each: trains a classifier) or ``prompts`` (for a model that learns from what it generates: texts, or
+    # conversations up to the answer). All but ``text`` read records only
     format: str = field(default="text", metadata={"choices": tuple(FORMATS)})
     text_column: str = "text"  # the field of JSONL records and Hub data sets that holds the text
     messages_column: str = "messages"  # the field that holds a conversation, a list of records with role and content
@@ -183,6 +185,11 @@ class Recipe(OptionSections):
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
     @property
+    def generates(self) -> bool:
+        """Return whether the model learns from what it generates."""
+        return False
+
+    @property
     def directory(self) -> Path:
         """The directory of this run's results."""
         return Path("runs") / self.name
@@ -216,6 +223,28 @@ class PretrainRecipe(Recipe):
 
 
 @dataclass
+class TeacherRecipe:
+    """Describe a model whose distributions are learned instead of labels: see :class:`hfscale.Teacher`."""
+
+    base: str = ""  # its checkpoint: a directory, or the id of a model on the Hub
+    stored: str = (
+        ""  # a directory of its most probable tokens, as ``write`` writes it, which is read instead of ``base``
+    )
+    # store its ``top_k`` most probable tokens of every position of the data in this directory, and train nothing; a run
+    # that was cut short goes on
+    write: str = ""
+    top_k: int = field(default=64, metadata=COUNT)
+    # 0 is the forward KL divergence, 1 the reverse one, between them is the generalized Jensen-Shannon one
+    beta: float = 0.5
+    temperature: float = field(default=1.0, metadata=POSITIVE)  # divisor of all logits; a stored teacher has its own
+    parallel: dict[str, Any] = field(
+        default_factory=dict
+    )  # its layout, on the same processes; by default the student's
+    dtype: str = field(default="float32", metadata={"choices": DTYPES})  # of its weights
+    quantization: dict[str, Any] = field(default_factory=dict)  # of its weights, as that of a base
+
+
+@dataclass
 class FinetuneRecipe(Recipe):
     """Describe fine-tuning: of all parameters, or of an adapter over a base that stays as it is."""
 
@@ -231,3 +260,20 @@ class FinetuneRecipe(Recipe):
     # whether to add the adapter to the base after training and to write that besides, as a plain checkpoint: false or
     # true; over a quantized base, which is unpacked for it, the type to merge into, as ``bfloat16``
     merge: Any = False
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)  # a model to learn from (distillation)
+    # what scores completions (GRPO): ``exact_match`` and ``f1`` compare with the data's answer; any other is
+    # ``module:function``, which TRL calls with ``completions`` and the columns of the data
+    rewards: list[str] = field(default_factory=list)
+    # fields of TRL's GRPOConfig, as ``num_generations``, ``use_vllm`` and ``vllm_mode``; with a teacher those of its
+    # DistillationConfig: the teacher then teaches on what the model generates
+    trl: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model learns from what it generates."""
+        return bool(self.rewards or self.trl)
+
+    @property
+    def distils(self) -> bool:
+        """Return whether a teacher teaches."""
+        return bool(self.teacher.base or self.teacher.stored)

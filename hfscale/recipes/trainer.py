@@ -51,10 +51,17 @@ class RecipeTrainer(hfscale.Trainer):
     """
 
     def __init__(
-        self, model: Any, recipe: Recipe, data: Dataset, validation: Dataset, tokenizer: Any, baseline: float
+        self,
+        model: Any,
+        recipe: Recipe,
+        data: Dataset,
+        validation: Dataset,
+        tokenizer: Any,
+        baseline: float,
+        teacher: hfscale.Teacher | None = None,
     ) -> None:
         training, batch_world = recipe.training, hfscale.batch_world(model)
-        self._recipe, self._task, self._baseline = recipe, task_of(recipe.data), baseline
+        self._recipe, self._task, self._baseline, self._teacher = recipe, task_of(recipe.data), baseline, teacher
         self._microbatches, self._size = microbatches_of_step(recipe, batch_world)
         rows, self._rows_to_validate = (rows_of(recipe, each, model, tokenizer) for each in (data, validation))
         self._tokens = torch.from_numpy(rows.tokens.copy())
@@ -65,35 +72,20 @@ class RecipeTrainer(hfscale.Trainer):
         if training.gradient_checkpointing:
             # transformers 5.23 gives it a new name and warns at the old one.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        optimizer = hfscale.create_optimizer(
-            model,
-            training.optimizer,
-            lr=training.learning_rate,
-            weight_decay=training.weight_decay,
-            betas=(0.9, 0.95),
-            stochastic_rounding=training.stochastic_rounding,
-        )
         super().__init__(
             model,
-            arguments_of(recipe, self._microbatches, self._size, runtime_of(model).options.around_products),
+            TrainingArguments(**arguments_of(recipe, model, self._microbatches, self._size)),
             train_dataset=dealt(self._order, batch_world, self._microbatches, self._size),
             eval_dataset=validation,
             data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
-            optimizers=(optimizer, None),
-            callbacks=[self._clock, Watch(recipe), RunLog(recipe), *([Profile(recipe)] if recipe.profile else [])],
+            optimizers=(optimizer_of(recipe, model), None),
+            callbacks=[self._clock, *callbacks_of(recipe)],
         )
 
     def fit(self) -> Outcome:
         """Train from the beginning or from a saved state; call it on every rank."""
-        use_cache, state = self.trained.config.use_cache, self._recipe.saved_state
-        self.args.eval_on_start = state is None
-        try:
-            self.train(resume_from_checkpoint=None if state is None else True)
-        finally:
-            stop_listening()
-        self.trained.config.use_cache = use_cache
-        if self.state.global_step < self._recipe.training.steps:
-            raise hfscale.Preempted
+        self.args.eval_on_start = self._recipe.saved_state is None
+        train_to_the_end(self, self._recipe)
         training, evaluation = ([r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss"))
         last, found = training[-1], evaluation[-1]
         return Outcome(
@@ -119,7 +111,7 @@ class RecipeTrainer(hfscale.Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._waiting_batches = self._waiting_batches, []
         model.train()
-        return hfscale.train_step(model, batches, self._task.loss).float().to(self.args.device)
+        return hfscale.train_step(model, batches, self._task.loss, teacher=self._teacher).float().to(self.args.device)
 
     def measured(self, model: Any) -> tuple[float, float | None]:
         """Measure a model on the validation rows, in steps like those of training: see :func:`measure`."""
@@ -164,35 +156,66 @@ class RecipeTrainer(hfscale.Trainer):
         }
 
 
-def arguments_of(recipe: Recipe, microbatches: int, size: int, precision: str) -> TrainingArguments:
-    """Return the ``TrainingArguments`` of a recipe; ``precision``: ``no``, ``bf16`` or ``fp16``."""
+def train_to_the_end(trainer: Any, recipe: Recipe) -> None:
+    """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` where it is told to stop."""
+    config = trainer.model.config
+    use_cache = config.use_cache
+    try:
+        trainer.train(resume_from_checkpoint=None if recipe.saved_state is None else True)
+    finally:
+        stop_listening()
+    config.use_cache = use_cache
+    if trainer.state.global_step < recipe.training.steps:
+        raise hfscale.Preempted
+
+
+def callbacks_of(recipe: Recipe) -> list[TrainerCallback]:
+    """Return the callbacks that check and record a run."""
+    return [Watch(recipe), RunLog(recipe), *([Profile(recipe)] if recipe.profile else [])]
+
+
+def optimizer_of(recipe: Recipe, model: Any) -> Any:
+    """Return the optimizer of a recipe."""
     training = recipe.training
-    return TrainingArguments(
-        output_dir=str(recipe.directory / "state"),
-        run_name=recipe.name,
-        max_steps=training.steps,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=microbatches,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(training.warmup_ratio * training.steps),
-        max_grad_norm=training.max_grad_norm,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        seed=recipe.seed,
-        logging_steps=training.log_every,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=training.evaluate_every,
-        save_strategy="steps" if training.save_every else "no",
-        save_steps=training.save_every or training.steps,
-        save_total_limit=1,
-        report_to=[name for name in recipe.tracking if name != "csv"],
-        disable_tqdm=not is_main(),
-        use_cpu=not accelerators().is_available(),
-        dataloader_pin_memory=accelerators().is_available(),
-        remove_unused_columns=False,
+    return hfscale.create_optimizer(
+        model,
+        training.optimizer,
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        betas=(0.9, 0.95),
+        stochastic_rounding=training.stochastic_rounding,
     )
+
+
+def arguments_of(recipe: Recipe, model: Any, microbatches: int, size: int) -> dict[str, Any]:
+    """Return the fields of a recipe's ``TrainingArguments``."""
+    training, precision = recipe.training, runtime_of(model).options.around_products
+    return {
+        "output_dir": str(recipe.directory / "state"),
+        "run_name": recipe.name,
+        "max_steps": training.steps,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": microbatches,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": round(training.warmup_ratio * training.steps),
+        "max_grad_norm": training.max_grad_norm,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "seed": recipe.seed,
+        "logging_steps": training.log_every,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps",
+        "eval_steps": training.evaluate_every,
+        "save_strategy": "steps" if training.save_every else "no",
+        "save_steps": training.save_every or training.steps,
+        "save_total_limit": 1,
+        "report_to": [name for name in recipe.tracking if name != "csv"],
+        "disable_tqdm": not is_main(),
+        "use_cpu": not accelerators().is_available(),
+        "dataloader_pin_memory": accelerators().is_available(),
+        "remove_unused_columns": False,
+    }
 
 
 class Clock(TrainerCallback):

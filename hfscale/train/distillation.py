@@ -5,11 +5,16 @@ logits. Its head is copied there once, cut over the vocabulary as the student's 
 
     batches --teacher's layout--> hidden states [b, s, h] --rows and tokens of this rank--+--> chunks of rows: both
     microbatches --student's layout--> hidden states of this rank's rows and tokens ------+    heads, divergence
+
+:meth:`Teacher.write` and :meth:`Teacher.stored` put files between the two: see :mod:`hfscale.train.stored_teacher`.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +26,8 @@ from .._compat.peft import adapters_switched_off
 from .._compat.torch import tree_map
 from .._compat.transformers.classes import class_name
 from ..config.options import MIXED_PRECISIONS
-from ..distributed.ops.divergence import TeacherRows
+from ..distributed.ops.divergence import TaughtRows, TeacherRows
+from ..distributed.ops.vocab_cross_entropy import VocabularySlice
 from ..errors import ConfigError, check_number
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -53,10 +59,10 @@ class Teacher:
         check_number("temperature", temperature, above=0)
         self.beta, self.temperature = beta, temperature
         self._teacher, self._student = runtime_of(model), runtime_of(student)
-        self._its_loss, self._loss = _loss_over_vocabulary(self._teacher), _loss_over_vocabulary(self._student)
+        self._loss = loss_over_vocabulary(self._student)
         self._head: TeacherRows | None = None  # without rows; made behind the first pass
         self._finish: tuple[Any] | None = None  # the operations behind the teacher's head, where this rank has it
-        self._check_vocabularies()
+        check_vocabulary(vocabulary_of(self._teacher), self._student)
         self._check_adapters()
         # Which distinct batches of the student's this rank runs: all that the ranks of the teacher's batch have.
         mesh, own, turns = self._teacher.mesh, self._student.mesh.batch_rank, dict[int, dict[int, None]]()
@@ -65,36 +71,72 @@ class Teacher:
         self._turns = list(turns[mesh.batch_rank])
         self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))  # as many on every rank
 
+    @staticmethod
+    def write(
+        model: nn.Module,
+        batches: Sequence[Batch],
+        directory: str | Path,
+        *,
+        top_k: int = 64,
+        temperature: float = 1.0,
+        batches_per_shard: int = 16,
+    ) -> None:
+        """Store a model's ``top_k`` most probable tokens of every position, for :meth:`stored`; call it on every rank.
+
+        A run that was cut short goes on behind the last shard that is whole.
+
+        Args:
+            model: a parallelized causal language model, in any layout.
+            batches: all batches, with ``labels``, the same on every rank; data ranks divide them.
+            directory: gets ``teacher.json`` and a file of safetensors for every ``batches_per_shard`` batches.
+            temperature: divisor of the logits.
+        """
+        from .stored_teacher import TeacherWriter
+
+        TeacherWriter(runtime_of(model), batches, Path(directory), top_k, temperature, batches_per_shard).write()
+
+    @staticmethod
+    def stored(directory: str | Path, student: nn.Module, *, beta: float = 0.5) -> "Teacher":
+        """Return a teacher that reads what :meth:`write` stored, at its temperature: the divergence of ``top_k + 1``
+        events, the last of which is any other token. It knows texts by their token ids, in any order of rows.
+
+        Raises:
+            ConfigError: the student has another vocabulary, or files are missing; in a step, on all ranks: a batch has
+                a text that is not stored.
+        """
+        from .stored_teacher import StoredTeacher
+
+        return StoredTeacher(Path(directory), student, beta)
+
     def check(self, runtime: Runtime) -> None:
         """Refuse to teach another model than the student."""
         if runtime is not self._student:
             raise ConfigError("teacher was made for another student: make hfscale.Teacher(teacher, model) for this one")
 
     @torch.no_grad()
-    def hidden_states(self, batch: Batch | Sequence[Batch]) -> list[Tensor]:
-        """Return the teacher's last hidden states, ``[b, s, h]``, for each of this rank's batches; collective."""
-        model, itself, found = self._teacher.model, self._teacher is self._student, list[Tensor]()
-        modes = {module: module.training for module in model.modules()}
+    def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
+        """Return what teaches each of this rank's batches, the last hidden states ``[b, s, h]``; collective."""
+        model, itself, found = self._teacher.model, self._teacher is self._student, list[tuple[Tensor, ...]]()
         given = self._shared(batch)
-        with adapters_switched_off(model) if itself else nullcontext():
-            model.eval()
-            try:
-                for turn in self._turns:
-                    made = self._run(given[turn])
-                    found = made if turn == self._student.mesh.batch_rank else found
-            finally:
-                for module, training in modes.items():
-                    module.training = training
+        with adapters_switched_off(model) if itself else nullcontext(), evaluating(model):
+            for turn in self._turns:
+                made = scored(self._teacher, given[turn], self._hidden)
+                if turn == self._student.mesh.batch_rank:
+                    found = [(each["hidden"],) for each in made]
         if self._head is None:
             self._head = self._copied_head()
         return found
 
-    def objective(self, states: Sequence[Tensor], counts: Sequence[Tensor]) -> Objective:
+    def _hidden(self, logits: Any, _: VocabularySlice) -> dict[str, Tensor]:
+        self._finish = (logits.finish,)
+        return {"hidden": logits.hidden.to(_computes_in(self._teacher))}
+
+    def objective(self, signals: Sequence[tuple[Tensor, ...]], counts: Sequence[Tensor]) -> Objective:
         """Return the objective of a step: the sum of divergences, each microbatch's divided by its count."""
-        pieces = len(counts) // len(states)  # microbatches that the schedule cuts of a batch
+        pieces = len(counts) // len(signals)  # microbatches that the schedule cuts of a batch
 
         def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
-            with self._loss.distilling(self._rows(states[index // pieces], microbatch, index % pieces)):
+            with self._loss.distilling(self._rows(signals[index // pieces], microbatch, index % pieces)):
                 return self._loss.of(called, microbatch, counts[index], 0.0)
 
         return Objective(loss)
@@ -106,21 +148,24 @@ class Teacher:
         device = self._student.mesh.device
         if self._student.plan.stages is not None or self._student.mesh.layout.cp > 1:
             raise ConfigError("pipeline stages and context ranks need hfscale.train_step(model, batch, teacher=...)")
-        states = self.hidden_states(batch)[0]
+        signals = self.signals(batch)[0]
         (microbatch,), _ = prepare(self._student, batch, train=False)
         labels = self._loss.look(microbatch)[0]
         entropy = torch.zeros(microbatch["labels"].numel(), dtype=torch.float64, device=device)
-        with self._loss.distilling(replace(self._rows(states, microbatch, 0), entropy=entropy)):
+        with self._loss.distilling(replace(self._rows(signals, microbatch, 0), entropy=entropy)):
             count = torch.as_tensor(labels.clamp(min=1) if divisor is None else divisor, device=device)
             loss = self._loss.of(self._student.model, microbatch, count, 0.0)
         return loss, entropy.sum(), labels
 
-    def _rows(self, states: Tensor, batch: Microbatch, piece: int) -> TeacherRows:
+    def _rows(self, signals: tuple[Tensor, ...], batch: Microbatch, piece: int) -> TaughtRows:
         """Return the teacher's rows for a microbatch, the given ``piece`` of a batch."""
+        count, own_tokens = len(batch["labels"]), self._student.context.own_tokens
+        rows = slice(piece * count, (piece + 1) * count)
+        return self._taught(*(own_tokens(batch, each[rows]).flatten(0, 1) for each in signals))
+
+    def _taught(self, hidden: Tensor) -> TaughtRows:
         assert self._head is not None  # since the hidden states were made
-        count = len(batch["labels"])
-        own = self._student.context.own_tokens(batch, states[piece * count : (piece + 1) * count])
-        return replace(self._head, hidden=own.flatten(0, 1))
+        return replace(self._head, hidden=hidden)
 
     def _shared(self, batch: Any) -> dict[int, Any]:
         """Return the student's distinct batches that this rank runs, by number."""
@@ -131,22 +176,6 @@ class Teacher:
         sent = tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch)
         dist.all_gather_object(every, (own, sent), group=group)
         return dict(every)
-
-    def _run(self, batch: Batch | Sequence[Batch]) -> list[Tensor]:
-        """Run the teacher up to its head; return the hidden states of each batch on all ranks that share it."""
-        runtime, kept, loss = self._teacher, KeptOutputs(self._teacher), self._its_loss
-        microbatches, count = prepare(runtime, batch, train=False)
-
-        def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:
-            with loss.scoring(None) as seen:
-                nothing = loss.of(called, microbatch, count, 0.0)
-            self._finish = (seen.logits.finish,)
-            kept.keep({"hidden": seen.logits.hidden.to(_computes_in(runtime))}, microbatch, index)
-            return nothing
-
-        with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-            runtime.executor.run(runtime.model, microbatches, Objective(keep), backward=False)
-        return [each["hidden"] for each in kept.gathered(1 if isinstance(batch, Mapping) else len(batch))]
 
     def _copied_head(self) -> TeacherRows:
         """Return the teacher's head over the student's slice of the vocabulary, on ranks with its head; collective."""
@@ -164,24 +193,14 @@ class Teacher:
         weight, bias, *_ = *(found.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
         finish = next(known[0] for _, known in told if known is not None)
-        return TeacherRows(nothing, nothing if weight is None else weight, bias, finish, self.beta, self.temperature)
-
-    def _check_vocabularies(self) -> None:
-        models = self._teacher, self._student
-        its, own = (each.plan.by_name[f"{each.plan.head}.weight"].shape[0] for each in models)
-        if its != own or self._loss.shift != self._its_loss.shift:
-            raise ConfigError(
-                f"the teacher has a vocabulary of {its} tokens and the student one of {own}, and the divergence "
-                "compares them token by token, of models that are both causal or both have an encoder: use a teacher "
-                "with the student's tokenizer; if only padding differs, load one with resize_token_embeddings=..."
-            )
-        known = [_tokenizer_of(each.model) for each in models]
-        if None not in known and known[0] != known[1]:
-            raise ConfigError(
-                f"the tokenizers beside the teacher ({self._teacher.model.name_or_path}) and the student "
-                f"({self._student.model.name_or_path}) have different vocabularies, and the divergence compares them "
-                "token by token: use a teacher with the student's tokenizer"
-            )
+        return TeacherRows(
+            hidden=nothing,
+            weight=nothing if weight is None else weight,
+            bias=bias,
+            finish=finish,
+            beta=self.beta,
+            temperature=self.temperature,
+        )
 
     def _check_adapters(self) -> None:
         runtime, plan = self._teacher, self._teacher.plan
@@ -197,7 +216,65 @@ class Teacher:
             raise ConfigError("the teacher has adapters of its head: merge them first (hfscale.merge_and_unload)")
 
 
-def _loss_over_vocabulary(runtime: Runtime) -> StepLoss:
+def scored(
+    runtime: Runtime, batch: Batch | Sequence[Batch], read: Callable[[Any, VocabularySlice], dict[str, Tensor]]
+) -> list[Mapping[str, Tensor]]:
+    """Run a model up to its head; return what ``read`` makes of its lazy logits, for each batch, on all ranks that
+    share it.
+    """
+    kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
+    microbatches, count = prepare(runtime, batch, train=False)
+
+    def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+        with loss.scoring(read=read) as seen:
+            nothing = loss.of(called, microbatch, count, 0.0)
+        kept.keep(seen.made, microbatch, index)
+        return nothing
+
+    with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
+        runtime.executor.run(runtime.model, microbatches, Objective(keep), backward=False)
+    return list(kept.gathered(1 if isinstance(batch, Mapping) else len(batch)))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation in the with block."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def vocabulary_of(runtime: Runtime) -> dict[str, Any]:
+    """Return what tells a model's vocabulary from others."""
+    loss, name = loss_over_vocabulary(runtime), runtime.model.name_or_path
+    size = runtime.plan.by_name[f"{runtime.plan.head}.weight"].shape[0]
+    return {"vocabulary": size, "shift": loss.shift, "tokenizer": _tokenizer_of(runtime.model), "model": name}
+
+
+def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
+    """Refuse a teacher whose :func:`vocabulary_of` is not the student's; collective."""
+    own = vocabulary_of(student)
+    if its["vocabulary"] != own["vocabulary"] or its["shift"] != own["shift"]:
+        raise ConfigError(
+            f"the teacher has a vocabulary of {its['vocabulary']} tokens and the student one of {own['vocabulary']}, "
+            "and the divergence compares them token by token, of models that are both causal or both have an encoder: "
+            "use a teacher with the student's tokenizer; if only padding differs, load one with "
+            "resize_token_embeddings=..."
+        )
+    apart = None not in (its["tokenizer"], own["tokenizer"]) and its["tokenizer"] != own["tokenizer"]
+    if student.mesh.largest(apart)[0]:  # a file may be missing on one node
+        raise ConfigError(
+            f"the tokenizers beside the teacher ({its['model']}) and the student ({own['model']}) have different "
+            "vocabularies, and the divergence compares them token by token: use a teacher with the student's tokenizer"
+        )
+
+
+def loss_over_vocabulary(runtime: Runtime) -> StepLoss:
+    """Return the loss of a model; refuse one that is not over a vocabulary."""
     if runtime.loss is None or runtime.plan.head is None or runtime.plan.loss is None:
         raise ConfigError(
             f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale computes: distill a causal "
@@ -211,12 +288,12 @@ def _computes_in(runtime: Runtime) -> torch.dtype:
     return MIXED_PRECISIONS[runtime.options.mixed_precision] or own
 
 
-def _tokenizer_of(model: Any) -> dict[str, int] | None:
-    """Return the vocabulary of the tokenizer beside a model's checkpoint; ``None`` where there is none at hand."""
+def _tokenizer_of(model: Any) -> str | None:
+    """Return a checksum of the tokenizer's vocabulary beside a model's checkpoint; ``None`` where there is none."""
     if not model.name_or_path:
         return None
     try:
         found = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
-        return dict(found.get_vocab())
+        return hashlib.sha256(json.dumps(found.get_vocab(), sort_keys=True).encode()).hexdigest()
     except (OSError, ValueError, KeyError, ImportError):  # no files, or of a kind that this process cannot read
         return None

@@ -217,11 +217,11 @@ def _prepared(
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor, Objective]:
     """Return microbatches, the number of labels, and the objective: the model's own loss, or that of a teacher."""
-    states = None if teacher is None else teacher.hidden_states(batch)
+    signals = None if teacher is None else teacher.signals(batch)
     microbatches, count = prepare(runtime, batch, train, routes=routes)
     divisors = _divisors(count, items, len(microbatches))
-    if teacher is not None and states is not None:
-        return microbatches, count, teacher.objective(states, divisors)
+    if teacher is not None and signals is not None:
+        return microbatches, count, teacher.objective(signals, divisors)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
     loss.check_smoothing(label_smoothing)
@@ -245,7 +245,8 @@ def metrics(model: nn.Module) -> dict[str, float]:
     Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, because a
     gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. With ``mtp_loss_weight``, of the
     last training step: ``mtp_loss``, the mean over depths; ``mtp_acceptance``, the share of labels that the first one
-    predicts, ``mtp_acceptance_2`` for the second. Empty otherwise.
+    predicts, ``mtp_acceptance_2`` for the second. With several ranks, from the 13th step on, medians over about a
+    minute: ``step_seconds``, and ``work_seconds/rank_N``, without its waits for other ranks. Empty otherwise.
     """
     runtime = runtime_of(model)
     return {name: value for part in runtime.parts for name, value in part.metrics(runtime).items()}

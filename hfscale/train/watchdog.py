@@ -19,20 +19,23 @@ from torch import nn
 
 from .._compat.torch_gloo import collectives_under_way, frames_of_main_thread, own_store, ranks_of_group
 from ..config.parallel import AXES
-from ..distributed.failures import CODE, innermost_lines
+from ..distributed.failures import CODE, is_wanted
 from ..distributed.mesh import EXPERT_AXES, Mesh
 from ..distributed.ops.collectives import waits
+from ..distributed.user_code import innermost_lines
 from ..errors import check_number, check_switch
 from .runtime import runtime_of
 
+PATIENCE = 300.0
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
 
 
-def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) -> None:
+def watchdog(model: nn.Module, *, patience: float = PATIENCE, end: bool = False) -> None:
     """Report on stderr which ranks wait for which others, in which call and over which axis, once one waits too long.
 
-    Call it on every rank, once, before the first step. It complements torch's own timeouts, which end a collective
-    after minutes without saying which rank was missing.
+    It complements torch's own timeouts, which end a collective after minutes without saying which rank was missing.
+    With the defaults it runs wherever a launcher started the ranks, unless ``HFSCALE_FAILURES=0``: call it on every
+    rank, once, before the first step, for another patience, or to end the ranks that wait.
 
     Args:
         patience: seconds that a collective, or a stage, may wait. Work of a single rank (the first one, writing a
@@ -50,6 +53,12 @@ def watchdog(model: nn.Module, *, patience: float = 300.0, end: bool = False) ->
         _running.pop().stop()
     if mesh.control is not None:
         _running.append(_Watchdog(mesh, patience, end))
+
+
+def watch_by_default(mesh: Mesh) -> None:
+    """Start a watchdog that only reports, where a launcher started the ranks and none runs."""
+    if mesh.control is not None and not _running and is_wanted():
+        _running.append(_Watchdog(mesh, PATIENCE, end=False))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from hfscale.cli import main
-from hfscale.cost.tools.explain import (
+from hfscale.errors import ConfigError
+from scripts.explain_memory import (
     ADAM,
     DOUBLE_BITS,
     NF4_BITS,
     SCALE_BITS,
     activations,
     lora_parameters,
+    main,
     zero_stages,
 )
 
@@ -52,12 +53,12 @@ def test_factors_are_those_of_peft() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny("llama").save_pretrained(tmp_path)
-    assert main(["explain", str(tmp_path), "--data-ranks", "4"]) == 0
+    main([str(tmp_path), "--data-ranks", "4"])
     said = capsys.readouterr().out
     assert "16 bytes for each parameter" in said
     assert "(2 + 2 + 12)/4" in said
-    assert main(["explain", str(tmp_path), "--json"]) == 0
+    main([str(tmp_path), "--json"])
     titles = [table["title"] for table in json.loads(capsys.readouterr().out)]
     assert len(titles) == 4
-    assert main(["explain", str(tmp_path), "--tp", "0"]) == 2
-    assert "tp_size=0 is invalid" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--tp 0 is invalid"):
+        main([str(tmp_path), "--tp", "0"])

@@ -80,7 +80,7 @@ def test_ranks(pools: Pools, families: Sequence[str], layout: str) -> None:
             assert wanted[stage] == pytest.approx(size, rel=0.03), family
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", ("mlp",)], ids=str)
+@pytest.mark.parametrize("recompute", ["full", "selective", "elementwise", ("mlp",)], ids=str)
 @pytest.mark.parametrize("family", cases(["gpt2", "mixtral"], daily=["gpt2"]))
 def test_recomputed(family: str, recompute: Any) -> None:
     """What is recomputed is out of the hooks' sight; of an estimate one layer is part."""

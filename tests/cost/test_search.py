@@ -62,16 +62,17 @@ def large() -> ModelSummary:
 
 def made(of: ModelSummary, shard: int, microbatches: int, schedule: str = "1f1b", **sizes: Any) -> Candidate:
     """A candidate with this many shards; ``sizes`` are of other axes, of stages, and of the step."""
-    batch, recompute = sizes.pop("batch", 1), sizes.pop("recompute", 0.0)
+    batch, recompute = sizes.pop("batch", 1), sizes.pop("recompute", "none")
     layout = ParallelConfig(dp_shard_size=shard, pipeline_schedule=schedule, **sizes)
     return Candidate(step_of(of, layout, batch, microbatches, recompute))
 
 
 CASES: list[tuple[int, int, str, dict[str, Any]]] = [
     (8, 4, "1f1b", {"dp_replicate_size": 2}),
-    (2, 8, "1f1b", {"tp_size": 4, "dp_replicate_size": 2, "batch": 2, "recompute": 1.0}),
+    (2, 8, "1f1b", {"tp_size": 4, "dp_replicate_size": 2, "batch": 2, "recompute": "full"}),
     (2, 16, "1f1b", {"tp_size": 2, "pp_size": 4, "batch": 2}),
-    (1, 16, "interleaved1f1b", {"tp_size": 2, "pp_size": 2, "dp_replicate_size": 4, "recompute": 1.0}),
+    (1, 16, "interleaved1f1b", {"tp_size": 2, "pp_size": 2, "dp_replicate_size": 4, "recompute": "full"}),
+    (4, 4, "1f1b", {"tp_size": 2, "batch": 2, "recompute": "elementwise"}),
     (4, 4, "zbv", {"tp_size": 2, "pp_size": 2, "batch": 4}),
 ]
 
@@ -88,7 +89,7 @@ def test_arithmetic_agrees_with_the_plan(sizes: tuple[int, int, str, dict[str, A
         num_microbatches=case.job.microbatches,
         dtype=torch.float32 if mixed == "bf16" else torch.bfloat16,
         mixed_precision=mixed,
-        memory=MemoryConfig(recompute="full" if case.recomputes else "none"),
+        memory=MemoryConfig(recompute=case.recompute),
     )
     assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
     assert found.needed == pytest.approx(planned.needed, rel=0.12)

@@ -20,6 +20,7 @@ WAYS = {
     RAISES: (1, "failed: ValueError: a bad row, at failing_runs.py:"),
     "os.kill(os.getpid(), 9)": (-9, "ended (signal 9)"),
     "os._exit(3)": (3, "ended (exit code 3)"),
+    "sys.exit(4)": (4, "ended"),
 }
 FAILING = [
     {"how": how, "collective": collective, "failing": failing, "sleeps": 60.0}
@@ -29,6 +30,7 @@ FAILING = [
 OTHERS: dict[str, dict[str, Any]] = {
     "all": {"how": "pass", "collective": False, "failing": 9, "sleeps": -1.0},  # time.sleep raises on every rank
     "well": {"how": "time.sleep(1)", "collective": False, "failing": 2, "sleeps": 0.0},
+    "later": {"how": "sys.exit(75)", "collective": False, "failing": 1, "sleeps": 1.0},  # preempted: a good end
     "off": {"how": RAISES, "collective": False, "failing": 1, "sleeps": 2.0, "env": {"HFSCALE_FAILURES": "0"}},
     "stopped": {"how": "os.kill(os.getpid(), 19)", "collective": False, "failing": 1, "sleeps": 60.0, "stopped": True},
 }
@@ -69,6 +71,10 @@ def test_what_fails_alike_everywhere_shows_everywhere(runs: dict[str, Any]) -> N
 def test_ranks_that_end_well_end_nobody(runs: dict[str, Any]) -> None:
     assert runs["well"]["codes"] == [0, 0, 0]
     assert not any("hfscale: " in text for text in runs["well"]["told"])
+
+
+def test_a_rank_that_asks_to_be_started_again_ends_nobody(runs: dict[str, Any]) -> None:
+    assert runs["later"]["codes"] == [0, 75, 0]
 
 
 def test_a_stopped_rank_is_not_gone(runs: dict[str, Any]) -> None:

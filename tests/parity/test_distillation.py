@@ -55,10 +55,13 @@ class Distilled(Case):
                         taught = model(**given).logits
                 else:
                     taught = stock_teacher(self.teacher)(**given).logits
-            part = divergence(model(**given).logits, taught, self.beta, self.temperature)[valid].sum() / count
+            part = self.divergence(model(**given).logits, taught)[valid].sum() / count
             part.backward()
             loss += part.detach()
         return [loss] * len(step)
+
+    def divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
+        return divergence(logits, taught, self.beta, self.temperature)
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
         if not hasattr(model, "taught"):

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import api_table
 import architecture
+import papers
 import pytest
 import support_table
+import tested_versions
 from notes import note
 
 from hfscale.cli import _parser
@@ -133,6 +135,9 @@ def test_generated_parts_are_current() -> None:
     readme = (ROOT / "README.md").read_text()
     assert support_table.filled(readme) == readme, "run make docs"
     assert (ROOT / "docs" / "api.md").read_text() == api_table.page(), "run make docs"
+    assert (ROOT / "docs" / "reference.md").read_text() == api_table.reference(), "run make docs"
+    assert (ROOT / "docs" / "papers.md").read_text() == papers.page(), "run make docs"
+    assert (ROOT / "docs" / "tested-versions.md").read_text() == tested_versions.page(), "run make docs"
     listed = re.findall(r"(?m)^\| \[(\S+)\]", (ROOT / "docs" / "architecture.md").read_text())
     assert listed == [room.name for room in architecture.find_rooms()], "run make docs"
 

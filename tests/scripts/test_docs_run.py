@@ -30,17 +30,22 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 _BLOCK = re.compile(r"(?ms)^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```")
 _RUN_ELSEWHERE = {"quickstart.md", "tutorial.md"}  # tests/scripts/test_docs_site.py, as they are printed
-_LONG = {"finetuning.md", "testing.md"}
+_MODELS = {page.name for page in PAGES if page.name.startswith("model-")}
+_LONG = {"finetuning.md", "testing.md"} | _MODELS - {"model-llama-8b.md"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "README.md": {"tp_size": 2},
     "checkpoints.md": {"tp_size": 2},
+    "distillation.md": {"tp_size": 2},
     "experts.md": {"ep_size": 2},
     "finetuning.md": {"tp_size": 2},
+    "grpo.md": {"tp_size": 2},
     "long-sequences.md": {"cp_size": 2},
     "other-classes.md": {"tp_size": 2},
     "pipelines.md": {"pp_size": 2, "num_microbatches": 4},
     "trainer.md": {"tp_size": 2},
+    **{page: {"tp_size": 2} for page in _MODELS},
+    "model-llama-70b-qlora.md": {"pp_size": 2, "num_microbatches": 2},
 }
 """Of what a page builds; one process where it is not listed."""
 

@@ -29,6 +29,15 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(["index.md", *(page.name for page in ROOT.glob("docs/*.md"))])
 
 
+def test_no_page_asks_a_third_party_for_scripts() -> None:
+    """The plugin offline would take its shim for workers from the network, and search from a folder would need that."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    (shim,) = yaml.safe_load(config)["extra"]["polyfills"]
+    assert "iframe-worker" in shim
+    assert (ROOT / "docs" / shim).exists()
+    assert "https://" not in config
+
+
 def test_links_of_the_readme_lead_on_from_the_first_page() -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
     seen = [docs_site.seen_from_docs(link) for link in links]
@@ -40,6 +49,8 @@ def test_links_out_of_the_site_become_words() -> None:
     text = "see [the schema](../hfscale/recipes/schema.py), [memory](memory.md#x) and ![a picture](../a.svg)"
     found = docs_site.on_page_markdown(text, None, None, None)
     assert found == "see the schema, [memory](memory.md#x) and ![a picture](../a.svg)"
+    role = docs_site.on_page_content("<p>:func:<code>~.train_step</code>::</p>", None, None, None)
+    assert role == "<p><code>train_step</code>:</p>"
 
 
 def _run_tutorial(directory: str, layout: dict[str, str]) -> None:

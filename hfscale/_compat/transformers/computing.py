@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from .attention import keep_documents_apart
 
 _within = ContextVar("within packing", default=False)
+_documents: ContextVar[Tensor | None] = ContextVar("the documents of a packed pass", default=None)
 
 
 def uses_flash_attention(model: Any) -> bool:
@@ -94,18 +95,28 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
         return look(position_ids) if other else None
 
     masking_utils.find_packed_sequence_indices = known
-    if restarts:
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = cast(Any, _DocumentMasks(masks, batch))
+    made = _DocumentMasks(masks, batch) if restarts else None
+    documents = _documents.set(None if made is None else made.documents)
+    if made is not None:
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = cast(Any, made)
     try:
         yield
     finally:
         _within.reset(token)
+        _documents.reset(documents)
         masking_utils.find_packed_sequence_indices, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = look, masks
 
 
 def is_within_packing() -> bool:
     """Return whether a :func:`packing` context that knows the documents is active."""
     return _within.get()
+
+
+def documents_here() -> Tensor | None:
+    """Return which document of its row each token is in, ``[1 or b, s]``, inside a :func:`packing` context for rows of
+    several; else ``None``.
+    """
+    return _documents.get()
 
 
 class _DocumentMasks:
@@ -116,7 +127,7 @@ class _DocumentMasks:
         positions = text_positions(batch["position_ids"])
         assert positions is not None  # documents were found in them
         begins = begins_anew(positions, batch.get("attention_mask"))
-        self._positions, self._documents = positions, nn.functional.pad(begins.cumsum(-1), (1, 0))
+        self._positions, self.documents = positions, nn.functional.pad(begins.cumsum(-1), (1, 0))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._masks, name)
@@ -127,7 +138,7 @@ class _DocumentMasks:
         def by_document(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **kwargs: Any) -> Any:
             if q_length == kv_length == tokens:
                 mask_function = keep_documents_apart(
-                    mask_function, self._positions.expand(batch_size, -1), self._documents.expand(batch_size, -1)
+                    mask_function, self._positions.expand(batch_size, -1), self.documents.expand(batch_size, -1)
                 )
                 kwargs |= {name: False for name in kwargs if name.endswith("_skip")}  # the mask has to be made
             kwargs |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}

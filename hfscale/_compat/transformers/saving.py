@@ -1,5 +1,6 @@
 """Names and shapes of stored tensors, and configs, as transformers saves them."""
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +33,9 @@ class AsStored:
         with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
             # parameter -> those stored together with it, itself included, in order; without those stored alone
-            self.together = _together(model, contents, self._conversions)
+            self.together, renamed = _together(model, contents, self._conversions)
             self.together |= _after_another(model, contents, self.together, set(expected))
+        self._renamed = {name: key for name, key in renamed.items() if name not in self.together}
         self._waiting: dict[str, Tensor] = {}
         self.layout: dict[str, Tensor] = {}  # every tensor of the checkpoint, on the meta device
         for name, tensor in contents.items():
@@ -48,6 +50,8 @@ class AsStored:
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors made of one parameter; none until the last of a fused group comes."""
+        if name in self._renamed:
+            return self._names.of({self._renamed[name]: tensor})
         names = self.together.get(name, (name,))
         self._waiting[name] = tensor
         if any(other not in self._waiting for other in names):
@@ -57,6 +61,12 @@ class AsStored:
                 self._model, {other: self._waiting.pop(other) for other in names}
             )
         return self._names.of(stored)
+
+    def again(self) -> "AsStored":
+        """Return one for the same tensors, to convert them anew."""
+        other = copy.copy(self)
+        other._waiting = {}
+        return other
 
     @contextmanager
     def _reverting(self) -> Iterator[None]:
@@ -73,19 +83,26 @@ class AsStored:
             yield
 
 
-def _together(model: Any, contents: dict[str, Tensor], conversions: list[Any]) -> dict[str, tuple[str, ...]]:
+def _together(
+    model: Any, contents: dict[str, Tensor], conversions: list[Any]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Map each tensor to all stored together with it, itself included, in order: they get the same stored name, or a
-    converter of several patterns gives them one key, and transformers refuses to convert them one by one.
+    converter of several patterns gives them one key, and transformers refuses to convert them one by one. Map those
+    that no converter changes to their stored names.
     """
+    renamed: dict[str, str] = {}
     converters = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
     known: dict[str, list[str]] = {}
     for name, tensor in contents.items():
         found = ((entry, *entry.rename_source_key(name)) for entry in converters)
         entry, key, pattern = next((match for match in found if match[2] is not None), (None, name, None))
         several = entry is not None and len(entry.source_patterns) > 1 and pattern is not None
-        for stored in [f"{key} of all"] if several else revert_weight_conversion(model, {name: tensor}):
+        keys = [f"{key} of all"] if several else list(revert_weight_conversion(model, {name: tensor}))
+        if entry is None and len(keys) == 1:
+            renamed[name] = keys[0]
+        for stored in keys:
             known.setdefault(stored, []).append(name)
-    return {name: tuple(names) for names in known.values() if len(names) > 1 for name in names}
+    return {name: tuple(names) for names in known.values() if len(names) > 1 for name in names}, renamed
 
 
 def _after_another(

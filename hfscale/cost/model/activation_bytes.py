@@ -15,8 +15,8 @@ from ...errors import ConfigError
 from ...plan.feature_plans import BYTES, ContextPlan, compressed, heads_with_scores, offloaded, recomputed
 from ...plan.plan import Plan
 from ...plan.table import human
-from .layer_bytes import Types, layer_bytes, sequence_ranks, stream_width, types_of
-from .situation import LayerBytes, Situation
+from .layer_bytes import layer_bytes, sequence_ranks, stream_width, types_of
+from .situation import LayerBytes, Situation, Types
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,10 @@ class LayerHeld:
         return self.bytes.stream if self.name in chosen else self.bytes.kept
 
 
-def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[str]]:
-    """Return the activation bytes on the device and on the host, and notes on them."""
+def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, list[str]]:
+    """Return the activation bytes on the device, those of them that are computed again at once, those on the host, and
+    notes on them.
+    """
     held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
     chosen = _layers_recomputed(plan, situation)
     tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
@@ -45,9 +47,10 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, list[s
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
     total += _around_layers(plan, situation, types)
     total += _at_ends(plan, situation, types, _keep_inputs(plan, situation, held, chosen))
-    total += tokens * max((each.again for each in held if each.name in chosen), default=0.0)
-    total += tokens * max((each.bytes.again for each in held), default=0.0)
-    return ceil(total), away, [*notes, *_notes(plan, situation, held, chosen)]
+    again = max((each.again for each in held if each.name in chosen), default=0.0)
+    again += max((each.bytes.again for each in held), default=0.0)
+    total, once_more = ceil(total + tokens * again), ceil(tokens * again)
+    return total, once_more, away, [*notes, *_notes(plan, situation, held, chosen)]
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
@@ -63,12 +66,11 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
         notes.append("what layers keep is counted in 8 bits")
     if again.keep:
         notes.append("results of operators that recomputed layers keep are not counted")
-    if any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
+    if not again.tile and any(not counted or not name.endswith((".self_attn", ".mlp")) for name in again.modules):
         notes.append("what modules that are recomputed by themselves do not keep is not deducted")
     if chosen:
-        notes.append(
-            f"recomputed: {len(chosen)} of {len(held)} layers, of which the input is kept, and one of them whole"
-        )
+        share = f"{sum(each.name in chosen for each in held)} of {len(held)} layers"
+        notes.append(f"recomputed: {share}, of which the input is kept, and one of them whole")
     return notes
 
 
@@ -90,7 +92,11 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
         return 0.0
     width = stream_width(plan, plan.layers[-1])
     norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    normed = sum(max(4, types.size) + types.stream * (name in trained) for name in norms)
+    again = recomputed(plan).modules
+    normed = sum(
+        types.stream if name.rpartition(".")[0] in again else max(4, types.size) + types.stream * (name in trained)
+        for name in norms
+    )
     return width * (normed / sequence_ranks(plan) + types.stream)
 
 

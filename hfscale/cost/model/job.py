@@ -29,6 +29,7 @@ class Job:
     # gathers and two scatters in each direction, 10 where the backward pass gathers inputs again.
     exchanged: float = 8
     recompute: float = 0.0  # fraction of the layers that the backward pass computes again
+    elementwise: bool = False  # whether it computes all but products and attention again in all layers
     attention_again: bool = False  # whether it computes attention between its projections again in all layers
     causal: bool = True  # whether attention leaves out what comes later
     trained: float = 1.0  # fraction of the weights that train; the others have no gradient of their own
@@ -116,7 +117,8 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         gathers=layout.dp_shard > 1 and (layout.pp == 1 or bool(layout.weights_regather)),
         sequence_parallel=bool(plan.sequence_regions),
         exchanged=10 if layout.sequence_regather else 8,
-        recompute=0.5 if again.modules else fraction,
+        recompute=0.5 if again.modules and not again.tile else fraction,
+        elementwise=again.elementwise,
         attention_again=again.attention,
         trained=trains,
         value_bytes=2 if mixed else types_of(plan, False).size,

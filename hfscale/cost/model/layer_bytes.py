@@ -14,6 +14,10 @@ A frozen norm does not keep its normed input, and a frozen projection without an
 low-rank adapter keeps its ``r`` values, and a copy of its input where its factors have another type. In 16 bits a norm
 keeps its input in 32.
 
+Where all but products and attention is computed again (``recompute="elementwise"``), it keeps its input, queries and
+result, keys and values, what the first block returns (the second norm's input is the sum), gate and up: 3 + 1 + 2k + 2f
+before it is cut over tensor ranks; of the norms' outputs, and of what adapters read, nothing but what is gathered.
+
 Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
 adapter.
@@ -29,40 +33,14 @@ Context ranks that share out heads keep key heads once more for each rank that r
 twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 from ..._compat.peft import LORA_A
-from ...plan.feature_plans import FEW, ContextPlan, heads_with_scores, recomputed
+from ...plan.feature_plans import ContextPlan, heads_with_scores
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
-from ...plan.sequence_split import choose
-from .situation import LayerBytes, Situation, own_parameters
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousands
-
-
-@dataclass(frozen=True)
-class Types:
-    """Hold the bytes per value of each tensor in a forward pass."""
-
-    size: int  # within blocks
-    adapters: int  # of adapters' factors, as they are multiplied
-    autocasts: int = 0  # between blocks, where autocast alone computes in another type within; 0: the same
-    kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
-
-    @property
-    def stream(self) -> int:
-        """Bytes of one value of the hidden states between blocks."""
-        return self.autocasts or self.size
-
-    def as_kept(self, size: float) -> float:
-        """Return the bytes at which a layer keeps a value of ``size`` bytes."""
-        return size if self.kept is None else self.kept
+from .llama_bytes import ATTENTION, MLP, Llama, method_of, replicas, score_bytes
+from .situation import LayerBytes, Situation, Types, own_parameters
 
 
 def types_of(plan: Plan, mixed: bool) -> Types:
@@ -93,9 +71,9 @@ def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, f
     if roles is None:
         cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1  # and not attention or MLP alone
         ranks = plan.layout.tp if cut else 1
-        scores = _score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
+        scores = score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
         return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False)
-    found = _Llama(plan, roles, hidden, sequence, situation, types)
+    found = Llama(plan, roles, hidden, sequence, situation, types)
     blocks, again = found.blocks()
     as_input = stream if types.kept is None and found.keeps_input(first) else 0.0
     return LayerBytes(found.norms(first) + blocks, stream, True, again, as_input, found.piece())
@@ -116,148 +94,11 @@ def stream_width(plan: Plan, layer: str) -> int:
     return max(counts, key=lambda size: (counts[size], -size), default=0)
 
 
-@dataclass(frozen=True)
-class _Llama:
-    plan: Plan
-    roles: dict[str, ParameterPlan]
-    hidden: int
-    sequence: int  # tensor ranks that cut what is between the blocks
-    situation: Situation
-    types: Types
-
-    @cached_property
-    def scores(self) -> float:
-        """Scores per token, if attention keeps them."""
-        part = self._out("q_proj") / self.roles["q_proj"].shape[0]
-        return self.situation.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
-
-    @cached_property
-    def ranks_of_adapters(self) -> Counter[str]:
-        found = Counter[str]()
-        for adapter in self.plan.adapters:
-            if adapter.kept_in == LORA_A:
-                found[adapter.base] += adapter.shape[0]
-        return found
-
-    def keeps_input(self, first: bool) -> bool:
-        """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
-        return self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
-
-    def norms(self, first: bool) -> float:
-        """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
-        total = 0.0
-        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
-            trains, wide = self._trains(name), max(4, self.types.size)
-            needed = trains or number > 0 or not first
-            normed = self._kept(self.hidden, self.types.stream) * trains
-            total += (self._kept(self.hidden, wide) + wide) * needed + normed
-        return total / self.sequence
-
-    def blocks(self) -> tuple[float, float]:
-        """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
-        total, again = 0.0, 0.0
-        blocks = ("o_proj", self._attention(), _ATTENTION[:3]), ("down_proj", self._mlp(), _MLP[:2])
-        for output, kept, readers in blocks:
-            if self._is_alone(output):
-                given = self._kept(self.hidden, self.types.stream)
-                shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
-                total, again = total + given, max(again, kept - shared)
-            else:
-                total += kept
-        return total, again
-
-    def piece(self) -> float:
-        """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
-        size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
-        if not self._is_alone("down_proj"):
-            found.append(2 * self._kept(self._out("gate_proj"), size))
-        if not self.attention_again and not self._is_alone("o_proj"):
-            queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
-            found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
-            found.append(self._kept(self.scores, size) + self._kept(queries, size))
-        return max(found)
-
-    @property
-    def attention_again(self) -> bool:
-        """Return whether the core attention, without its projections, is recomputed."""
-        return recomputed(self.plan).attention
-
-    def _is_alone(self, output: str) -> bool:
-        """Return whether the block of an output projection is recomputed by itself."""
-        return self.roles[output].name.removesuffix(f".{output}.weight") in recomputed(self.plan).modules
-
-    def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
-        """Return whether any of these projections trains, and the ranks of their adapters."""
-        names = [self.roles[name].name for name in readers]
-        adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
-        return any(map(self._trains, readers)), adapted
-
-    def _attention(self) -> float:
-        size = self.types.size
-        queries, keys = self._out("q_proj"), self._out("k_proj")
-        read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
-        total = self._kept(queries, size) + 2 * self._kept(read, size)
-        total += self._kept(self.scores, _score_bytes(self.types))
-        total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
-        for name in ("q_norm", "k_norm"):
-            if name in self.roles:
-                width = self._out(f"{name[0]}_proj")
-                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(name)
-        if self.scores or self.attention_again:  # nothing but what the output projection keeps
-            total += self._read(queries, ("o_proj",))
-        else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
-            total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
-        return total + self._read_stream(_ATTENTION[:3])
-
-    def _mlp(self) -> float:
-        inner = self._out("gate_proj")
-        total = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",))
-        return total + self._read_stream(_MLP[:2])
-
-    def _kept(self, values: float, size: float) -> float:
-        """Return the bytes of ``values`` values per token; small tensors are kept as they are."""
-        return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
-
-    def _heads(self, queries: int) -> float:
-        context = self.plan.feature(ContextPlan)
-        return queries / _HEAD_SIZE if context is None or not context.heads else context.heads
-
-    def _out(self, name: str) -> int:
-        return self.roles[name].model_shape(self.situation.ranks)[0]
-
-    def _trains(self, name: str) -> bool:
-        return self.roles[name].name in self.situation.trained
-
-    def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Return the bytes that projections keep of a norm's output: only this rank's shard if it is gathered again."""
-        if self.sequence > 1 and self.plan.layout.sequence_regather:
-            trains, adapted = self._adapted(readers)
-            size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
-            own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
-            return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
-        if not self.types.autocasts:
-            return self._read(self.hidden, readers)
-        return sum(self._read(self.hidden, (name,)) for name in readers)
-
-    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
-        """Return the bytes that projections keep of ``width`` input values; ``kept``: another module keeps these."""
-        (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
-        casts = wide != size or bool(self.types.autocasts)
-        own = self._kept(width, size) * (trains or bool(adapted and not casts))
-        copies = self._kept(width, wide) * len(adapted) * casts
-        return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
-
-
-def _score_bytes(types: Types) -> int:
-    """Return the bytes per score of eager attention, whose softmax is in 32 bits."""
-    return 4 + (types.size if types.size != 4 else 0)
-
-
 def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     """Return the parameters of a LLaMA layer by name; ``None`` for any other layer."""
     owned = own_parameters(plan, layer)
-    expected = {f"{layer}.self_attn.{name}.weight": name for name in (*_ATTENTION, "q_norm", "k_norm")}
-    expected |= {f"{layer}.mlp.{name}.weight": name for name in _MLP}
+    expected = {f"{layer}.self_attn.{name}.weight": name for name in (*ATTENTION, "q_norm", "k_norm")}
+    expected |= {f"{layer}.mlp.{name}.weight": name for name in MLP}
     expected |= {f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
     biases = {name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role}
     found = {expected[p.name]: p for p in owned if p.name in expected}
@@ -311,26 +152,3 @@ def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> f
     if method == "heads":
         return 2 * q * own
     return 2 * kv * tokens if method == "gather" else 4 * kv * replicas(plan) * own
-
-
-def method_of(context: ContextPlan, size: int) -> str:
-    """Return the context-parallel method of a layer's attention."""
-    if not context.heads:
-        return "gather" if context.method == "auto" else context.method
-    return choose(context.method, context.heads, context.key_heads, size)
-
-
-def replicas(plan: Plan) -> float:
-    """Return how many ranks hold each key head when there are more ranks than key heads."""
-    context = plan.feature(ContextPlan)
-    size = plan.layout.cp
-    if context is None or not context.key_heads or not shares_heads(plan):
-        return 1.0
-    together = size if method_of(context, size) == "heads" else context.together
-    return max(1.0, together / context.key_heads)
-
-
-def shares_heads(plan: Plan) -> bool:
-    """Return whether context ranks exchange heads (Ulysses) instead of passing keys."""
-    context = plan.feature(ContextPlan)
-    return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

@@ -34,6 +34,7 @@ from .situation import Situation
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
 _FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 _DATA = ("dp_shard", "edp_shard")
+_BESIDE = ("on_host", "again", "notes")  # fields of an estimate that are no kind of bytes on the device
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -56,12 +57,13 @@ class MemoryEstimate:
     exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
     loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # what lies on the host instead; no part of the total
+    again: int = 0  # of the activations, what a layer computes again, at the most
     notes: tuple[str, ...] = ()  # what of this is estimated, and how
 
     @property
     def kinds(self) -> dict[str, int]:
         """Bytes on the device by kind."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("on_host", "notes")}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _BESIDE}
 
     @property
     def total(self) -> int:
@@ -113,7 +115,7 @@ def estimate_memory(
     chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
     training = [planned for planned in held if planned.name in chosen]
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, mixed=mixed, trained=chosen, **further)
-    kept, away, notes = activation_bytes(plan, situation)
+    kept, again, away, notes = activation_bytes(plan, situation)
     state = optimizer_bytes(training, here, optimizer, options, plan.layers)
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
@@ -129,6 +131,7 @@ def estimate_memory(
         exchanged=_exchanged(plan, situation, tokens),
         loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4)),
         on_host=away + on_host,
+        again=again,
         notes=tuple(notes),
     )
     return _without_shards(found) if offloaded(plan).parameters else found

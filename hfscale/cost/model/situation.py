@@ -11,6 +11,25 @@ Kind = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
+class Types:
+    """Hold the bytes per value of each tensor in a forward pass."""
+
+    size: int  # within blocks
+    adapters: int  # of adapters' factors, as they are multiplied
+    autocasts: int = 0  # between blocks, where autocast alone computes in another type within; 0: the same
+    kept: float | None = None  # that a layer keeps, of whatever type, where it keeps them in 8 bits
+
+    @property
+    def stream(self) -> int:
+        """Bytes of one value of the hidden states between blocks."""
+        return self.autocasts or self.size
+
+    def as_kept(self, size: float) -> float:
+        """Return the bytes at which a layer keeps a value of ``size`` bytes."""
+        return size if self.kept is None else self.kept
+
+
+@dataclass(frozen=True)
 class LayerBytes:
     """Hold the bytes that one layer keeps per token."""
 

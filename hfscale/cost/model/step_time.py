@@ -58,7 +58,7 @@ class Seconds:
 def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
     """Return the seconds of one layer."""
     layout, tokens, tp = job.layout, job.tokens, job.layout.tp
-    again = job.recompute
+    again, repeated = job.recompute, max(job.recompute, job.elementwise)
     scores_again = 1 if job.attention_again else again
     bandwidth = constants.memory * machine.memory_bandwidth
     passes = 2 * (1 + again) + 2 + 2 * job.trained
@@ -66,7 +66,7 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     attention = work * tokens * job.sequence * shape.queries / tp * (1 + scores_again + 2.5)
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
-    moved = tokens * (stream + inside / tp) * (1 + again / 3) * job.value_bytes / 2
+    moved = tokens * (stream + inside / tp) * (1 + repeated / 3) * job.value_bytes / 2
     own = shape.held(tp) + shape.expert_weights / job.expert_ranks
     exchange, bytes_of = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0, layer_traffic(shape, job)
     for size, neighbours in ((bytes_of.tp, tp), (bytes_of.ep, layout.ep * tp), (bytes_of.cp, layout.cp * tp)):
@@ -77,7 +77,7 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
         elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
         exchange=exchange,
-        host=constants.layer_host * (1 + again / 3),
+        host=constants.layer_host * (1 + repeated / 3),
     )
 
 

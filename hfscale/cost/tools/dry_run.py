@@ -19,7 +19,6 @@ from ...errors import check_count
 from ...features.memory.saved import SavedBytes, SavedCounter
 from ...plan import Plan
 from ...plan.columns import aligned
-from ...plan.feature_plans import recomputed
 from ...plan.table import human
 from ..model.job import Place, places_of
 from ..model.traffic import Traffic, rank_traffic
@@ -55,13 +54,13 @@ class StageRun:
     like: tuple[int, ...]  # ranks that have the same
     layers: int
     traffic: tuple[Compared, ...]  # axis by axis
-    activations: Compared | None  # the most kept at once for backward passes; none where that is computed again
+    activations: Compared  # the most kept at once for backward passes, without what is computed again
     beside: Mapping[str, float]  # bytes that estimates leave out: words between hosts, numbers, ties between stages
 
     @property
     def compared(self) -> list[Compared]:
         """Every count beside its estimate."""
-        return [*self.traffic, *([self.activations] if self.activations else [])]
+        return [*self.traffic, self.activations]
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class DryRun:
         found = asdict(self)
         for stage, run in zip(found["stages"], self.stages, strict=True):
             rows = [{**asdict(each), "ratio": each.ratio} for each in run.compared]
-            stage["traffic"] = rows[: len(run.traffic)]
-            stage["activations"] = rows[-1] if run.activations else None
+            stage["traffic"], stage["activations"] = rows[:-1], rows[-1]
         return found
 
     def __str__(self) -> str:
@@ -123,7 +121,7 @@ def dry_run(
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, job, held = costs(plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision)
     runs, places, world = list[StageRun](), places_of(plan), plan.layout.total_size
-    kinds, again = _kinds(plan, places), recomputed(plan)
+    kinds = _kinds(plan, places)
     for number, like in enumerate(kinds):
         rank = like[0]
         say(f"stage {rank}", number + 1, len(kinds) + 1)
@@ -133,9 +131,8 @@ def dry_run(
             sent = take_step(model, job, shape, counter, mixed_precision)
             del model, counter
         gc.collect()
-        kept = None
-        if not (again.layers or again.modules):
-            kept = Compared("activations", 0, saved.layers + saved.around, held[rank].activations)
+        estimated = held[rank].activations - held[rank].again
+        kept = Compared("activations", 0, saved.layers + saved.around, estimated)
         traffic = _compared(sent, rank_traffic(shape, job, places[rank]))
         beside = {axis: size for axis, size in sent.sent.items() if axis in _BESIDE}
         runs.append(StageRun(rank, like, places[rank].layers, traffic, kept, beside))

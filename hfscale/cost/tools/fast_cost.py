@@ -45,9 +45,9 @@ class Candidate:
         return {axis: self.job.layout.asked(axis) for axis in reversed(AXES)}
 
     @property
-    def recomputes(self) -> bool:
-        """Return whether layers are recomputed."""
-        return self.job.recompute > 0
+    def recompute(self) -> str:
+        """Return the choice of :attr:`hfscale.MemoryConfig.recompute`."""
+        return "full" if self.job.recompute else "elementwise" if self.job.elementwise else "none"
 
     @property
     def kind(self) -> str:
@@ -62,7 +62,7 @@ class Candidate:
         job = self.job
         named = " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1) or "one process"
         extra = f", {self.schedule}" if job.layout.pp > 1 else ""
-        again = ", layers recomputed" if self.recomputes else ""
+        again = {"none": "", "full": ", layers recomputed"}.get(self.recompute, f", recompute {self.recompute}")
         host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
         return f"{named}, {job.microbatches} x {job.batch} sequences{extra}{again}{host}"
 
@@ -81,7 +81,7 @@ class Candidate:
         """Return all fields as plain numbers and strings."""
         sizes = {axis.removeprefix("dp_"): size for axis, size in self.sizes.items()}
         step = {name: getattr(self.job, name) for name in ("batch", "microbatches", "virtual")}
-        levers = {"recompute": self.recomputes, "offload": self.offload}
+        levers = {"recompute": self.recompute, "offload": self.offload}
         return {**sizes, **step, **levers, "schedule": self.schedule, "kind": self.kind}
 
 
@@ -124,7 +124,8 @@ def _of_sizes(
                     if ep // tp > 1 and shard % (ep // tp):
                         continue
                     layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
-                    for again in (0.0, 1.0) if schedule != "zbv" else (0.0,):  # split passes recompute twice
+                    # split passes recompute layers twice
+                    for again in ("none", "elementwise", "full") if schedule != "zbv" else ("none", "elementwise"):
                         yield Candidate(step_of(summary, layout, batch, count, again))
 
 
@@ -135,9 +136,10 @@ def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 
 
-def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: float) -> Job:
+def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: str) -> Job:
     """Return the job of a model's step in a layout, with sequence parallelism over tensor ranks."""
-    sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches, "recompute": recompute}
+    sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches}
+    sizes |= {"recompute": float(recompute == "full"), "elementwise": recompute == "elementwise"}
     gathers = layout.dp_shard > 1 and layout.pp == 1
     return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)
 
@@ -206,21 +208,23 @@ class FastCost:
     def _with_host(self, c: Candidate, job: Job, places: Sequence[Place]) -> Job:
         if not c.offload:
             return job
-        kept, stream = self._kept(job)
+        kept, _, stream = self._kept(job)
         layers = max(place.layers for place in places)
-        activations = 2 * job.tokens * job.microbatches * layers * (stream if c.recomputes else kept)
+        activations = 2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
         own = max(job.shard_of(place.weights, place.expert_weights) for place in places)
         return job.with_host(c.offload, activations, own)
 
-    def _kept(self, job: Job) -> tuple[float, float]:
-        """Return the bytes per token that a layer keeps, and those of its input."""
+    def _kept(self, job: Job) -> tuple[float, float, float]:
+        """Return the bytes per token that a layer keeps, those that one computes again, and those of its input."""
         found, layout = self.summary, job.layout
         kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
-        return kept.over(layout.tp), found.stream / layout.tp
+        kept = kept.lean if job.elementwise and kept.lean is not None else kept
+        whole = kept.over(layout.tp)
+        return whole, whole if job.recompute else kept.again / layout.tp, found.stream / layout.tp
 
     def _seconds(self, job: Job) -> Parts:
         layout = job.layout
-        key = (layout.tp, layout.cp, layout.ep, job.batch, job.recompute)
+        key = (layout.tp, layout.cp, layout.ep, job.batch, job.recompute, job.elementwise)
         if key not in self._parts:
             self._parts[key] = part_seconds(self.summary.shape, job, self.machine, self.constants)
         return self._parts[key]
@@ -256,10 +260,10 @@ class FastCost:
         tp, pp, sharded = job.layout.tp, job.layout.pp, job.layout.dp_shard > 1
         on_host = found.states if "parameters" in c.offload else found.optimizer if "optimizer" in c.offload else 0.0
         states = (found.states - on_host) * job.shard_of(place.weights, place.expert_weights)
-        kept, stream = self._kept(job)
+        kept, again, stream = self._kept(job)
         held = in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank] / job.virtual * layers
         held = min(held, 2) if "activations" in c.offload else held
-        activations = job.tokens * (held * (stream if c.recomputes else kept) + kept * c.recomputes + stream)
+        activations = job.tokens * (held * (stream if job.recompute else kept) + again + stream)
         width, gathered, loss = job.gathered_bytes, 0.0, 0.0
         if job.layout.data_world > 1:
             layer = shape.held(tp) + shape.expert_weights / job.expert_ranks

@@ -54,9 +54,10 @@ def measured_layers(
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
-    if again.attention or again.modules:
+    if again.attention or again.modules or again.elementwise:
         assert spec.memory is not None
-        parts = {"recompute": spec.memory.recompute}
+        how = "elementwise" if again.elementwise else spec.memory.recompute
+        parts = {"recompute": how, "tile_tokens": again.tile or None}
 
     def seen(**memory: Any) -> MeasuredLayers | None:
         return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)

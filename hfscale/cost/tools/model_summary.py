@@ -7,14 +7,15 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...api.build import plan as make_plan
+from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
 from ..model.activation_bytes import is_matrix, trained_names
 from ..model.job import Job, job_of
-from ..model.layer_bytes import Types, layer_bytes, stream_width, types_of
+from ..model.layer_bytes import layer_bytes, stream_width, types_of
 from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
-from ..model.situation import MeasuredLayers, Situation
+from ..model.situation import MeasuredLayers, Situation, Types
 from .measure_layers import measured_layers
 from .simulated_rank import RunSpec, run_spec
 
@@ -25,6 +26,8 @@ class Kept:
 
     cut: float  # what tensor ranks with sequence parallelism share out
     whole: float  # what each of them has
+    again: float = 0.0  # what it computes again at once, cut
+    lean: "Kept | None" = None  # where all but products and attention is computed again
 
     def over(self, tp: int) -> float:
         """Return the bytes on each of ``tp`` tensor ranks; one rank has nothing to gather."""
@@ -75,31 +78,43 @@ def summarize(
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
-        **_kept(plan, spec, layer, types, situation),
+        **_kept(plan, spec, _lean(config, mixed_precision, given), layer, types, situation),
         stream=layer_bytes(plan, layer, situation, types).stream,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         family=plan.family,
     )
 
 
-def _kept(plan: Plan, spec: RunSpec, layer: str, types: Types, situation: Situation) -> dict[str, Kept]:
+def _lean(config: PreTrainedConfig, mixed_precision: str, given: dict[str, Any]) -> tuple[Plan, RunSpec]:
+    """Return the plan and the run that compute all but products and attention again."""
+    given = {**given, "memory": MemoryConfig(recompute="elementwise")}
+    return make_plan(config, **given), run_spec(config, mixed_precision=mixed_precision, **given)
+
+
+def _kept(
+    plan: Plan, spec: RunSpec, lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
+) -> dict[str, Kept]:
     """Return a layer's bytes by a formula, or measured on one and on two tensor ranks."""
     mixed, data = spec.mixed_precision != "no", {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
+        return replace(seen(plan, spec, alone, sizes), lean=seen(*lean, alone, sizes))
+
+    def seen(plan: Plan, spec: RunSpec, alone: bool, sizes: dict[str, Any]) -> Kept:
         one, two = (
             measured_layers(plan, spec, situation.tokens, 2, ParallelConfig(**{**sizes, **more}))
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})
         )
         by_formula = layer_bytes(plan, layer, situation, types_of(plan, mixed) if alone else types)
-        cut = by_formula.kept if one is None else _mean(one, plan)
-        return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan) - cut)
+        cut, again = (by_formula.kept, by_formula.again) if one is None else _mean(one, plan)
+        return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan)[0] - cut, again)
 
     kept = of(False, **data)
     alone = of(True) if mixed else kept
     return {"kept": kept, "kept_alone": alone, "kept_spread": of(False, **data, ep_size=2) if plan.mixtures else kept}
 
 
-def _mean(seen: MeasuredLayers, plan: Plan) -> float:
-    found = [known.kept for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
-    return sum(found) / len(found)
+def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:
+    """Return the mean over the layers of what they keep, and the most that one computes again."""
+    found = [known for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
+    return sum(each.kept for each in found) / len(found), max(each.again for each in found)

@@ -212,14 +212,16 @@ def _frontier(fitting: Iterable[CandidateCost]) -> tuple[CandidateCost, ...]:
 def recipe_of(found: Search, model: str, **training: Any) -> str:
     """Return the text of a recipe that trains ``model`` in the winner's layout, with further keys of its schema."""
     chosen = found.winner.candidate
-    own: dict[str, Any] = {"batch_size": found.sequences, "gradient_checkpointing": chosen.recomputes}
+    own: dict[str, Any] = {"batch_size": found.sequences, "gradient_checkpointing": chosen.recompute == "full"}
+    memory: dict[str, Any] = {f"offload_{what}": True for what in chosen.offload}
+    memory |= {"recompute": chosen.recompute} if chosen.recompute == "elementwise" else {}
     if chosen.job.layout.pp == 1:
         own["microbatch_size"] = chosen.job.batch
     document: dict[str, Any] = {
         "name": "searched",
         "base": model,
         "parallel": chosen.parallel_arguments(),
-        "memory": {f"offload_{what}": True for what in chosen.offload},
+        "memory": memory,
         "data": {"source": "train.jsonl", "sequence_length": found.sequence},
         "training": {**own, **training.get("training", {})},
         **{key: value for key, value in training.items() if key != "training"},

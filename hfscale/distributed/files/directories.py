@@ -65,6 +65,14 @@ def check_inside(name: object, source: str | Path) -> None:
         )
 
 
+def leads_out(path: Path, beside: Path) -> bool:
+    """Return whether links lead from ``path`` to a file that is neither in the directory of the file ``beside`` nor
+    where links lead from that: the Hub's cache has all files of a checkpoint behind links, in one directory.
+    """
+    real = path.resolve()
+    return not any(real.is_relative_to(home) for home in (beside.parent.resolve(), beside.resolve().parent))
+
+
 def holds_current_directory(path: Path) -> bool:
     """Return whether the current directory is ``path`` or inside it: if replaced, it would be lost for this process."""
     try:

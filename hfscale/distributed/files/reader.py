@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...plan import Cut, Plan
 from ...plan.cut import Spans, share_spans
-from .directories import check_inside
+from .directories import check_inside, leads_out
 
 _DTYPES = {
     "F64": torch.float64,
@@ -45,6 +45,7 @@ _DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 << 20
+_MOST_HEADER, _MOST_ROWS = 100_000_000, 1 << 62  # safetensors' own limit, and torch's
 
 
 class SafetensorsFile:
@@ -53,6 +54,8 @@ class SafetensorsFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
+            if self.path.exists() and not self.path.is_file():  # a pipe, which would be waited for
+                raise ValueError("it is no regular file")
             self._file = self.path.open("rb", buffering=0)
             self.header, self._start = _header(self._file)
         except FileNotFoundError as error:
@@ -94,6 +97,10 @@ def named_files(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} is damaged ({error}): download or save it again") from error
     for name in names:
         check_inside(name, index)
+        if leads_out(index.parent / name, index):
+            raise CheckpointError(
+                f"{index} names {name}, a link to a file elsewhere: put that file, or a hard link, in its place"
+            )
     return [index.parent / name for name in sorted(names)]
 
 
@@ -101,23 +108,37 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     """Return the header's entry for each tensor and the offset of the data, checked against the file's size."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-    if not 2 <= length <= size - 8:
+    if not 2 <= length <= min(size - 8, _MOST_HEADER):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    header: dict[str, Any] = json.loads(os.pread(file.fileno(), length, 8))
+    header: dict[str, Any] = json.loads(os.pread(file.fileno(), length, 8), object_pairs_hook=_each_once)
     header.pop("__metadata__", None)
     end = 0
     for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
         start, stop = entry["data_offsets"]
-        if start != end or stop < start or not {"dtype", "shape"} <= entry.keys():
-            raise ValueError(f"bytes {start} to {stop} after byte {end}")
-        if not isinstance(entry["dtype"], str) or not all(
-            isinstance(size, int) and size >= 0 for size in entry["shape"]
+        if (
+            start != end
+            or stop < start
+            or type(start) is not int
+            or type(stop) is not int
+            or not {"dtype", "shape"} <= entry.keys()
         ):
-            raise ValueError(f"a tensor of shape {entry['shape']!r} and type {entry['dtype']!r}")
+            raise ValueError(f"bytes {start} to {stop} after byte {end}")
+        shape = entry["shape"]
+        if not isinstance(entry["dtype"], str) or not all(type(n) is int and 0 <= n < _MOST_ROWS for n in shape):
+            raise ValueError(f"a tensor of shape {shape!r} and type {entry['dtype']!r}")
         end = stop
     if 8 + length + end != size:
         raise ValueError(f"{8 + length + end} bytes expected, {size} found")
     return header, 8 + length
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's content; refuse a name that comes twice, of which readers would take one or the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two entries of the name {next(name for name in names if names.count(name) > 1)!r}")
+    return found
 
 
 class _OnDisk:

@@ -20,6 +20,7 @@ torch's functional collectives: it takes no others without breaking its graph, a
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -250,6 +251,7 @@ class Waiting:
 
 
 _waits: list[Waiting] = []
+_past: deque[tuple[float, float]] = deque(maxlen=10_000)
 
 
 @contextmanager
@@ -261,8 +263,14 @@ def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[N
         yield
     finally:
         _waits.remove(one)
+        _past.append((time.time() - (time.monotonic() - one.since), time.time()))
 
 
 def waits() -> list[Waiting]:
     """Return all pending waits, the oldest first."""
     return list(_waits)
+
+
+def past_waits() -> list[tuple[float, float]]:
+    """Return when the latest waits began and ended, in seconds since 1970."""
+    return list(_past)

@@ -8,12 +8,20 @@ of the distributions ``p`` (student) and ``q`` (teacher), softmax of logits ``z`
                     with m = (1 - beta) p + beta q
     beta = 1    D = KL(p | q), reverse                        T dD/dz = p (log p - log q - KL(p | q))
 
+A stored teacher (:class:`StoredRows`) has its ``k`` most probable tokens of a row, the set ``K``, and the probability
+``r`` of all others together. The divergence is then that of ``k + 1`` events: the tokens of ``K``, and any other token,
+whose probability is ``p_rest = sum of p outside of K`` for the student. It equals the above with the teacher ::
+
+    q_i as stored for i in K        q_j = r p_j / p_rest for others, as the student spreads them
+
+also in its gradient, and is at most the divergence over all tokens (the log sum inequality), which it is at ``k = V``.
+
 Ranks exchange the log-sum-exp of both slices of a row, then its slices' sums: two all-gathers of a few numbers per row.
 The gradient needs no communication, as in :mod:`hfscale.distributed.ops.vocab_cross_entropy`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,41 +31,109 @@ from torch.nn import functional as F
 from .vocab_cross_entropy import VocabularySlice, compute_dtype, gathered
 
 
-@dataclass(frozen=True)
-class TeacherRows:
-    """Hold the teacher's rows, its head over this rank's slice of the vocabulary, and the divergence from it."""
+@dataclass(frozen=True, kw_only=True)
+class TaughtRows:
+    """Hold the divergence of a student from a teacher's rows, which are equal on all tensor ranks."""
 
-    hidden: Tensor  # [N, h], equal on all tensor ranks
-    weight: Tensor  # [V/t, h]
-    bias: Tensor | None  # [V/t]
-    finish: Callable[[Tensor], Tensor] | None  # pointwise operations of the teacher on its logits
     beta: float
     temperature: float
     entropy: Tensor | None = None  # [N], where the entropies of the student's rows are written
 
+    def log_probs(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities ``[n, V/t]`` of the student, whose ``logits`` these are, and of the teacher."""
+        raise NotImplementedError
+
     def terms(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> "DivergenceTerms":
         """Return the divergences of the student's ``logits [n, V/t]`` of ``rows [n]``."""
-        with torch.autocast(logits.device.type, enabled=False):
-            own = F.linear(self.hidden.index_select(0, rows), self.weight, self.bias)
-            own = own if self.finish is None else self.finish(own)
-        made = DivergenceTerms(logits, own, vocabulary, self.beta, self.temperature)
+        log_p, log_q = self.log_probs(logits, rows, vocabulary)
+        made = DivergenceTerms(log_p, log_q, vocabulary, self.beta, self.temperature)
         if self.entropy is not None:
             self.entropy.index_copy_(0, rows, made.entropy.to(self.entropy.dtype))
         return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherRows(TaughtRows):
+    """Hold the teacher's rows, and its head over this rank's slice of the vocabulary."""
+
+    hidden: Tensor  # [N, h]
+    weight: Tensor  # [V/t, h]
+    bias: Tensor | None  # [V/t]
+    finish: Callable[[Tensor], Tensor] | None  # pointwise operations of the teacher on its logits
+
+    def log_probs(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of both; see :class:`TaughtRows`."""
+        with torch.autocast(logits.device.type, enabled=False):
+            own = F.linear(self.hidden.index_select(0, rows), self.weight, self.bias)
+            own = own if self.finish is None else self.finish(own)
+        both = [each.to(compute_dtype(logits.dtype)) / self.temperature for each in (logits, own)]
+        lse = log_sum_exps(both, vocabulary)
+        return both[0].sub_(lse[0]), both[1].sub_(lse[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows(TaughtRows):
+    """Hold what is stored of the teacher's rows."""
+
+    stored: Tensor  # [N, k] log-probabilities
+    tokens: Tensor  # [N, k] their global ids
+    rest: Tensor  # [N] log-probability of all others
+
+    def log_probs(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of both, the teacher's outside of ``tokens`` in proportion to the student's."""
+        z = logits.to(compute_dtype(logits.dtype)) / self.temperature
+        stored, tokens, rest = (each.index_select(0, rows) for each in (self.stored, self.tokens, self.rest))
+        columns = _columns(tokens, z, vocabulary)
+        lse, others = log_sum_exps([z, _filled(z, columns, -torch.inf)], vocabulary)
+        log_p = z.sub_(lse)
+        spread = log_p + (rest.unsqueeze(1).to(z.dtype) - (others - lse))
+        spread.masked_fill_(log_p == -torch.inf, -torch.inf)
+        return log_p, _filled(spread, columns, stored.to(z.dtype))
+
+
+def top_tokens(logits: Tensor, k: int, temperature: float, vocabulary: VocabularySlice) -> tuple[Tensor, ...]:
+    """Return the log-probabilities of the ``k`` most probable tokens ``[n, k]``, their global ids, and the
+    log-probability of all others together ``[n]``, of ``logits [n, V/t]``; equal on all ranks.
+    """
+    z = logits.to(compute_dtype(logits.dtype)) / temperature
+    most = min(k, vocabulary.widest)
+    padded = F.pad(z, (0, max(most - z.shape[1], 0)), value=-torch.inf)
+    values, places = padded.topk(most)
+    tokens = places + vocabulary.start
+    if vocabulary.group is not None:
+        values, tokens = (gathered(each, vocabulary.group).transpose(0, 1).flatten(1) for each in (values, tokens))
+    values, chosen = values.topk(k)
+    tokens = tokens.gather(1, chosen)
+    lse, others = log_sum_exps([z, _filled(z, _columns(tokens, z, vocabulary), -torch.inf)], vocabulary)
+    return values - lse, tokens, (others - lse).squeeze(1)
+
+
+def log_sum_exps(rows: Sequence[Tensor], vocabulary: VocabularySlice) -> Tensor:
+    """Return the log-sum-exps of rows over all slices, ``[rows, n, 1]``."""
+    lse = torch.stack([each.logsumexp(-1, keepdim=True) for each in rows])
+    return lse if vocabulary.group is None else gathered(lse, vocabulary.group).logsumexp(0)
+
+
+def _columns(tokens: Tensor, z: Tensor, vocabulary: VocabularySlice) -> Tensor:
+    """Return the columns of tokens in this rank's slice ``z [n, V/t]``; ``V/t`` for those outside of it."""
+    places, width = tokens - vocabulary.start, z.shape[1]
+    return torch.where((places >= 0) & (places < width), places, width)
+
+
+def _filled(z: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
+    """Return a copy of ``z`` with values in some columns of each row."""
+    wide = F.pad(z, (0, 1))  # tokens outside of the slice meet in a column that is cut off
+    return wide.scatter_(1, columns, values)[:, :-1]  # type: ignore[arg-type]  # a number or a tensor
 
 
 class DivergenceTerms:
     """Divergences of rows, and, once, their gradients by the student's ``logits [n, V/t]``."""
 
     def __init__(
-        self, logits: Tensor, teacher: Tensor, vocabulary: VocabularySlice, beta: float, temperature: float
+        self, log_p: Tensor, log_q: Tensor, vocabulary: VocabularySlice, beta: float, temperature: float
     ) -> None:
         self._beta, self._temperature = beta, temperature
-        both = [each.to(compute_dtype(logits.dtype)) / temperature for each in (logits, teacher)]
-        lse = torch.stack([each.logsumexp(-1, keepdim=True) for each in both])
-        if vocabulary.group is not None:
-            lse = gathered(lse, vocabulary.group).logsumexp(0)
-        self._log_p, self._log_q = (each.sub_(whole) for each, whole in zip(both, lse, strict=True))
+        self._log_p, self._log_q = log_p, log_q
         if beta in (0, 1):
             log_m = self._log_q if beta else self._log_p
         else:

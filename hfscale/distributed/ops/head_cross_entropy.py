@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_keeps_graph
-from .divergence import DivergenceTerms, TeacherRows
+from .divergence import DivergenceTerms, TaughtRows
 from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -204,7 +204,7 @@ def _loss_and_gradients(
     gradients: bool,
     expected: float,
     hits: Tensor | None,
-    teacher: TeacherRows | None,
+    teacher: TaughtRows | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden`` and those by the head's parameters, both times ``expected``."""
     # Equal on all tensor ranks, and so are the chunks.
@@ -284,7 +284,7 @@ def head_cross_entropy(
     valid: int | None = None,
     expected: float = 1.0,
     hits: Tensor | None = None,
-    teacher: TeacherRows | None = None,
+    teacher: TaughtRows | None = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``: a
     scalar, float32 (float64 for float64 logits), equal on all ranks.

@@ -30,6 +30,12 @@ def plan_memory(draft: Draft) -> None:
     if given == "selective":
         _refuse_other_attention(draft)
         draft.features.append(RecomputePlan(attention=True))
+    elif asked.tile_tokens is not None:
+        layers = tuple(draft.layers) if given == "full" else ()
+        tiled, keep = _tiled(draft, asked.tile_tokens), tuple(asked.recompute_keep)
+        draft.features.append(RecomputePlan(layers, tiled, elementwise=True, tile=asked.tile_tokens, keep=keep))
+    elif given == "elementwise":
+        draft.features.append(RecomputePlan(elementwise=True))
     elif isinstance(given, tuple):
         draft.features.append(RecomputePlan(modules=_modules(draft, given)))
     else:
@@ -75,13 +81,40 @@ def _plan_compression(draft: Draft) -> None:
     elif find_spec("bitsandbytes") is None:
         draft.problem("compress_activations= needs bitsandbytes' kernels: pip install bitsandbytes, or leave it out")
     again = draft.options.memory_levers.recompute
-    if draft.mixtures and again not in ("none", "selective"):
+    if draft.mixtures and again not in ("none", "selective", "elementwise"):
         draft.problem(
             f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
-            "recomputed from a rounded input may send tokens to other experts: use recompute='none' or "
-            "'selective', or offload_activations=True in place of 8 bits"
+            "recomputed from a rounded input may send tokens to other experts: use recompute='none', "
+            "'selective' or 'elementwise', or offload_activations=True in place of 8 bits"
         )
     draft.features.append(CompressPlan(least))
+
+
+def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
+    """Return the modules that treat each token by itself: MLPs and norms of the layers, and norms behind them."""
+    said = f"tile_tokens={tile}"
+    if draft.mixtures:
+        draft.problem(
+            f"{said}: {wild_name(draft.mixtures[0].name)} routes the tokens of a microbatch together: use "
+            "recompute='full' without it, and more context ranks"
+        )
+    if draft.options.mixed_precision == "fp8":
+        draft.problem(
+            f"{said} with mixed_precision='fp8', which scales whole tensors: use mixed_precision='bf16', or leave "
+            "tile_tokens out"
+        )
+    above = draft.layers[0].rpartition(".")[0].rpartition(".")[0]
+    found = dict[str, bool]()
+    for name, module in draft.modules.items():
+        kind, parent = type(module).__name__, name.rpartition(".")[0]
+        is_mlp = parent in draft.layers and kind.endswith(("MLP", "FeedForward"))
+        if is_mlp or (parent in (above, *draft.layers) and "Norm" in kind):
+            found[name] = is_mlp
+    if not any(found.values()):
+        draft.problem(f"{said} finds no MLP in the layers of {draft.config.model_type!r}: leave it out")
+    inside = [name.removeprefix(f"{draft.layers[0]}.") for name in found if name.startswith(f"{draft.layers[0]}.")]
+    _modules(draft, tuple(inside))
+    return tuple(found)
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:

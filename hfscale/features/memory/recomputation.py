@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ..._compat.torch import function_modes, kept_results, operators_named, tree_leaves
 from ..._compat.transformers.attention import answer, implementation_of, set_implementation
 from ..._compat.transformers.computing import without_cache
+from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
 from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation
 from ...models.module_kinds import experts_per_token
@@ -29,6 +30,7 @@ from ...plan.sequence_split import tokens_of
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
+from .rematerialization import rematerialize
 
 _PREFIX = "hfscale_recomputed_"
 
@@ -48,10 +50,12 @@ class Recomputation(Part):
             self.chosen = frozenset(planned.layers)
         elif planned.tokens is not None:
             self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.cp), 0, None)
+        for name in filter(runtime.is_local, planned.modules):
+            recompute(model.get_submodule(name), lambda: True, tile=planned.tile)
+        for name in filter(runtime.is_local, runtime.plan.layers if planned.elementwise else ()):
+            rematerialize(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.layers):
             recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
-        for name in filter(runtime.is_local, planned.modules):
-            recompute(model.get_submodule(name), lambda: True)
         if self.chosen is None and runtime.plan.stages is None:  # for users' own loops
             model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
         if planned.attention:
@@ -101,8 +105,10 @@ class Recomputation(Part):
         self.chosen = layers_to_recompute(runtime.plan, situation)
 
 
-def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = ()) -> None:
-    """Recompute ``module`` in the backward pass if ``wanted()``, but keep the results of the operators ``keep``."""
+def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = (), tile: int = 0) -> None:
+    """Recompute ``module`` in the backward pass if ``wanted()``, but keep the results of the operators ``keep``; with
+    ``tile``, in tiles of so many tokens one after the other.
+    """
     forward = module.forward
     operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
 
@@ -110,10 +116,26 @@ def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str]
         if not (module.training and torch.is_grad_enabled() and wanted()):
             return forward(*args, **kwargs)
         args, kwargs = without_cache(args, kwargs)
-        return _checkpointed(forward, *args, operators=operators, **kwargs)
+        run = partial(_checkpointed, forward, operators=operators)
+        return _in_tiles(run, tile, args, kwargs) if tile else run(*args, **kwargs)
 
     forward_recomputed.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects forward's signature
     module.forward = forward_recomputed  # type: ignore[method-assign]
+
+
+def _in_tiles(run: Callable[..., Any], tile: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module of one input ``[..., s, d]`` in tiles of ``tile`` tokens. Autograd sums the gradients of weights
+    over tiles before it hands them on.
+    """
+    x = hidden_states_of(args, kwargs)
+    if sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) != 1 or x.ndim < 2:
+        return run(*args, **kwargs)
+    rows = max(1, x.numel() // (x.shape[-2] * x.shape[-1]))
+    done = []
+    for piece in x.split(max(1, tile // rows), dim=-2):
+        some, more = with_hidden_states(args, kwargs, piece.contiguous())
+        done.append(run(*some, **more))
+    return torch.cat(done, dim=-2)
 
 
 def _checkpointed(

@@ -52,7 +52,14 @@ class LayoutEngine(EngineHooks):
                 "vllm_mode='colocate' starts engines from the model's checkpoint, and this model is from none: save it "
                 "(hfscale.save_pretrained), and load it with hfscale.from_pretrained"
             )
-        if runtime_of(self.model).plan.quantized is not None and not self.adapter_rank:
+        quantized = runtime_of(self.model).plan.quantized
+        if quantized is not None and not quantized.as_stored and quantized.kind != "nf4" and self.mode == "colocate":
+            raise ConfigError(
+                "vllm_mode='colocate' lets the engine quantize the checkpoint as it loads, which vLLM does to nf4 "
+                f"alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it in "
+                "16 bits"
+            )
+        if quantized is not None and not self.adapter_rank:
             raise ConfigError(
                 "use_vllm=True sends no weights that are held in 4 or 8 bits, and these adapters need merging: use "
                 "vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear layers alone, "
@@ -93,7 +100,8 @@ class LayoutEngine(EngineHooks):
         runtime = runtime_of(self.model)
         ranks: Any = (0,) if self.mode == "server" else "all"
         merged = runtime.part(Adapters) is not None
-        weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged)
+        whole = self.mode == "server"  # it outlives a rank that dies as it sends
+        weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged, staged=whole)
         return ((name, tensor.to(runtime.mesh.device, copy=True)) for name, tensor in weights)
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:

@@ -157,11 +157,20 @@ class TrainerMixin(Checkpoints, DataHooks):
         output = self.args.output_dir
         resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
-        if hasattr(self, "_last_loaded_step"):  # an engine has the weights of an earlier run
-            self._last_loaded_step = -1
+        self.forget_engine()
         with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
             done = super().train(resume_from_checkpoint, *args, **kwargs)
         return done._replace(training_loss=done.metrics["train_loss"])
+
+    def forget_engine(self) -> None:
+        """Let an engine get the weights anew: they are no longer those of the step at which it got its own."""
+        if hasattr(self, "_last_loaded_step"):
+            self._last_loaded_step = -1
+
+    def read_best_weights(self, checkpoint: Path) -> None:
+        """Load the weights of the best checkpoint, which an engine does not have."""
+        super().read_best_weights(checkpoint)
+        self.forget_engine()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does, with the run's mean loss over all data ranks."""

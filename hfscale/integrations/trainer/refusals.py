@@ -98,7 +98,7 @@ def check_engine(kind: type, arguments: Any) -> None:
         raise ConfigError(
             f"{kind.__name__} (use_vllm=True) would give vLLM this rank's shards as full weights: use GRPOTrainer or "
             "RLOOTrainer of hfscale.trl, with TRL 1.16 or later, or an engine of your own, filled with "
-            "hfscale.stream_weights (docs/trainer.md)"
+            "hfscale.stream_weights (docs/grpo.md)"
         )
 
 

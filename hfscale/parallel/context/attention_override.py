@@ -87,6 +87,12 @@ def current_batch() -> CutBatch | None:
     return None if passage is None else passage.batch
 
 
+def attending() -> Attend | None:
+    """Return what computes the attention of the current pass; ``None`` outside of one."""
+    passage = _passage.get()
+    return None if passage is None else passage.attend
+
+
 def learn(batch: CutBatch) -> None:
     """Replace the batch of the current pass by one with more information."""
     passage = _passage.get()

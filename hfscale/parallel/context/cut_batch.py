@@ -56,6 +56,8 @@ class CutBatch:
     position_ids: Tensor | None = None
     # ``[b, s]``: which example of a packed row each token is in; ``None`` where rows hold one each
     documents: Tensor | None = None
+    # where those begin, for each row, or once for rows that are alike; ``None`` where nothing looks at it
+    starts: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def places(self) -> Tensor:

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
+from ...distributed.ops.rank_chain import RankChain
+from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
 from ...train.inputs import look_ahead
@@ -16,7 +21,7 @@ from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
 from ...train.runtime.shards import LocalWeights
-from .attention_override import AttentionOverride, attention_configs, learn
+from .attention_override import AttentionOverride, attention_configs, current_batch, learn
 from .cut_batch import CutBatch, cut_batch
 from .engine import gather_sequences
 from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
@@ -53,11 +58,17 @@ class ContextParallel(Part, ContextAxis):
         ask_for_all_positions(text)
         if planned.text:
             cut_inside(text, self._learn)
-        if planned.whole:
+        if planned.whole or planned.handing:
             self._passes = ForwardPasses()
         mixers = WholeSequences(partial(gather_sequences, group=group), self._recomputed)
         for name in filter(runtime.is_local, planned.whole):
+            keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name))
+        for name in filter(runtime.is_local, planned.handing):
+            mixer = model.get_submodule(name)
+            keep_states_apart(mixer, partial(self._segments, group))
+            if runtime.options.compile:
+                mixer.forward = torch.compiler.disable(mixer.forward)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -94,6 +105,8 @@ class ContextParallel(Part, ContextAxis):
         if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
             batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
         whole, part = cut_batch(batch, size, rank, runtime.loss.shift, self._takes_positions, inside)
+        if self._passes is not None and whole.documents is not None:
+            whole = replace(whole, starts=starts_of(whole.documents))
         if whole.padding is not None and not planned.pads:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts positions from the end of padding, which a rank with a part of a "
@@ -131,6 +144,17 @@ class ContextParallel(Part, ContextAxis):
 
     def _recomputed(self) -> CutBatch | None:
         return self._passes.current() if self._passes is not None and recomputing() else None
+
+    def _segments(self, group: dist.ProcessGroup) -> Segments | None:
+        batch = current_batch() or self._recomputed()
+        if batch is None:
+            return None
+        chain = RankChain(batch.split, batch.rank, batch.starts, group)
+        return Segments(batch.split.pieces(batch.rank), batch.starts, chain)
+
+    def _whole_segments(self) -> Segments | None:
+        batch = current_batch() or self._recomputed()
+        return None if batch is None or batch.starts is None else Segments(((0, batch.split.total),), batch.starts)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a pass over this rank's tokens (forward pre-hook of the model)."""

@@ -49,16 +49,19 @@ def plan_context(draft: Draft) -> None:
     if found.mixing:
         draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
         return
-    whole = tuple(name for name, module in layers.items() if type(module).__name__ in found.kinds)
-    if whole and draft.layout.sequence_parallel and draft.tp > 1:
+    whole, handing = (
+        tuple(name for name, module in layers.items() if type(module).__name__ in kinds)
+        for kinds in (found.kinds, found.handing)
+    )
+    if (mixers := whole + handing) and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
-            f"cp_size={size} runs {wild_name(whole[0])} on full sequences, and sequence_parallel=True shards its "
-            "input: use sequence_parallel=False"
+            f"cp_size={size} runs {wild_name(mixers[0])} on all tokens that a rank has, and sequence_parallel=True "
+            "shards its input: use sequence_parallel=False"
         )
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)
     method = str(draft.layout.cp_method)
-    draft.features.append(ContextPlan(method, found.pads, whole, together, text, heads, keys))
+    draft.features.append(ContextPlan(method, found.pads, whole, handing, together, text, heads, keys))
 
 
 def _read_inside(draft: Draft, text: str) -> list[str]:
@@ -73,6 +76,7 @@ class _Reading:
     mixing: str  # why sequences cannot be sharded; empty if they can
     pads: bool = False
     kinds: Collection[str] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
+    handing: Collection[str] = ()  # and of those that can be run on parts, given the state of what is before
     seen: Collection[str] = ()
 
 

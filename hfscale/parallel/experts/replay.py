@@ -116,7 +116,13 @@ class RouteReplay(Part):
         """Record the passes of the with block: see :func:`hfscale.record_routes`."""
         if self._recorded is not None:
             raise ConfigError("the routes of this model are being recorded already: leave the first record_routes")
-        self._hook(runtime)
+        refusal: ConfigError | None = None
+        try:
+            self._hook(runtime)
+        except ConfigError as error:  # of a mixture that only this stage has
+            refusal = error
+        if runtime.mesh.largest(refusal is not None)[0]:
+            raise refusal or ConfigError("another stage's mixtures cannot record routes: see its error")
         self._recorded, routes = [], list[Tensor]()
         try:
             yield routes

@@ -187,7 +187,7 @@ _IGNORED = -100
 
 class Scoring:
     """Compute per-token scores in a forward pass with labels, instead of the mean loss, by chunks of labelled rows;
-    without a temperature, keep the lazy logits only, of which ``logits.hidden`` is what the head reads.
+    or keep only what ``read`` makes of the lazy logits, of which ``hidden`` is what the head reads.
 
     ::
 
@@ -195,24 +195,23 @@ class Scoring:
                                                       ^------ made again in the backward pass ------|
     """
 
-    logits: Tensor
-
-    def __init__(self, temperature: float | None = 1.0) -> None:
-        self.temperature = temperature
+    def __init__(self, temperature: float = 1.0, read: Callable[[Any, VocabularySlice], Any] | None = None) -> None:
+        self.temperature, self._read = temperature, read
+        self.made: Any = None  # by ``read``, while the head has its weights
         self.scores: TokenScores | None = None  # of the last pass, ``[b, s]``
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
         """Keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies, which is a
-        part of every rank's graph, also where nothing has a target; 0 without a temperature.
+        part of every rank's graph, also where nothing has a target; 0 with ``read``.
         """
         temperature = self.temperature
-        if temperature is None:
+        if self._read is not None:
             if not isinstance(logits, LazyLogits) or logits.value is not None:
                 raise ConfigError(
                     "the teacher's class does more to its logits than scale or cap each by itself, so its head cannot "
                     "be copied for distillation: use a teacher of another class"
                 )
-            self.logits = logits
+            self.made = self._read(logits, vocabulary)
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
         project: Pointwise = as_it_is
         if isinstance(logits, LazyLogits) and logits.value is None:

@@ -24,7 +24,7 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
-from ...distributed.ops.divergence import TeacherRows
+from ...distributed.ops.divergence import TaughtRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
@@ -74,7 +74,7 @@ class VocabParallelLoss(KeepsOutputs):
         self._called, self._shifted = False, False
         self._known: tuple[Any, int] | None = None  # labels that are counted already
         self._scoring: Scoring | None = None
-        self._teacher: TeacherRows | None = None
+        self._teacher: TaughtRows | None = None
         self.ahead: RowsAhead | None = None  # of the current pass
 
     def trains(self, model: nn.Module) -> bool:
@@ -111,11 +111,11 @@ class VocabParallelLoss(KeepsOutputs):
         self._keep(output)
         return output[0] if isinstance(output, tuple) else output.loss
 
-    def scoring(self, temperature: float | None = 1.0) -> AbstractContextManager[Scoring]:
+    def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
-        return self._holding("_scoring", Scoring(temperature))
+        return self._holding("_scoring", Scoring(temperature, read))
 
-    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[TeacherRows]:
+    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[TaughtRows]:
         """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
         return self._holding("_teacher", teacher)
 

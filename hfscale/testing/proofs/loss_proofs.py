@@ -22,6 +22,7 @@ from ...models.fields import lengths_of, text_config, with_lengths
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
 from ...plan.feature_plans import OwnLossPlan
+from ...train.guards.packed_rows import DocumentStates
 from ...train.runtime.batches import BORDERS, with_borders
 from .probe import Probe, apart, names_no_size, perturb, probed, skipped_experts, tiny_model_of, without_cache
 
@@ -181,6 +182,7 @@ def _difference(kind: Any, config: Any, flash: bool, masked: bool, start: int) -
         perturb(model, 0.1)
         if flash:
             set_implementation(model.config.get_text_config(), answer("documents_", "sdpa", _attend, _no_mask))
+        DocumentStates().install(model)
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
         try:
             parts = [_logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)]

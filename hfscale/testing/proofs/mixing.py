@@ -2,10 +2,12 @@
 
 A few passes in float64, in one process. First the clone as it is, and with attention answered here: the same output
 means that its attention is the one that is built here. Then attention is taken for a function of one token (its own
-query, key and value); over parts of the sequence the output must be what it is over the whole one. Where it is not,
-something else reads other tokens, or counts its own: a convolution, a recurrence, positions made of local shapes.
+query, key and value), and so are the convolutions and scans whose states can be handed on; over parts of the sequence
+the output must be what it is over the whole one. Where it is not, something else reads other tokens, or counts its own:
+a recurrence in code of a family's own, positions made of local shapes.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +18,18 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.experts import use_eager_experts
 from ..._compat.transformers.hidden_states import hidden_states_of
+from ..._compat.transformers.recurrences import CONVOLUTION, SCANS, reads_by_functions
+from ...distributed.ops.segments import keep_states_apart
 from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
-from ...parallel.context.attention_override import Attend, AttentionCall, AttentionOverride, attention_configs
+from ...parallel.context.attention_override import (
+    Attend,
+    AttentionCall,
+    AttentionOverride,
+    attending,
+    attention_configs,
+)
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
 from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
@@ -38,7 +48,8 @@ _PADDED = 3  # tokens at the left of the first row, and at the right of the seco
 def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bool]:
     """Prove it on a tiny model of ``layers`` layers in float64; some take half a minute. Sequences are cut in the model
     named ``text`` inside of it; empty: in itself. Return ``mixing``: why its sequences cannot be cut, in words; whether
-    it ``pads``; and the names of the classes of modules that mix, ``kinds``, and of those looked at, ``seen``.
+    it ``pads``; and the names of the classes of modules that mix and need whole sequences, ``kinds``, of those, if any,
+    that need the states before a part alone, ``handing``, and of those looked at, ``seen``.
     """
     # Windows and chunks are shorter than the tried sequences.
     short = {name: _WINDOW for name in _WINDOWS if isinstance(field(model.config, name), int)}
@@ -48,13 +59,16 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
+    keep_states_apart(clone, lambda: _TokenByToken() if isinstance(attending(), _OneToken) else None)
     mixing, kinds = _find_mixing(clone, False, candidates, text)
     if mixing:
         return {"mixing": mixing}, True
     with_padding, more = _find_mixing(clone, True, candidates, text)
     pads, seen = not with_padding and more <= kinds, set(map(type, candidates))
-    names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen)]
-    return {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}, True
+    handing = {type(module) for module in candidates if any(map(reads_by_functions, module.modules()))} - kinds
+    names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen, handing)]
+    answer = {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}
+    return {**answer, "handing": names[2]} if handing else answer, True
 
 
 def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
@@ -235,6 +249,27 @@ class _OneToken:
     def sees_as(self, other: "_OneToken") -> bool:
         """Return whether all calls masked the same entries of the full sequence."""
         return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
+
+
+class _TokenByToken:
+    """Replace convolutions and scans by functions of each token's own arguments."""
+
+    def replacement(self, name: str, function: Any) -> Any:
+        """Return what a mixer calls instead of the ``function`` of this name."""
+        if name == CONVOLUTION:
+            return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
+        scan = SCANS[name]
+
+        def scanned(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+            y = given[scan.output]
+            for argument, dim in scan.tokens.items():
+                if (x := given.get(argument)) is not None:
+                    token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
+                    y = y * (1 + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim))))
+            return (y, None) if scan.pairs else y
+
+        return scanned
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Refuse models that cannot keep packed rows apart: several documents in one row, told by ``position_ids`` or a mask.
 
 No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
-for every family. Recurrences, convolutions and positions counted by the model pass from one document to the next: such
-models are refused before their first packed step. They are found once per class and config, by a tiny copy that gets
+for every family, and the recurrences and convolutions that are known begin anew (:class:`DocumentStates`). Others, and
+positions counted by the model, pass from one document to the next: such models are refused before their first packed
+step. They are found once per class and config, by a tiny copy that gets
 documents in one row and one by one. Behaviour that begins at a length named in the config is tried with a copy with a
 shorter one, where a row is longer.
 """
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._compat.torch import is_compiled_in_place
 from ..._compat.transformers.classes import stock_class
 from ..._compat.transformers.computing import (
+    documents_here,
     holds_documents,
     is_within_packing,
     packing,
@@ -24,11 +27,14 @@ from ..._compat.transformers.computing import (
     told_apart_by,
     uses_flash_attention,
 )
+from ..._compat.transformers.recurrences import reads_by_functions
+from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
 from ..runtime import Part, Runtime
 from ..runtime.batches import with_borders
+from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
@@ -53,6 +59,12 @@ def check_packed_rows(
             "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
         )
     longest = max([batch_tokens(batch) for batch in batches], default=tokens or 0)
+    if any(map(is_compiled_in_place, model.modules())) and any(map(reads_by_functions, model.modules())):
+        raise ConfigError(
+            f"documents in one row must not affect each other, and in compiled layers the recurrences of "
+            f"{stock_class(model).__name__} go on from one to the next: leave compile= out, or give every document its "
+            "own row (packing=False)"
+        )
     for kind in sorted(kinds):
         positions = [text_positions(each["position_ids"]) for each in batches if told_apart_by(each) == "positions"]
         given = [each for each in positions if each is not None and kind == "positions"]
@@ -105,12 +117,36 @@ def _beyond_lengths(
     return "", ""
 
 
+class DocumentStates:
+    """Tell the mixers of a model where documents begin, also when a layer is computed again in a backward pass."""
+
+    def __init__(self) -> None:
+        self._passes: ForwardPasses[Segments | None] = ForwardPasses()
+        self._passes.begin(None)
+        self._documents: Tensor | None = None  # of the latest pass
+
+    def install(self, model: nn.Module) -> None:
+        """Wrap the mixers that are known."""
+        keep_states_apart(model, self._segments)
+
+    def _segments(self) -> Segments | None:
+        if recomputing():
+            return self._passes.current()
+        documents = documents_here()
+        if documents is not self._documents:
+            self._documents = documents
+            row = () if documents is None else ((0, documents.shape[-1]),)
+            self._passes.begin(None if documents is None else Segments(row, starts_of(documents)))
+        return self._passes.latest
+
+
 class PackedRows(Part):
     """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Check the positions of each pass that no step has checked."""
+        """Check the positions of each pass that no step has checked, and let recurrences begin anew."""
         model = runtime.model
+        DocumentStates().install(model)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []
 

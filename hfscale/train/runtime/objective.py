@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import takes_argument
-from ...distributed.ops.divergence import TeacherRows
+from ...distributed.ops.divergence import TaughtRows
 from ...errors import ConfigError
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
@@ -37,12 +37,12 @@ class StepLoss(Protocol):
     def check_smoothing(self, label_smoothing: float) -> None:
         """Raise :class:`ConfigError`, on all ranks alike, if its labels cannot be smoothed."""
 
-    def scoring(self, temperature: float | None) -> AbstractContextManager[Any]:
-        """Let forward passes inside the `with` block compute token scores, or keep their lazy logits only, without a
-        temperature; the loss they return does not count.
+    def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Any]:
+        """Let forward passes inside the `with` block compute token scores, or what ``read`` makes of lazy logits; the
+        loss they return does not count.
         """
 
-    def distilling(self, teacher: TeacherRows) -> AbstractContextManager[Any]:
+    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
         """Let the loss be the divergence from a teacher inside the `with` block."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
@@ -110,7 +110,7 @@ class OwnLoss(KeepsOutputs):
         # All ranks sum their losses, so the dtype must not depend on whether a rank has labels.
         return loss.to(torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32)
 
-    def scoring(self, *_: Any) -> AbstractContextManager[Any]:
+    def scoring(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """Refuse token scores and distillation: they are defined for causal language models."""
         raise ConfigError(
             f"token scores and distillation need a causal language model's loss, and {self._name} has another"

@@ -193,6 +193,7 @@ class Runtime:
     steps: int = 0  # how many training steps have begun
     keeps_small_updates: bool = False  # whether the optimizer loses no small updates of 16-bit weights
     run: str = ""  # the id of the run, stored in its saved states; empty before it saves or loads one
+    stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
 
     def __post_init__(self) -> None:
         self.executor = Executor(self)

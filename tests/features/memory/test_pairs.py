@@ -29,6 +29,7 @@ KEEPS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
     "modules": {"recompute": ["self_attn", "post_attention_layernorm"]},
     "budget": {"recompute": "200KB"},
+    "elementwise": {"recompute": "elementwise"},
     "activations": {"offload_activations": "64"},
     "parameters": {"offload_parameters": True},
     "optimizer": {"offload_optimizer": True},
@@ -71,6 +72,9 @@ DAILY = [
     ("cp2", "modules", "lora"),
     ("shard2", "optimizer", "compressed"),
     ("1f1b", "activations", "4 bits"),
+    ("sequence", "elementwise", "bf16"),
+    ("pipedream", "elementwise", "activations"),
+    ("shard2", "elementwise", "fp8"),
 ]
 
 

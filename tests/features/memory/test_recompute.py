@@ -39,6 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, MemoryConfig] = {
     "full": MemoryConfig(recompute="full"),
     "selective": MemoryConfig(recompute="selective"),
+    "elementwise": MemoryConfig(recompute="elementwise"),
+    "tiles": MemoryConfig(recompute="full", tile_tokens=5),
     "second": MemoryConfig(recompute=2),
     "modules": MemoryConfig(recompute=["mlp", "self_attn", "input_layernorm"]),
     "within": MemoryConfig(recompute=["act_fn", "q_proj", "post_attention_layernorm"]),
@@ -46,6 +48,7 @@ WAYS: dict[str, MemoryConfig] = {
     "budget": MemoryConfig(recompute="150KB"),
 }
 REFUSED = {("modules", "regather"), ("within", "regather"), ("selective", "cp2")}
+REFUSED |= {("tiles", "regather"), ("tiles", "ep2"), ("tiles", "ep2, tp2")}
 
 
 def case_of(layout: str, way: str) -> Case:
@@ -74,7 +77,9 @@ def case_of(layout: str, way: str) -> Case:
             daily=[
                 *((layout, "full") for layout in ("sequence", "zbv", "cp2")),
                 *((layout, "selective") for layout in ("tp2", "zbv")),
+                *((layout, "elementwise") for layout in ("sequence", "zbv", "shard2", "ep2, tp2", "cp2")),
                 *((layout, "modules") for layout in ("zbv", "ep2, tp2", "lora, shard2")),
+                *((layout, "tiles") for layout in ("sequence", "zbv", "shard2")),
                 ("ep2", "kept"),
                 *((layout, "budget") for layout in ("pp2, tp2", "shard2")),
             ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trl
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, PreTrainedTokenizerFast
 
 import hfscale
 import hfscale.trl
@@ -36,6 +36,12 @@ CASES = {
     "lora": replace(GRPO, lora=LORA),
     "qlora": replace(GRPO, lora=replace(LORA, init_lora_weights=False), load={"quantization_config": NF4}),
     "rloo": replace(GRPO, trainer="RLOOTrainer"),
+    "8 bits": replace(
+        GRPO,
+        arguments={**SERVER, "vllm_mode": "colocate"},
+        lora=replace(LORA, init_lora_weights=False),
+        load={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
+    ),
 }
 TP2, DP2, PP2, CP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}, {"cp_size": 2}
 RUNS: list[tuple[str, Layout, str]] = [
@@ -129,10 +135,38 @@ def refused(name: str, path: str, out: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("qlora", "vllm_mode='colocate' without"), ("", "hfscale.from_pretrained")]
+    ("name", "advice"),
+    [
+        ("qlora", "vllm_mode='colocate' without"),
+        ("8 bits", "nf4 alone, and these weights are held in int8"),
+        ("", "hfscale.from_pretrained"),
+    ],
 )
 def test_what_an_engine_cannot_be_sent_is_refused(
     pools: Pools, path: str, name: str, advice: str, tmp_path: Path
 ) -> None:
     for message in pools(2).run(refused, name, path, str(tmp_path)):
         assert advice in message
+
+
+def stale(path: str, out: str) -> tuple[int, int]:
+    """The step of the engine's weights, before and after the best checkpoint is loaded."""
+    with standing_in(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = hfscale.from_pretrained(path, dtype=torch.float32)
+        arguments = {**SERVER, "bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "steps"}
+        arguments |= {"max_steps": 1, "save_steps": 1, "per_device_train_batch_size": GROUP, "beta": 0.0}
+        config = trl.GRPOConfig(out, **arguments)
+        prompts, words = rows(path, "prompt", 1), PreTrainedTokenizerFast.from_pretrained(path)
+        trainer = hfscale.trl.GRPOTrainer(model, length_reward, config, prompts, processing_class=words)
+        trainer.train()
+        before = trainer._last_loaded_step
+        trainer.state.best_model_checkpoint = f"{out}/checkpoint-1"
+        trainer._load_best_model()
+        return before, trainer._last_loaded_step
+
+
+def test_the_best_weights_are_sent_anew(path: str, tmp_path: Path) -> None:
+    before, after = stale(path, str(tmp_path))
+    assert before >= 0
+    assert after == -1

@@ -162,8 +162,10 @@ def test_whole_sequences_go_through_each_rank_outside_of_steps(
         ("jamba", {"pp_size": 2, "num_microbatches": 2}, False),
     ],
 )
-def test_mixers_run_on_whole_sequences(pools: Pools, family: str, axes: dict[str, int], checkpointing: bool) -> None:
-    """Convolutions and recurrences; half of the rows are padded, which one rank alone sees."""
+def test_mixers_besides_attention(pools: Pools, family: str, axes: dict[str, int], checkpointing: bool) -> None:
+    """Convolutions and recurrences, on parts with states, or on whole sequences where the code of a family takes none
+    (recurrent_gemma); half of the rows are padded, which one rank alone sees.
+    """
     case = Case(config_of(family), lengths=(17, 9), checkpointing=checkpointing, hf_kwargs=EAGER)
     equal(pools, case, cp_size=2, **axes)
 

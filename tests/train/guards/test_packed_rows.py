@@ -18,7 +18,7 @@ from hfscale.train.guards import check_packed_rows
 
 from ...families import config_of
 from ...sweeps import pairs
-from ...tiny_models import needs, tiny
+from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,10 @@ DAILY = [
     ("bert", "one"),
     ("roberta", "tp2"),
     ("gpt_oss", "cp2"),
+    ("bamba", "cp2"),
+    ("lfm2", "pp2"),
+    ("falcon_h1", "tp2"),
+    ("jamba", "one"),
 ]
 
 # Stock code computes part of these in float32, whose rounding depends on what else is in the batch.
@@ -139,10 +143,9 @@ def test_only_the_changed_document_changes_in_a_plain_loop() -> None:
     torch.testing.assert_close(first[:, 5:], second[:, 5:], rtol=0, atol=0)
 
 
-@needs("qwen3_next")
 @pytest.mark.parametrize("call", ["train_step", "eval_step", "token_scores", "plain loop", "Trainer"])
 def test_models_whose_documents_affect_each_other_are_refused(call: str, tmp_path: Any) -> None:
-    model = hfscale.parallelize(AutoModelForCausalLM.from_config(config_of("qwen3_next")).train(), ParallelConfig())
+    model = hfscale.parallelize(AutoModelForCausalLM.from_config(config_of("minimax")).train(), ParallelConfig())
     calls: dict[str, Callable[[], Any]] = {
         "plain loop": lambda: model(**_packed()),
         "Trainer": lambda: hfscale.Trainer(
@@ -151,7 +154,7 @@ def test_models_whose_documents_affect_each_other_are_refused(call: str, tmp_pat
             data_collator=DataCollatorWithFlattening(),
         ),
     }
-    with pytest.raises(ConfigError, match=r"Qwen3NextForCausalLM they do .*: give every document its own row"):
+    with pytest.raises(ConfigError, match=r"MiniMaxForCausalLM they do .*: give every document its own row"):
         calls.get(call, lambda: getattr(hfscale, call)(model, _packed()))()
     one_document = torch.arange(12)[None]
     assert hfscale.eval_step(model, _packed(position_ids=one_document)).isfinite()

@@ -1,34 +1,53 @@
-"""Measure and estimate a rank's memory as memory-saving options are added one by one (``hfscale memory-ladder``).
+"""Measure and estimate a rank's memory as memory-saving options are added one by one.
 
-Measured on a small clone of the model that takes a step with each rung (storages of parameters, gradients and the
+    python scripts/memory_ladder.py meta-llama/Llama-3.1-8B [--tokens 4096] [--json] [--out ladder.png]
+
+16 bits, recomputation, an 8-bit optimizer, its state on the host, LoRA, LoRA over 4 bits, two tensor ranks, two data
+ranks: a small clone of the model takes a step with each on CPU processes (storages of parameters, gradients and the
 optimizer's state; saved tensors), beside the estimate for that clone, and the estimate for the model itself, which
-nothing runs.
+nothing runs. Needs no weights and no GPU.
 """
 
+import argparse
+import json
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..._compat.torch_device import device_module, is_accelerator
-from ..._compat.transformers.classes import from_config as host_from_config
-from ...api.build import from_pretrained, plan
-from ...config.memory import MemoryConfig
-from ...config.parallel import ParallelConfig
-from ...errors import PlanError
-from ...features.memory.saved import SavedBytes, count_saved
-from ...models.clone import tiny_clone
-from ...optim import create_optimizer
-from ...testing.pool import RankPool
-from ...train import batch_world, train_step
-from ...train.runtime import runtime_of
-from ..model.memory_model import MemoryEstimate
-from .memory_report import held_bytes, memory_estimate
+from hfscale._compat.torch_device import device_module, is_accelerator
+from hfscale._compat.transformers.classes import from_config as host_from_config
+from hfscale.api.build import from_pretrained, plan
+from hfscale.cli.amounts import tokens_of
+from hfscale.cli.look import check_writable, table
+from hfscale.config.memory import MemoryConfig
+from hfscale.config.parallel import ParallelConfig
+from hfscale.cost.model.memory_model import MemoryEstimate
+from hfscale.cost.tools.memory_report import held_bytes, memory_estimate
+from hfscale.errors import PlanError
+from hfscale.features.memory.saved import SavedBytes, count_saved
+from hfscale.models.clone import tiny_clone
+from hfscale.optim import create_optimizer
+from hfscale.plan.table import human
+from hfscale.testing.pool import RankPool
+from hfscale.train import batch_world, train_step
+from hfscale.train.runtime import runtime_of
 
+_COLOURS = {
+    "weights": "#4c566a",
+    "adapters": "#a3be8c",
+    "gradients": "#0b7285",
+    "optimizer": "#d08770",
+    "activations": "#ebcb8b",
+    "other": "#d8dee9",
+}
 ROWS, LENGTH = 8, 64
 _LAYERS = 4
 _SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -160,3 +179,83 @@ def _of_model(config: PreTrainedConfig, rung: Rung, tokens: int) -> MemoryEstima
     except PlanError:
         return None
     return memory_estimate(planned, rung.optimizer, tokens=tokens, optim_args=rung.options())
+
+
+def _text(steps: list[Step], family: str, tokens: int) -> str:
+    peaks = ["allocator's peak"] if any(step.allocated for step in steps) else []
+    head = ["with", *steps[0].counted, "counted", "estimated", "ratio", *peaks, f"{family} itself"]
+    rows = []
+    for step in steps:
+        sizes = [human(size) for size in (*step.counted.values(), *step.totals)]
+        peak = [human(step.allocated)] if peaks else []
+        model = "-" if step.model is None else human(step.model.total)
+        rows.append([step.name, *sizes, f"{step.ratio:.3f}", *peak, model])
+    found = table(head, rows, right=range(1, len(head)))
+    return (
+        f"{found}\n\ncounted and estimated: a small clone, of the rank that holds most, without gathered weights and "
+        f"the loss's chunk;\n{family} itself: the estimate of all of it, with {tokens:,} tokens in a microbatch"
+    )
+
+
+def draw(path: Path, steps: list[Step], family: str, tokens: int) -> None:
+    """Draw stacked bars of the clone, counted beside estimated, and of the model itself."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure: Any = Figure(figsize=(12, 4.6), facecolor="white")
+    left, right = figure.subplots(1, 2)
+    names = [step.name for step in steps]
+    counted = [step.counted for step in steps]
+    estimated = [{kind: step.estimated[kind] for kind in step.counted} for step in steps]
+    _bars(left, counted, -0.2, 0.38, 2**20, "")
+    _bars(left, estimated, 0.2, 0.38, 2**20, "///")
+    left.set_title("a small clone: counted, and estimated (hatched)", loc="left", fontsize=10)
+    left.set_ylabel("MiB of a rank")
+    whole = list[dict[str, int]]()
+    for step in steps:
+        kinds = {} if step.model is None else step.model.kinds
+        shown = {kind: size for kind, size in kinds.items() if kind in step.counted}
+        whole.append({**shown, "other": sum(kinds.values()) - sum(shown.values())})
+    _bars(right, whole, 0.0, 0.7, 2**30, "")
+    right.set_title(f"{family} itself: estimated, {tokens:,} tokens", loc="left", fontsize=10)
+    right.set_ylabel("GiB of a rank")
+    for axes in (left, right):
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], frameon=False, fontsize=8
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    print(f"drawn in {path}")
+
+
+def _bars(axes: Any, columns: list[dict[str, int]], shift: float, width: float, unit: int, hatch: str) -> None:
+    for place, kinds in enumerate(columns):
+        below = 0.0
+        for kind, size in kinds.items():
+            style = {"color": _COLOURS[kind], "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            axes.bar(place + shift, size / unit, width, bottom=below, **style)
+            below += size / unit
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Climb the ladder, print the table, and draw it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a directory with a config, or a name on the Hub")
+    parser.add_argument("--tokens", default="4096", help="in a microbatch of the model itself, as 4096 or 4K")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="draw it: a .png or .svg file (needs matplotlib)")
+    arguments = parser.parse_args(argv)
+    check_writable(arguments.out)
+    transformers.utils.logging.disable_progress_bar()  # of a clone's few kilobytes
+    logging.getLogger("hfscale").setLevel(logging.ERROR)  # weights that train in 16 bits are there to be compared
+    config, tokens = AutoConfig.from_pretrained(arguments.model), tokens_of(arguments.tokens, "--tokens")
+    steps = climb(config, tokens)
+    print(json.dumps([step.to_dict() for step in steps]) if arguments.json else _text(steps, config.model_type, tokens))
+    if arguments.out is not None:
+        draw(arguments.out, steps, config.model_type, tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,27 @@
-"""Tabulate the papers' memory formulas for one model: 16 bytes per parameter, ZeRO, activations, LoRA.
+"""Tabulate the papers' memory formulas for one model: 16 bytes per parameter, ZeRO, activations, LoRA and QLoRA.
+
+    python scripts/explain_memory.py meta-llama/Llama-3.1-8B --data-ranks 64 --tp 8
 
 Formulas as they are in the papers, of their models and types; what hfscale holds of this class is the last line of a
-table, where the two can be compared.
+table, where the two can be compared. Reads only the config.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ...plan.columns import aligned
-from ...plan.table import human
-from .model_summary import ModelSummary
+from hfscale.cli.amounts import tokens_of
+from hfscale.cli.look import add_json, show
+from hfscale.cli.model import add_model_arguments, auto_class_of, load_config, remote_code
+from hfscale.cli.model_flags import add_sequence_length
+from hfscale.cost.tools.model_summary import ModelSummary, summarize
+from hfscale.errors import ConfigError
+from hfscale.plan.columns import aligned
+from hfscale.plan.table import human
+
+_SIZES = {"--data-ranks": (64, "that ZeRO shares over"), "--tp": (8, "tensor ranks")}
+_SIZES |= {"--batch-size": (1, "sequences of a microbatch"), "--rank": (16, "of LoRA's factors")}
 
 ADAM = (
     ("weights in 16 bits", 2),
@@ -124,3 +136,38 @@ def _adapters(summary: ModelSummary, rank: int) -> Table:
         ("QLoRA: base, twice", base * (NF4_BITS + DOUBLE_BITS) / 8, "scales in 8 bits: 0.127 bits a weight, not 0.5"),
     )
     return Table("Fine-tuning (Hu et al. 2021; Dettmers et al. 2023)", rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    for flag, (default, text) in _SIZES.items():
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    add_sequence_length(parser)
+    add_json(parser)
+    arguments = parser.parse_args(argv)
+    sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
+    for flag, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{flag} {size} is invalid: use a whole number of at least 1")
+    sequence = tokens_of(arguments.sequence_length, "--sequence-length")
+    config = load_config(arguments.model, arguments.trust_remote_code)
+    dtype = arguments.dtype or "float32"
+    more: dict[str, Any] = remote_code(arguments)
+    more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
+    found = explain(
+        summarize(config, mixed_precision="bf16" if dtype == "float32" else "no", sequence=sequence, **more),
+        ranks=arguments.data_ranks,
+        tp=arguments.tp,
+        sequence=sequence,
+        batch=arguments.batch_size,
+        rank=arguments.rank,
+    )
+    rows = [[dict(zip(("name", "bytes", "how"), row, strict=True)) for row in table.rows] for table in found]
+    document = [{"title": table.title, "rows": each} for table, each in zip(found, rows, strict=True)]
+    show(arguments, document, "\n\n".join(map(str, found)))
+
+
+if __name__ == "__main__":
+    main()

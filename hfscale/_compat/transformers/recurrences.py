@@ -1,0 +1,116 @@
+"""Functions of stock modules that read earlier tokens: causal convolutions and scans, and how each takes a state.
+
+Stock mixers (gated delta nets, KDA, Mamba, Mamba-2, short convolutions) compute token by token but for two functions of
+their file, by the same names in all families: what is here of a function holds for every family that calls it, and for
+the kernels (fla, mamba_ssm, causal_conv1d) that transformers puts behind it where they are installed.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache
+
+from ..replaced import attribute_replaced
+
+CONVOLUTION = "causal_conv1d_fn"
+"""``(x [b, d, s], weight [d, width], ...)`` -> ``[b, d, s]``."""
+_FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""Convolution, scan and projections as one kernel; a mixer goes on with its parts where it returns nothing."""
+_BORDERS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+
+Named = Mapping[str, Any]
+"""Arguments of a call, by name."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Describe a scan over tokens whose state is linear in the state that it begins with."""
+
+    tokens: Mapping[str, int]  # argument -> along which dim its tokens lie, which is that of the output
+    output: str  # the argument whose shape the output has
+    final: str  # the argument that asks for the final state, which is returned beside the output
+    shape: Callable[[Named], tuple[int, ...]]  # of the state
+    initial: str = ""  # the argument that takes the initial state; empty: there is none
+    pairs: bool = False  # whether a final state, or ``None``, is returned beside the output whether asked for or not
+    # the output and the final state that an initial state adds, for functions that take none
+    adds: Callable[[Named, Tensor], tuple[Tensor, Tensor]] | None = None
+
+
+def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Let ``state [b, d, n]`` decay and be read as in ``mamba_selective_scan`` (Gu and Dao 2023, equation 2)."""
+    dt, c, gate = given["dt"], given["C"], given.get("z")
+    if given.get("delta_bias") is not None:
+        dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
+    if given.get("delta_softplus"):
+        dt = F.softplus(dt)
+    total = dt.to(state.dtype).cumsum(-1)
+    there = torch.exp(given["A"].to(state.dtype)[None, :, None] * total[..., None]) * state[:, :, None]  # [b, d, s, n]
+    read = torch.einsum("bdsn,bns->bds", there, c.to(state.dtype))
+    return (read if gate is None else read * F.silu(gate)), there[:, :, -1]
+
+
+_DELTA = Scan(
+    dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
+    "value",
+    "output_final_state",
+    lambda given: (len(given["key"]), given["value"].shape[2], given["key"].shape[3], given["value"].shape[3]),
+    "initial_state",
+    pairs=True,
+)
+SCANS: dict[str, Scan] = {
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "mamba2_chunk_scan": Scan(
+        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1),
+        "hidden_states",
+        "return_final_states",
+        lambda given: (*given["hidden_states"].shape[::2], given["hidden_states"].shape[3], given["B"].shape[3]),
+        "initial_states",
+    ),
+    "mamba_selective_scan": Scan(
+        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2),
+        "hidden_states",
+        "return_last_state",
+        lambda given: (*given["hidden_states"].shape[:2], given["A"].shape[1]),
+        adds=_mamba_adds,
+    ),
+}
+"""The scans that are known, by name."""
+
+
+def reads_by_functions(module: nn.Module) -> bool:
+    """Return whether a module calls such functions of the transformers file that its class is in."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    code = getattr(getattr(kind.forward, "__wrapped__", kind.forward), "__code__", None)
+    return not {CONVOLUTION, *SCANS}.isdisjoint(getattr(code, "co_names", ()))
+
+
+def functions_replaced(kind: type, replace: Callable[[str, Any], Any]) -> AbstractContextManager[Any]:
+    """Let such functions in the file of the class ``kind`` be ``replace(name, function)`` inside the `with` block."""
+    file, stack = sys.modules[kind.__module__], ExitStack()
+    for name in (CONVOLUTION, *SCANS):
+        if hasattr(file, name):
+            stack.enter_context(attribute_replaced(file, name, replace(name, getattr(file, name))))
+    for name in _FUSED:
+        if hasattr(file, name):
+            stack.enter_context(attribute_replaced(file, name, _not_fused))
+    return stack
+
+
+def _not_fused(*_: Any, **__: Any) -> None:
+    """Compute nothing, as transformers does where the kernel is not installed."""
+
+
+def without_states(args: tuple[Any, ...], kwargs: Named) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a mixer's arguments without a cache, whose states are those of one document."""
+    return tuple(None if isinstance(arg, Cache) else arg for arg in args), {
+        name: None if isinstance(arg, Cache) else arg for name, arg in kwargs.items() if name not in _BORDERS
+    }

@@ -1,0 +1,223 @@
+"""Compute the activation bytes per token of a LLaMA layer: the formula at the head of :mod:`.layer_bytes`."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..._compat.peft import LORA_A
+from ...plan.feature_plans import FEW, ContextPlan, heads_with_scores, recomputed
+from ...plan.parameter import ParameterPlan
+from ...plan.plan import Plan
+from ...plan.sequence_split import choose
+from .situation import Situation, Types
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+_HEAD_SIZE = 64  # a guess, for one number per head and token beside some thousands
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Compute what a LLaMA layer keeps on one rank."""
+
+    plan: Plan
+    roles: dict[str, ParameterPlan]
+    hidden: int
+    sequence: int  # tensor ranks that cut what is between the blocks
+    situation: Situation
+    types: Types
+
+    @cached_property
+    def scores(self) -> float:
+        """Scores per token, if attention keeps them."""
+        part = self._out("q_proj") / self.roles["q_proj"].shape[0]
+        return self.situation.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
+
+    @cached_property
+    def ranks_of_adapters(self) -> Counter[str]:
+        """The ranks of the low-rank adapters of each weight."""
+        found = Counter[str]()
+        for adapter in self.plan.adapters:
+            if adapter.kept_in == LORA_A:
+                found[adapter.base] += adapter.shape[0]
+        return found
+
+    def keeps_input(self, first: bool) -> bool:
+        """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
+        if self.elementwise:
+            return True
+        return self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
+
+    def norms(self, first: bool) -> float:
+        """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
+        if self.elementwise:  # the layer's input, and what the first block returns, which is in its type
+            kept = self._kept(self.hidden, self.types.stream) + self._kept(self.hidden, self.types.size)
+            return kept / self.sequence
+        total = 0.0
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+            trains, wide = self._trains(name), max(4, self.types.size)
+            needed = trains or number > 0 or not first
+            normed = self._kept(self.hidden, self.types.stream) * trains
+            total += (self._kept(self.hidden, wide) + wide) * needed + normed
+        return total / self.sequence
+
+    def blocks(self) -> tuple[float, float]:
+        """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
+        total, again = 0.0, 0.0
+        if self.elementwise:
+            return self._needed(), self._made_at_once()
+        blocks = ("o_proj", self._attention(), ATTENTION[:3]), ("down_proj", self._mlp(), MLP[:2])
+        for output, kept, readers in blocks:
+            if self._is_alone(output):
+                given = self._kept(self.hidden, self.types.stream)
+                shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
+                total, again = total + given, max(again, kept - shared)
+            else:
+                total += kept
+        return total, again
+
+    def _needed(self) -> float:
+        """Return the bytes that the blocks keep where all but products and attention is computed again."""
+        size, inner = self.types.size, self._out("gate_proj")
+        queries, keys = self._out("q_proj"), self._out("k_proj")
+        total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
+        total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self._tile)
+        total += max(4, size) * self._heads(queries) * (not self.scores)
+        if shares_heads(self.plan):
+            total += self._kept(queries, size)
+        adapters = ("o_proj",) if self._tile else ("o_proj", *MLP)
+        for readers in (ATTENTION[:3], MLP[:2]):
+            trains, adapted = self._adapted(readers)
+            if self.sequence > 1 and not self.plan.layout.sequence_regather:
+                total += self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
+        return total + sum(
+            self._kept(rank, self.types.adapters) for rank in self._adapted((*ATTENTION[:3], *adapters))[1]
+        )
+
+    def _made_at_once(self) -> float:
+        """Return the most bytes computed again at once: an activation, and its product with what is up."""
+        if self._tile:  # of the MLP its input, and one tile
+            part = min(1.0, self._tile / self.situation.tokens)
+            return self._kept(self.hidden, self.types.size) + part * 4 * self._out("gate_proj") * self.types.size
+        trains, adapted = self._adapted(("down_proj",))
+        product = self.types.adapters * bool(adapted) or self.types.size * trains
+        return self._out("gate_proj") * (self.types.size + product)
+
+    def piece(self) -> float:
+        """Return the bytes per token read by the operation that reads most: the product in the MLP, or attention."""
+        size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
+        if not self._is_alone("down_proj"):
+            found.append(2 * self._kept(self._out("gate_proj"), size))
+        if not self.attention_again and not self._is_alone("o_proj"):
+            queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
+            found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
+            found.append(self._kept(self.scores, size) + self._kept(queries, size))
+        return max(found)
+
+    @property
+    def _tile(self) -> int:
+        """Return the tokens of a tile of norms and MLPs; 0: they run whole."""
+        return recomputed(self.plan).tile
+
+    @property
+    def elementwise(self) -> bool:
+        """Return whether all but products and attention is computed again."""
+        return recomputed(self.plan).elementwise
+
+    @property
+    def attention_again(self) -> bool:
+        """Return whether the core attention, without its projections, is recomputed."""
+        return recomputed(self.plan).attention
+
+    def _is_alone(self, output: str) -> bool:
+        """Return whether the block of an output projection is recomputed by itself."""
+        return self.roles[output].name.removesuffix(f".{output}.weight") in recomputed(self.plan).modules
+
+    def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
+        """Return whether any of these projections trains, and the ranks of their adapters."""
+        names = [self.roles[name].name for name in readers]
+        adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
+        return any(map(self._trains, readers)), adapted
+
+    def _attention(self) -> float:
+        size = self.types.size
+        queries, keys = self._out("q_proj"), self._out("k_proj")
+        read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
+        total = self._kept(queries, size) + 2 * self._kept(read, size)
+        total += self._kept(self.scores, score_bytes(self.types))
+        total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
+        for name in ("q_norm", "k_norm"):
+            if name in self.roles:
+                width = self._out(f"{name[0]}_proj")
+                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(name)
+        if self.scores or self.attention_again:  # nothing but what the output projection keeps
+            total += self._read(queries, ("o_proj",))
+        else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
+            total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
+        return total + self._read_stream(ATTENTION[:3])
+
+    def _mlp(self) -> float:
+        inner = self._out("gate_proj")
+        total = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",))
+        return total + self._read_stream(MLP[:2])
+
+    def _kept(self, values: float, size: float) -> float:
+        """Return the bytes of ``values`` values per token; small tensors are kept as they are."""
+        return values * (size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size))
+
+    def _heads(self, queries: int) -> float:
+        context = self.plan.feature(ContextPlan)
+        return queries / _HEAD_SIZE if context is None or not context.heads else context.heads
+
+    def _out(self, name: str) -> int:
+        return self.roles[name].model_shape(self.situation.ranks)[0]
+
+    def _trains(self, name: str) -> bool:
+        return self.roles[name].name in self.situation.trained
+
+    def _read_stream(self, readers: tuple[str, ...]) -> float:
+        """Return the bytes that projections keep of a norm's output: only this rank's shard if it is gathered again."""
+        if self.sequence > 1 and self.plan.layout.sequence_regather:
+            trains, adapted = self._adapted(readers)
+            size = self.types.stream if adapted else self.types.size  # dropout may come before the cast
+            own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
+            return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
+        if not self.types.autocasts:
+            return self._read(self.hidden, readers)
+        return sum(self._read(self.hidden, (name,)) for name in readers)
+
+    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
+        """Return the bytes that projections keep of ``width`` input values; ``kept``: another module keeps these."""
+        (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
+        casts = wide != size or bool(self.types.autocasts)
+        own = self._kept(width, size) * (trains or bool(adapted and not casts))
+        copies = self._kept(width, wide) * len(adapted) * casts
+        return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
+
+
+def score_bytes(types: Types) -> int:
+    """Return the bytes per score of eager attention, whose softmax is in 32 bits."""
+    return 4 + (types.size if types.size != 4 else 0)
+
+
+def method_of(context: ContextPlan, size: int) -> str:
+    """Return the context-parallel method of a layer's attention."""
+    if not context.heads:
+        return "gather" if context.method == "auto" else context.method
+    return choose(context.method, context.heads, context.key_heads, size)
+
+
+def replicas(plan: Plan) -> float:
+    """Return how many ranks hold each key head when there are more ranks than key heads."""
+    context = plan.feature(ContextPlan)
+    size = plan.layout.cp
+    if context is None or not context.key_heads or not shares_heads(plan):
+        return 1.0
+    together = size if method_of(context, size) == "heads" else context.together
+    return max(1.0, together / context.key_heads)
+
+
+def shares_heads(plan: Plan) -> bool:
+    """Return whether context ranks exchange heads (Ulysses) instead of passing keys."""
+    context = plan.feature(ContextPlan)
+    return context is not None and method_of(context, plan.layout.cp) in ("heads", "heads_ring")

@@ -1,0 +1,92 @@
+"""Explain that memory ran out: what held it, by kind, beside the plan's numbers, and what would need less.
+
+:mod:`hfscale.distributed.failures` asks for it, by name, as the process ends. So nothing is noted while training goes
+on: models and optimizers are found among the objects that are alive, and the batch among the variables of the error's
+traceback.
+"""
+
+import gc
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch_device import memory_in_use, write_memory_snapshot
+from ...errors import HFScaleError
+from ...plan.columns import aligned
+from ...plan.table import human
+from ...train.runtime import Runtime
+from ..model.memory_model import MemoryEstimate
+from .memory_report import held_bytes, memory_estimate
+
+_RECOMPUTE, _HALF = {"gradient_checkpointing": True}, {"tokens": 0.5}
+_REST = "activations and others"
+_LEVERS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": _RECOMPUTE,
+    "microbatches of half the tokens": _HALF,
+    "both": {**_RECOMPUTE, **_HALF},
+    "both, and an optimizer in 8 bits (adamw_8bit)": {**_RECOMPUTE, **_HALF, "optimizer": "adamw_8bit"},
+}
+
+
+def explain(error: BaseException) -> str:
+    """Return lines for the log about every model that hfscale parallelized; empty if there is none."""
+    alive = [each for each in gc.get_objects() if issubclass(type(each), Runtime | torch.optim.Optimizer)]
+    optimizers = {id(p): each for each in alive if isinstance(each, torch.optim.Optimizer) for p in _parameters(each)}
+    lines = []
+    for runtime in (each for each in alive if isinstance(each, Runtime)):
+        own = [optimizers[id(each)] for each in runtime.model.parameters() if id(each) in optimizers]
+        lines += _of_model(runtime, own[0] if own else None, _batch(error))
+    if lines and (path := write_memory_snapshot()):
+        lines.append(f"snapshot of the device's memory, for pytorch.org/memory_viz: {path}")
+    return "\n".join(lines)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[str]:
+    (used, limit), held = memory_in_use(), held_bytes(runtime.model, optimizer)
+    held[_REST] = max(0, used - sum(held.values()))
+    planned = None if batch is None else _planned(runtime, optimizer, batch)
+    told = Counter[str]()
+    for kind, size in planned.kinds.items() if planned is not None else ():
+        told[kind if kind in held else _REST] += size
+    rows = [(human(size), human(told[kind]), kind) for kind, size in held.items() if size or told[kind]]
+    head = f"memory of {runtime.mesh.device} on rank {runtime.mesh.rank}: {human(used)} of {human(limit)}"
+    lines = [head, *aligned([("held", "planned", ""), *rows], left=(2,))]
+    if batch is None or planned is None:
+        return lines
+    lines.append(f"what a microbatch of {batch.numel():,} tokens would need, in place of {human(planned.total)}")
+    for words, changed in _LEVERS.items():
+        found = _planned(runtime, optimizer, batch, **changed)
+        if found is not None and found.total < planned.total:
+            lines.append(f"  {words}: {human(found.total)}, {'fits' if found.likely <= limit else 'does not fit'}")
+    ranks, name = runtime.mesh.layout.total_size, runtime.model.config.name_or_path or "MODEL"
+    return [*lines, f"  another layout: hfscale search {name} --gpus {ranks} --tokens-per-step {batch.numel() * ranks}"]
+
+
+def _planned(runtime: Runtime, stepping: Any, batch: Tensor, **changed: Any) -> MemoryEstimate | None:
+    """Estimate a step over microbatches like ``batch``, ``tokens`` of them being a share; ``None`` if that fails."""
+    context = runtime.mesh.layout.cp  # which a microbatch on the device is a piece over
+    tokens = max(1, int(batch.numel() * context * changed.pop("tokens", 1)))
+    given = {"optimizer": getattr(stepping, "name", "adamw_torch_fused"), "tokens": tokens}
+    length = min(tokens, batch.shape[-1] * context)
+    try:
+        return memory_estimate(runtime.model, sequence_length=length, **{**given, **changed})
+    except HFScaleError:  # an optimizer of the user's
+        return None
+
+
+def _batch(error: BaseException) -> Tensor | None:
+    """Return the token ids of a microbatch among the variables of a traceback, the innermost ones."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in frame.f_locals.values():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Mapping) and isinstance(ids := each.get("input_ids"), Tensor):
+                    return ids
+    return None

@@ -1,0 +1,228 @@
+"""Run the convolutions and scans of stock mixers segment by segment, with a state from one to the next.
+
+A segment is what one document has of one piece of a sequence. States begin as zeros where a document does, and go on
+from piece to piece, which a :class:`.rank_chain.RankChain` carries between ranks that each have some of the pieces::
+
+    row     [a a a b b b|b b c c c c]        rank 0 has the piece before the bar, rank 1 the other
+    scan     a: from 0                       y of [b b]: from the state that rank 0 sends
+             b: from 0, state --------------> c: from 0
+    conv     as if each document had zeros before its first token
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import pairwise
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.transformers.recurrences import (
+    CONVOLUTION,
+    SCANS,
+    Scan,
+    functions_replaced,
+    reads_by_functions,
+    without_states,
+)
+from ...errors import ConfigError
+from .rank_chain import RankChain
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Say where the tokens of a pass, ``[b, s, ...]``, are in their sequences, and where documents begin."""
+
+    pieces: tuple[Interval, ...]  # of the sequence: the tokens here, one piece after the other
+    # for each row, or once for all alike, the places in the sequence where a document begins; ``None``: nowhere
+    starts: tuple[tuple[int, ...], ...] | None = None
+    chain: RankChain | None = None  # ``None``: there is one piece, all of the sequence
+
+    def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
+        """Yield, for each row or all rows together, the segments of the piece at ``index``: first token, end (both
+        counted here), and whether it goes on from the piece before.
+        """
+        start, stop = self.pieces[index]
+        offset = sum(b - a for a, b in self.pieces[:index]) - start
+        for row, begins in enumerate(self.starts or ((),)):
+            inside = [place for place in begins if start <= place < stop]
+            ends = [start, *(place for place in inside if place > start), stop]
+            spans = ((a, b) for a, b in pairwise(ends) if a < b)
+            found = [(a + offset, b + offset, a not in inside) for a, b in spans]
+            yield (slice(row, row + 1) if len(self.starts or ()) > 1 else slice(None)), found
+
+    def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the convolution or the scan of this name, segment by segment."""
+        if name == CONVOLUTION:
+            return partial(_convolved, function, self)
+        return lambda *args, **kwargs: _scanned(_Call(function, SCANS[name], args, kwargs), self)
+
+
+def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return :attr:`Segments.starts` of the documents ``[b, s]``, counted in each row; waits for their device."""
+    rows: list[list[int]] = [[] for _ in documents]
+    for row, place in documents.diff(dim=-1).nonzero().tolist():
+        rows[row].append(place + 1)
+    found = tuple(map(tuple, rows))
+    return found[:1] if len(set(found)) == 1 else found
+
+
+class Replacing(Protocol):
+    """Replace the functions by which mixers read other tokens: :class:`Segments`."""
+
+    def replacement(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a mixer calls instead of the ``function`` of this name."""
+
+
+def keep_states_apart(model: nn.Module, segments: Callable[[], Replacing | None]) -> None:
+    """Let the mixers in a model that are known compute the :class:`Segments` of each pass; ``None``: as they are."""
+    for module in model.modules():
+        if reads_by_functions(module):
+            _wrap(module, segments)
+
+
+def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
+    own, kind = module.__dict__.get("forward"), type(module)
+    host: Any = kind.forward if own is None else getattr(own, "__func__", lambda _, *args, **kw: own(*args, **kw))
+
+    @wraps(host)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        known = None if torch.compiler.is_compiling() else segments()
+        if known is None:
+            return host(self, *args, **kwargs)
+        args, kwargs = without_states(args, kwargs)
+        with functions_replaced(kind, known.replacement):
+            return host(self, *args, **kwargs)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]  # which a deep copy binds to the copy
+
+
+def _convolved(
+    host: Callable[..., Any], segments: Segments, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Convolve each segment of ``x [b, d, s]`` with what is before it in its document."""
+    width = weight.shape[-1] - 1
+    tails = segments.chain.tails(x, width) if segments.chain is not None and width else []
+
+    def run(rows: slice, start: int, stop: int, tail: Tensor | None) -> tuple[Tensor, None]:
+        part = x[rows, :, start:stop]
+        if tail is None:
+            return host(part, weight, *args, **kwargs), None
+        return host(torch.cat((tail, part), -1), weight, *args, **kwargs)[..., width:], None
+
+    def before(index: int, _: Tensor | None) -> Tensor | None:
+        return tails[index] if tails else None
+
+    return tied(_by_segments(segments, x, -1, run, before, lambda *_: None), tails)
+
+
+class _Call:
+    """A call of a scan by a mixer, of which segments are computed."""
+
+    def __init__(self, host: Callable[..., Any], scan: Scan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.scan, self._host, self._kwargs = scan, host, dict(kwargs)
+        self._args = dict(zip(inspect.signature(host).parameters, args, strict=False))
+        self.given = {**self._args, **kwargs}
+
+    def run(self, rows: slice, start: int, stop: int, state: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        """Return the output of a segment, and its ``final`` state if asked for; ``state`` is that before it."""
+        scan = self.scan
+
+        def part(name: str, value: Any) -> Any:
+            if name not in scan.tokens or not isinstance(value, Tensor):
+                return value
+            return value[rows].narrow(scan.tokens[name], start, stop - start)
+
+        args, kwargs = ({n: part(n, value) for n, value in given.items()} for given in (self._args, self._kwargs))
+        more = {scan.initial: state, scan.final: final} if scan.initial else {scan.final: final}
+        result = self._host(*args.values(), **{**kwargs, **more})
+        y, after = result if isinstance(result, tuple) else (result, None)
+        if state is not None and scan.adds is not None:
+            read, kept = scan.adds({**args, **kwargs}, state)
+            y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+        return y, after
+
+
+def _scanned(call: _Call, segments: Segments) -> Any:
+    """Scan each segment from the state before it; a chain's other pieces wait for this one."""
+    x, dim = call.given[call.scan.output], call.scan.tokens[call.scan.output]
+    chain, ties = segments.chain, list[Tensor]()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    anchor = next((each for each in call.given.values() if isinstance(each, Tensor) and each.requires_grad), x)
+
+    def run(rows: slice, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y, after = call.run(rows, start, stop, state, final=chain is not None)
+        return y, None if after is None else after.to(wide)
+
+    def before(index: int, state: Tensor | None) -> Tensor | None:
+        if chain is None:
+            return None
+        zeros = x.new_zeros(call.scan.shape(call.given), dtype=wide) if state is None else state
+        ties.append(chain.receive(index, zeros, anchor))
+        return ties[-1]
+
+    def after(index: int, state: Tensor | None) -> None:
+        sent = chain.send(index, state) if chain is not None and state is not None else None
+        ties.extend([] if sent is None else [sent])
+
+    output = tied(_by_segments(segments, x, dim, run, before, after), ties)
+    return (output, None) if call.scan.pairs else output
+
+
+def _by_segments(
+    segments: Segments,
+    x: Tensor,
+    dim: int,
+    run: Callable[[slice, int, int, Tensor | None], tuple[Tensor, Tensor | None]],
+    before: Callable[[int, Tensor | None], Tensor | None],
+    after: Callable[[int, Tensor | None], None],
+) -> Tensor:
+    """Return the outputs of ``run`` for all segments along ``dim``; ``before`` and ``after`` take states of pieces."""
+    if x.shape[dim] != (length := sum(stop - start for start, stop in segments.pieces)):
+        raise ConfigError(
+            f"a recurrence is given {x.shape[dim]} tokens where this rank has {length}: use sequence_parallel=False"
+        )
+    state, pieces = None, list[Tensor]()
+    for index in range(len(segments.pieces)):
+        state = before(index, state)
+        rows, states = list[Tensor](), list[Tensor]()
+        for row, spans in segments.of_rows(index):
+            found, kept = list[Tensor](), None if state is None else state[row]
+            for start, stop, continues in spans:
+                y, kept = run(row, start, stop, kept if continues else None)
+                found.append(y)
+            rows += [_cat(found, dim)] if found else []
+            states += [] if kept is None else [kept]
+        pieces += [_cat(rows, 0)] if rows else []
+        state = _cat(states, 0) if states else None
+        after(index, state)
+    return _cat(pieces, dim)
+
+
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0], *[None] * ctx.others)
+
+
+def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return ``y`` so that its backward pass runs that of ``others``, too: what a rank exchanged and did not use has no
+    gradient, but others wait for it.
+    """
+    waited_for = [each for each in others if each.requires_grad]
+    found: Tensor = _Tied.apply(y, *waited_for) if waited_for else y
+    return found

@@ -1,0 +1,167 @@
+"""Rehearse failures: kill and stop the ranks of a recipe's run at random, and compare its end with an undisturbed run.
+
+torch's elastic agent (``torchrun --max-restarts``) starts the ranks again. What happens when is drawn from a seed; what
+the run does is read from its ``metrics.jsonl``, so nothing in it knows of the drill.
+"""
+
+import hashlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from ..config.parallel import ParallelConfig
+from ..plan.columns import aligned
+from .launch import prepare_launch
+from .read import read_recipe
+from .run_log import read_metrics
+from .schema import RecipeError
+
+KINDS = ("rank", "save", "load", "all", "stop")
+"""A rank is killed in a step, in a save, or while it starts again; all are killed; one is stopped for a while."""
+_STOPPED, _LOAD, _LOOK = 3.0, 8.0, 0.02  # seconds
+
+
+class Strike(NamedTuple):
+    """Hold what was done to a run after ``step``, how many steps were ``lost``, and the seconds from the last signal to
+    the end of the next step of the ranks that were started again.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    lost: int
+    seconds: float
+
+
+def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple[str, bool]:
+    """Run a recipe as ``NAME-drill-plain``, and again with ``kills`` strikes as ``NAME-drill``.
+
+    Returns:
+        a report, and whether both ended alike: weights bit for bit, and losses of all steps.
+
+    Raises:
+        RecipeError: a run failed by itself, or ended before all strikes.
+    """
+    recipe = read_recipe(source, overrides)
+    steps, every = recipe.training.steps, recipe.training.save_every or max(1, recipe.training.steps // 10)
+    if steps < 2 * kills:
+        raise RecipeError(f"{kills} kills need at least {2 * kills} steps, and training.steps={steps}: use more")
+    fixed = [*overrides, "training.log_every=1", f"training.save_every={every}", "training.resume=true"]
+    plain = _Run(source, [*fixed, f"name={recipe.name}-drill-plain"], kills)
+    undisturbed = plain.finish()
+    struck, chance, strikes = _Run(source, [*fixed, f"name={recipe.name}-drill"], kills), random.Random(seed), []
+    for number in range(kills):
+        due = 1 + int((number + chance.random()) * 0.9 * (steps - 1) / kills)
+        strikes.append(struck.strike(chance.choice(KINDS), due, chance))
+    disturbed = struck.finish()
+    wrong = [name for name, value in plain.end().items() if struck.end().get(name) != value]
+    return _report(strikes, undisturbed, disturbed, wrong), not wrong
+
+
+def _report(strikes: Sequence[Strike], undisturbed: float, disturbed: float, wrong: Sequence[str]) -> str:
+    rows = [("strike", "rank", "after step", "steps lost", "seconds to the next step")]
+    rows += [(s.kind, str(s.rank), str(s.step), str(s.lost), f"{s.seconds:.1f}") for s in strikes]
+    times, lost = [s.seconds for s in strikes if s.kind != "stop"] or [0.0], [s.lost for s in strikes]
+    end = f"the end differs in {', '.join(wrong)}" if wrong else "the end equals the undisturbed run's, bit for bit"
+    lines = [
+        *aligned(rows, left=(0,)),
+        f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
+        f"steps lost: median {median(lost):g}, at most {max(lost)}",
+        f"effective time: {undisturbed / disturbed:.1%} ({undisturbed:.0f} s undisturbed, {disturbed:.0f} s disturbed)",
+    ]
+    return "\n".join([*lines, end])
+
+
+class _Run:
+    """A run of a recipe under torch's elastic agent; ``finish`` and ``end`` say how long it took, and its results."""
+
+    def __init__(self, source: str, overrides: list[str], kills: int) -> None:
+        recipe = read_recipe(source, overrides)
+        self._directory, self._metrics = recipe.directory, recipe.metrics
+        self._ranks = ParallelConfig(**recipe.parallel).total_size
+        prepare_launch(self._ranks)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        agent = ["torch.distributed.run", "--standalone", "--max-restarts", str(2 * kills)]
+        line = [*agent, "--nproc-per-node", str(self._ranks), "-m", "hfscale", "train", source, *overrides]
+        self._begun = time.monotonic()
+        with (self._directory / "drill.log").open("w") as log:
+            self._agent = subprocess.Popen([sys.executable, "-m", *line], stdout=log, stderr=log)
+
+    def finish(self) -> float:
+        if code := self._agent.wait():
+            raise RecipeError(f"the run ended with exit code {code}: {self._directory}/drill.log says why")
+        return time.monotonic() - self._begun
+
+    def end(self) -> dict[str, Any]:
+        files = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*.safetensors")}
+        weights = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        found: dict[str, Any] = {name: digest for name, digest in weights.items() if not name.startswith("state")}
+        training, evaluation = read_metrics(self._metrics)
+        found["losses"] = [(line["step"], line["loss"], line["grad_norm"]) for line in training]
+        return found | {"validation": [(line["step"], line["validation_loss"]) for line in evaluation]}
+
+    def strike(self, kind: str, due: int, chance: random.Random) -> Strike:
+        """Wait for step ``due``, strike, and wait until the ranks have done a step again."""
+        self._wait(lambda: self._step() >= due)
+        if kind == "save":
+            self._wait(lambda: any((self._directory / "state" / ".incomplete").glob("*")))
+        time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
+        rank = chance.randrange(self._ranks)
+        step = resumed = self._step()
+        if kind == "stop":
+            process = self._pids()[rank]
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(_STOPPED)
+            os.kill(process, signal.SIGCONT)
+            begun = time.monotonic()
+        else:
+            begun = self._kill(range(self._ranks) if kind == "all" else [rank])
+            if kind == "load":
+                time.sleep(chance.uniform(0, _LOAD))
+                begun = self._kill([rank])
+            step, written = self._step(), self._metrics.stat().st_mtime_ns
+            self._wait(
+                lambda: self._metrics.stat().st_mtime_ns != written
+            )  # steps behind the last save have been taken out
+            resumed = self._step()
+        self._wait(lambda: self._step() > resumed)
+        return Strike(kind, rank, step, max(step - resumed, 0), time.monotonic() - begun)
+
+    def _kill(self, ranks: Iterable[int]) -> float:
+        """Kill ranks; return when, once all have been started again."""
+        before, begun = self._pids(), time.monotonic()
+        for rank in ranks:
+            os.kill(before[rank], signal.SIGKILL)
+        self._wait(lambda: len(now := self._pids()) == self._ranks and not {*now.values()} & {*before.values()})
+        return begun
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        while not come():
+            if self._agent.poll() is not None:
+                raise RecipeError(f"the run ended before all strikes: {self._directory}/drill.log says why")
+            time.sleep(_LOOK)
+
+    def _step(self) -> int:
+        logged = re.findall(r'"step": (\d+), "loss"', self._metrics.read_text()) if self._metrics.exists() else []
+        return int(logged[-1]) if logged else 0
+
+    def _pids(self) -> dict[int, int]:
+        """Return the process of each rank: children of the agent."""
+        found = {}
+        for path in Path(f"/proc/{self._agent.pid}/task").glob("*/children"):
+            for child in path.read_text().split():
+                with suppress(OSError, KeyError):  # it has ended, or is no rank
+                    text = Path(f"/proc/{child}/environ").read_text()
+                    found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = int(child)
+        return found

@@ -1,0 +1,135 @@
+"""Train as a recipe says on what the model generates: TRL's GRPOTrainer with rewards, or its DistillationTrainer."""
+
+import importlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datasets import Dataset
+from omegaconf import OmegaConf
+
+import hfscale
+
+from .batch_sizes import per_rank
+from .chat import set_chat_template
+from .checks import made_of
+from .corpus import Document, read
+from .main_process import on_main
+from .results import write_weights
+from .run_log import plot_number, read_metrics
+from .schema import DataRecipe, FinetuneRecipe, RecipeError
+from .trainer import arguments_of, callbacks_of, optimizer_of, train_to_the_end
+
+Reward = Callable[..., list[float]]
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """Reward with 1 what is the expected answer, but for spaces around it."""
+    pairs = zip(map(_text, completions), answer, strict=True)
+    return [float(said.strip() == wanted.strip()) for said, wanted in pairs]
+
+
+def f1(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """Reward the words that are in the expected answer too: F1 of SQuAD (Rajpurkar et al. 2016, section 6)."""
+    rewards = []
+    for said, wanted in zip((_text(each).split() for each in completions), map(str.split, answer), strict=True):
+        common = (Counter(said) & Counter(wanted)).total()
+        rewards.append(2 * common / (len(said) + len(wanted)) if common else 0.0)
+    return rewards
+
+
+REWARDS: dict[str, Reward] = {"exact_match": exact_match, "f1": f1}
+
+
+def reward_of(name: str) -> Reward:
+    """Return a built-in reward function, or ``module:function``, of an installed module or one in this directory."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(
+            f"rewards: {name!r} is neither {' nor '.join(REWARDS)}, nor a function that can be imported ({error}): "
+            "write module:function"
+        ) from error
+    return found
+
+
+def train_on_generations(
+    model: Any, tokenizer: Any, recipe: FinetuneRecipe, layout: hfscale.ParallelConfig, given: dict[str, Any]
+) -> None:
+    """Train, and write the weights and a plot; call it on every rank. ``given``: a teacher, for the trainer."""
+    from .. import trl as trainers
+
+    kind = "GRPO" if recipe.rewards else "Distillation"
+    trainer_class = getattr(trainers, f"{kind}Trainer")
+    config_class = getattr(importlib.import_module("trl"), f"{kind}Config")
+    training, world = recipe.training, hfscale.batch_world(model)
+    microbatches, size = per_rank(training.batch_size, world, training.microbatch_size)
+    fixed = arguments_of(recipe, model, microbatches, size)
+    fixed |= {"eval_strategy": "no", "gradient_checkpointing": training.gradient_checkpointing}
+    if recipe.distils:
+        fixed |= {"beta": recipe.teacher.beta, "temperature": recipe.teacher.temperature}
+    else:
+        given = {"reward_funcs": [reward_of(name) for name in recipe.rewards]}
+    trainer = trainer_class(
+        model=model,
+        args=made_of("trl", config_class, recipe.trl, fixed),
+        train_dataset=prompts_of(recipe.data, tokenizer),
+        processing_class=tokenizer,
+        optimizers=(optimizer_of(recipe, model), None),
+        callbacks=callbacks_of(recipe),
+        **given,
+    )
+    train_to_the_end(trainer, recipe)
+    write_weights(trainer.model, recipe)
+    on_main(lambda: _describe(tokenizer, recipe, layout))
+
+
+def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:
+    """Return the rows of ``prompt`` to train on, with the expected ``answer`` where the data has one."""
+    documents, _ = read(data)
+    messages = data.format == "chat" or not isinstance(documents[0].columns.get(data.prompt_column, ""), str)
+    if messages or data.chat_template is not None:
+        set_chat_template(tokenizer, data)
+    return Dataset.from_list([_row(data, each) for each in documents])
+
+
+def _row(data: DataRecipe, document: Document) -> dict[str, Any]:
+    columns = document.columns
+    if data.format == "prompts":
+        others = {name: value for name, value in columns.items() if name != data.prompt_column}
+        return {"prompt": columns[data.prompt_column], **others}
+    if data.format == "completion":
+        return {"prompt": columns[data.prompt_column], "answer": columns[data.completion_column]}
+    *before, last = columns[data.messages_column]
+    if not before or last["role"] != "assistant":
+        raise RecipeError(f"{document.name} must end with an answer of the assistant: use data.format=prompts")
+    return {"prompt": before, "answer": last["content"]}
+
+
+def _text(completion: Any) -> str:
+    """Return what a completion says; conversations have it as their last message."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _describe(tokenizer: Any, recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
+    """Write tokenizer, recipe and plot, and print what was reached."""
+    directory, name = recipe.directory, "reward" if recipe.rewards else "loss"
+    OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
+    places = ["adapter"] * bool(recipe.adapter) + ["checkpoint"] * (not recipe.adapter or bool(recipe.merge))
+    for place in places:
+        tokenizer.save_pretrained(directory / place)
+    records, title = read_metrics(recipe.metrics)[0], f"{recipe.name} ({layout.describe_schedule()})"
+    plot_number(records, name, directory / f"{name}.png", title)
+    first, last = records[0], records[-1]
+    print(
+        f"\n{title}: {name} {first[name]:.4f} at step {first['step']}, {last[name]:.4f} at step {last['step']}\n"
+        f"  {', '.join(str(directory / place) for place in places)}, {recipe.metrics}, {directory / name}.png",
+        flush=True,
+    )

@@ -1,0 +1,115 @@
+"""Name a rank that the others wait for: how long each one works on a step of its own, and how long it waits.
+
+Ranks end a step together, so its time does not tell who is slow. When each rank comes to a collective does, and torch's
+flight recorder notes it (pipelines' sends and receives: :func:`..distributed.ops.collectives.waiting`). At the end of a
+window ranks exchange these times. A rank's wait in a collective lasts until the last one comes; the rest of the step is
+its own. Medians over steps are compared, so one long step (a save, a breakpoint) names nobody. On GPUs the times are
+the host's: a rank whose GPU alone is slow is not found.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from .._compat.torch_gloo import Call, recorded_calls
+from ..distributed.ops.collectives import past_waits
+from .runtime import Part, Runtime
+from .runtime.batches import Microbatch
+
+_log = logging.getLogger(__name__)
+_FIRST, _LEAST, _MOST = 12, 20, 10_000  # steps of the first window, and of any other
+_COMPARED = 200  # steps at the end of a window, as far as torch's recorder goes back (2,000 collectives)
+_SECONDS = 60.0  # that a window lasts, within these bounds
+_SLOW, _SHARE = 1.3, 0.05  # a rank is named from so many times the median on, and such a share of a step waited for it
+_CALLS = 64_000  # times that are exchanged, over all ranks
+
+Span = tuple[float, float]
+Told = tuple[list[float], list[Call], list[Span]]
+"""What a rank tells at the end of a window, in seconds before it: its steps' starts, its collectives, its receives."""
+
+
+class StepTimes(Part):
+    """Measure training steps, and compare them between ranks at the end of each window."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._length = _FIRST
+        self._found: dict[str, float] = {}
+
+    def is_needed(self, runtime: Runtime) -> bool:
+        """Return whether there are several ranks."""
+        return runtime.mesh.layout.total_size > 1
+
+    @contextmanager
+    def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
+        """Note when a step starts; after the last of a window, compare."""
+        if train:
+            self._starts.append(time.time())
+        if len(self._starts) > self._length:
+            self._compare(runtime)
+        yield
+
+    def metrics(self, runtime: Runtime) -> Mapping[str, float]:
+        """Return the seconds of a step in the last window, and those that each rank worked and waited."""
+        return self._found
+
+    def _compare(self, runtime: Runtime) -> None:
+        mesh, starts = runtime.mesh, self._starts[-_COMPARED:]
+        mesh.largest(0)  # which ends on all ranks at once: clocks of machines differ
+        now, most = time.time(), _CALLS // mesh.layout.total_size
+        calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][-most:]
+        waits = [(begin - now, end - now) for begin, end in past_waits() if begin >= starts[0]]
+        told = ([start - now for start in starts], calls, waits)
+        found = compared(mesh.all_gather_object(told))
+        self._starts, self._length = starts[-1:], _MOST  # where nothing was recorded
+        if found:
+            self._found = dict(found)
+            self._length = int(min(max(_SECONDS / found["step_seconds"], _LEAST), _MOST))
+            if mesh.rank == 0 and (words := in_a_line(found)):
+                _log.warning("%s", words)
+
+
+def compared(every: Sequence[Told]) -> dict[str, float]:
+    """Return medians over steps: their seconds, and those that each rank worked; empty where nothing was recorded."""
+    last: dict[Any, float] = {}
+    for _, calls, _ in every:
+        for key, at in calls:
+            last[key] = max(at, last.get(key, at))
+    count = min(len(starts) for starts, *_ in every)
+    begin = max(min((at for _, at in calls), default=0.0) for _, calls, _ in every)
+    seconds, works = list[float](), list[float]()
+    for starts, calls, receives in every:
+        spans = sorted([*((at, last[key]) for key, at in calls), *receives])
+        steps = [(a, b) for a, b in zip(starts[-count:], starts[-count + 1 :], strict=False) if a >= begin]
+        if not steps or not spans:
+            return {}
+        seconds.append(median(b - a for a, b in steps))
+        works.append(median(b - a - _covered(spans, a, b) for a, b in steps))
+    return {"step_seconds": median(seconds), **{f"work_seconds/rank_{rank}": each for rank, each in enumerate(works)}}
+
+
+def _covered(spans: Iterable[Span], begin: float, end: float) -> float:
+    """Return how much of an interval is covered by ``spans``, sorted, which may overlap."""
+    total, done = 0.0, begin
+    for start, stop in spans:
+        start, stop = max(start, done), min(stop, end)
+        if stop > start:
+            total, done = total + stop - start, stop
+    return total
+
+
+def in_a_line(found: Mapping[str, float]) -> str:
+    """Return which rank is slow, in words; empty if none is."""
+    works = {int(name.rpartition("_")[2]): seconds for name, seconds in found.items() if "/rank_" in name}
+    slow, step = max(works, key=works.__getitem__), found["step_seconds"]
+    others = median(seconds for rank, seconds in works.items() if rank != slow)
+    waited = works[slow] - others
+    if works[slow] < _SLOW * others or waited < _SHARE * step:
+        return ""
+    return (
+        f"rank {slow} works {works[slow]:.3g} s on a step, {works[slow] / max(others, 1e-9):.1f}x the median of the "
+        f"others, who wait {waited:.2g} s of {step:.3g} s for it"
+    )
