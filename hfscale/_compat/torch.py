@@ -124,11 +124,6 @@ def forget_composed(module: nn.Module) -> None:
     composable._module_state_mapping.pop(module, None)
 
 
-def has_gradient_hook(tensor: Tensor) -> bool:
-    """Return whether a hook runs when the gradient of ``tensor`` is computed or accumulated."""
-    return has_backward_hook(tensor) or has_accumulation_hook(tensor)
-
-
 def has_backward_hook(tensor: Tensor) -> bool:
     """Return whether a hook runs when the gradient of ``tensor`` is computed."""
     return bool(tensor._backward_hooks)
