@@ -138,12 +138,9 @@ def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
 
 
 def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
-    """Return the parameter of experts that ``wrapper`` adds to, and their number; ``None`` and 0 around a full module."""
-    return (
-        (wrapper.parameter_name, int(getattr(wrapper, "num_experts", 0)))
-        if hasattr(wrapper, "parameter_name")
-        else (None, 0)
-    )
+    """Return the parameter of experts that ``wrapper`` adds to, and their number; ``None`` and 0 for a full module."""
+    name = getattr(wrapper, "parameter_name", None)
+    return name, 0 if name is None else int(getattr(wrapper, "num_experts", 0))
 
 
 def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, float]]:
