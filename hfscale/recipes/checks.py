@@ -96,7 +96,7 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             "leave out data.packing"
         )
     cannot_write = data.format in ("pairs", "classes")
-    if data.samples and (cannot_write or hfscale.ParallelConfig(**recipe.parallel).is_pipelined):
+    if data.samples and (cannot_write or hfscale.ParallelConfig(**recipe.parallel).pp > 1):
         raise RecipeError(
             f"data.samples={data.samples} needs a model that generates text, and a layout without stages: set "
             "data.samples=0"

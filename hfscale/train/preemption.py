@@ -48,7 +48,12 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     """
     mesh = runtime_of(model).mesh
     check_number("patience", patience, above=0)
-    listener = _listening(patience)
+    if not _listener:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("preempted must first be called in the main thread, which alone can handle signals")
+        _listener.append(_Listener(patience))
+    listener = _listener[0]
+    listener.patience = patience
     told = bool(mesh.largest(int(listener.told))[0])
     if told:
         listener.answered.set()
@@ -108,15 +113,6 @@ class _Listener:
 
 
 _listener: list[_Listener] = []
-
-
-def _listening(patience: float) -> _Listener:
-    if not _listener:
-        if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("preempted must first be called in the main thread, which alone can handle signals")
-        _listener.append(_Listener(patience))
-    _listener[0].patience = patience
-    return _listener[0]
 
 
 def stop_listening() -> None:

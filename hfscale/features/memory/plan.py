@@ -143,7 +143,7 @@ def _refuse_other_attention(draft: Draft) -> None:
     """Report ``cp_size``, and models whose attention selective recomputation cannot find."""
     if draft.layout.cp > 1:
         draft.problem(
-            f"recompute='selective' with {draft.layout.cp_in_words}: attention over sharded sequences keeps no scores "
+            f"recompute='selective' with cp_size={draft.layout.cp}: attention over sharded sequences keeps no scores "
             "that could be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
