@@ -27,7 +27,7 @@ from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.cost.tools.simulated_rank import run_spec
 from hfscale.distributed.ops.head_cross_entropy import rows_per_chunk
 from hfscale.features.memory import kept_activations
-from hfscale.features.memory.compressed import Here, OnHost, Stored
+from hfscale.features.memory.compressed import OnHost, Stored
 from hfscale.features.memory.kept_activations import KeptActivations
 from hfscale.features.memory.recomputation import Recomputation
 from hfscale.features.memory.saved import SavedBytes, count_saved
@@ -300,7 +300,7 @@ def counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> I
     def counted(values: int, tensor: torch.Tensor, stays_exact: bool) -> Stored:
         found = store(values, tensor, stays_exact)
         key = id(found) if found is not None else tensor.untyped_storage().data_ptr()
-        found = found or Here(tensor)
+        found = found or Stored(tensor)
         add(key, found.size, 1)
         weakref.finalize(found, add, key, found.size, -1)
         return found

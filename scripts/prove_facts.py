@@ -34,11 +34,12 @@ from transformers.models.auto.modeling_auto import (
 
 import hfscale
 from hfscale.models.clone import tiny_clone
-from hfscale.models.facts import TABLE, Facts, digest, proved_anew
+from hfscale.models.facts import TABLE, Facts, digest
 from hfscale.train.guards.packed_rows import check_packed_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.families import config_of
+from tests.proved_anew import proved_anew
 
 STAGE_LAYERS = 4
 _LONG = 10**9  # tokens: no config names a length that is longer

@@ -137,14 +137,10 @@ def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
     embedding._embed = look_up  # type: ignore[assignment]
 
 
-def adapted_parameter(wrapper: nn.Module) -> str | None:
-    """Return the parameter of a module of experts that ``wrapper`` adds to; ``None`` if it wraps a full module."""
-    return getattr(wrapper, "parameter_name", None)
-
-
-def experts_adapted(wrapper: nn.Module) -> int:
-    """Return the number of experts whose factors such a wrapper holds."""
-    return int(getattr(wrapper, "num_experts", 0)) if hasattr(wrapper, "parameter_name") else 0
+def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
+    """Return the parameter of experts that ``wrapper`` adds to, and their number; ``None`` and 0 for a full module."""
+    name = getattr(wrapper, "parameter_name", None)
+    return name, 0 if name is None else int(getattr(wrapper, "num_experts", 0))
 
 
 def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, float]]:

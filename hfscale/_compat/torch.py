@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -124,11 +124,6 @@ def forget_composed(module: nn.Module) -> None:
     composable._module_state_mapping.pop(module, None)
 
 
-def has_gradient_hook(tensor: Tensor) -> bool:
-    """Return whether a hook runs when the gradient of ``tensor`` is computed or accumulated."""
-    return has_backward_hook(tensor) or has_accumulation_hook(tensor)
-
-
 def has_backward_hook(tensor: Tensor) -> bool:
     """Return whether a hook runs when the gradient of ``tensor`` is computed."""
     return bool(tensor._backward_hooks)
@@ -139,9 +134,8 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view of another."""
-    return bool(tensor._is_view())
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Return whether autograd treats a tensor as a view of another."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -187,10 +181,8 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)] if places else []
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a tensor is a view of; ``None`` if it is no view."""
-    return tensor._base
-
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""Return the tensor that a tensor is a view of; ``None`` if it is no view."""
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the current backward pass on this thread, or -1."""

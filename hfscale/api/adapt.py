@@ -144,21 +144,16 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
     model.eval()
     try:
         if runtime.plan.stages is not None:
-            rows = ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)
+            batch = {"input_ids": ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)}
             if runtime.plan.feature(OwnLossPlan) is not None:  # its labels are not tokens
-                _, outputs = eval_step(model, {"input_ids": rows}, _no_loss, return_outputs=True)
-                return "logits", outputs.logits.double().cpu()
-            return "loss", eval_step(model, {"input_ids": rows, "labels": rows}).detach().clone()
+                _, found = eval_step(model, batch, lambda out, _: (0.0 * out.logits.sum(), 1.0), return_outputs=True)
+                return "logits", found.logits.double().cpu()
+            return "loss", eval_step(model, {**batch, "labels": batch["input_ids"]}).detach().clone()
         output = model(input_ids=ids)
         answer = getattr(output, "logits", None)
         return "logits", (output[0] if answer is None else answer).detach().double().cpu()
     finally:
         model.train(training)
-
-
-def _no_loss(outputs: Any, _: Any) -> tuple[Tensor, float]:
-    """Return a zero loss, for a pass of which only the outputs are used."""
-    return 0.0 * outputs.logits.sum(), 1.0
 
 
 def coverage_report(model: nn.Module) -> str:

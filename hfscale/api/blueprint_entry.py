@@ -22,7 +22,13 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
     family, blueprint, inference = _found(model, inferred)
     lines = [f"blueprint of {family}: {blueprint.source}"]
     if inference is not None:
-        lines += _evidence(inference)
+        proof = inference.proof
+        lines += [
+            f"  output    {proof.output:9.1e}  two tensor ranks against the untouched clone, float64, relative",
+            f"  gradients {proof.gradient:9.1e}  the worst of all: {proof.parameter}",
+            f"  proved below {TOLERANCE:g}; attention: {', '.join(inference.attention) or 'kept whole'}",
+            *(f"  kept whole: {what}" for what in inference.whole),
+        ]
     elif blueprint.source == OWN_TABLE:
         lines.append("(it has an entry already: --infer derives one from the model itself)")
     return "\n".join([*lines, "", as_python(family, blueprint)])
@@ -40,16 +46,6 @@ def _found(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None
     """Return a model's family, its blueprint, and its inference if the blueprint was inferred."""
     found = infer(model).blueprint if inferred else find_blueprint(model)
     return model.config.model_type, found, infer(model) if found.source.startswith(INFERRED) else None
-
-
-def _evidence(inference: Inference) -> list[str]:
-    proof = inference.proof
-    return [
-        f"  output    {proof.output:9.1e}  two tensor ranks against the untouched clone, float64, relative",
-        f"  gradients {proof.gradient:9.1e}  the worst of all: {proof.parameter}",
-        f"  proved below {TOLERANCE:g}; attention: {', '.join(inference.attention) or 'kept whole'}",
-        *(f"  kept whole: {what}" for what in inference.whole),
-    ]
 
 
 def _block(block: Block) -> str:

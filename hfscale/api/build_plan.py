@@ -8,7 +8,6 @@ from ..checkpoint.stored_forms.scheme import description, why_not_read
 from ..config.options import NO_OPTIONS, Options
 from ..config.parallel import ParallelConfig
 from ..errors import PlanError
-from ..models.blueprint import Blueprint
 from ..models.names import wild_name
 from ..parallel.experts.plan import expert_cuts
 from ..plan.cut import Cut
@@ -28,8 +27,18 @@ def build_plan(
     the stages, in a schedule from a file. Raise :class:`PlanError` with all problems of the layout, and what is valid.
     """
     draft = Draft(model, layout, ranks, options)
-    _refuse_unavailable(draft)
-    draft.blueprint = _blueprint(draft)
+    quantized = description(draft.config)
+    if quantized is not None:
+        draft.problem(
+            why_not_read(quantized)
+            or f"it is quantized ({quantized['quant_method']}) already, in memory: load the checkpoint with "
+            "hfscale.from_pretrained, which reads plain values from it"
+        )
+    try:
+        draft.blueprint = find_blueprint(draft.model, may_infer=draft.tp > 1)
+    except PlanError as error:  # without tensor ranks none is needed
+        if draft.tp > 1:
+            draft.problem(str(error))
     layers = find_layers(draft, draft.blueprint)
     draft.layers = [*(name for name in layers if not name.startswith(tuple(draft.predictors))), *draft.predictors]
     for plan_part in PLAN_PARTS:
@@ -46,25 +55,6 @@ def _finished(draft: Draft) -> Plan:
     decided = {name: tuple(value) if isinstance(value, list) else value for name, value in decided.items()}
     source = draft.blueprint.source if draft.blueprint and draft.blocks else ""
     return Plan(**{**decided, "family": draft.config.model_type, "parameters": _parameters(draft), "source": source})
-
-
-def _refuse_unavailable(draft: Draft) -> None:
-    quantized = description(draft.config)
-    if quantized is not None:
-        draft.problem(
-            why_not_read(quantized)
-            or f"it is quantized ({quantized['quant_method']}) already, in memory: load the checkpoint with "
-            "hfscale.from_pretrained, which reads plain values from it"
-        )
-
-
-def _blueprint(draft: Draft) -> Blueprint | None:
-    try:
-        return find_blueprint(draft.model, may_infer=draft.tp > 1)
-    except PlanError as error:
-        if draft.tp > 1:
-            draft.problem(str(error))
-        return None
 
 
 def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:

@@ -49,10 +49,12 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
             stored |= _per_expert(a, b, pair[LORA_A].experts, pieces)
             rank = len(a) // pair[LORA_A].experts
             _note(settings, rank, pieces)
-            for other in _not_adapted(parameter, contents, factors):
-                beside = _pieces(as_stored, other, contents[other])
-                stored |= _zeros(rank, contents[other], beside)
-                _note(settings, rank, beside)
+            module = parameter.rpartition(".")[0]
+            for other, weight in contents.items():  # engines want all projections of an expert adapted, or none
+                if other.rpartition(".")[0] == module and weight.ndim == 3 and other not in factors:
+                    beside = _pieces(as_stored, other, weight)
+                    stored |= _zeros(rank, weight, beside)
+                    _note(settings, rank, beside)
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
         (staging.path / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -87,15 +89,8 @@ def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int,
     return found
 
 
-def _not_adapted(parameter: str, contents: dict[str, Tensor], adapted: Collection[str]) -> list[str]:
-    """Return the other stacked weights of the experts whose ``parameter`` is adapted, as far as they are not."""
-    module = parameter.rpartition(".")[0]
-    beside = (name for name, weight in contents.items() if name.rpartition(".")[0] == module and weight.ndim == 3)
-    return [name for name in beside if name not in adapted]
-
-
 def _zeros(rank: int, weight: Tensor, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Return factors of no effect: engines want all projections of an expert adapted, or none."""
+    """Return factors of no effect."""
     experts, rows, columns = weight.shape
     return _per_expert(torch.zeros(experts * rank, columns), torch.zeros(rows, rank * experts), experts, pieces)
 

@@ -46,11 +46,8 @@ def convert_state(
     state's index. A state may lack weights: those in 4 or 8 bits are in the checkpoint that the model was loaded from.
 
     The bytes are those that :func:`hfscale.save_pretrained` would have written. Memory holds one tensor at a time, and
-    its conversion to the checkpoint's format.
-
-    Args:
-        source: directory of the state, or of several states.
-        as_stored: quantize weights again in the form of the checkpoint that the model was loaded from.
+    its conversion to the checkpoint's format. The directory ``source`` is of a state, or of several; ``as_stored``
+    quantizes weights again in the form of the checkpoint that the model was loaded from.
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):

@@ -28,7 +28,7 @@ from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
-from ..plan import ParameterPlan, Plan
+from ..plan import Plan
 from ..plan.feature_plans import PredictionPlan
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights
@@ -149,7 +149,11 @@ class _Loader:
             if planned_target is None or targets[key].converter:
                 shown[key] = tensor
                 continue
-            _check_shape(key, tensor.shape, planned_target)
+            if tensor.shape != planned_target.shape:
+                raise CheckpointError(
+                    f"the checkpoint's {key} has the shape {tensor.shape} and the model's {planned_target.name} "
+                    f"{planned_target.shape}: load it with the config it was saved with"
+                )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
             if first != key:  # a tied tensor, stored under several names
@@ -264,14 +268,6 @@ def load_pretrained(
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     """Return the ``device_map`` of this rank's device, where transformers otherwise stages, or quantizes, elsewhere."""
     return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
-
-
-def _check_shape(key: str, shape: tuple[int, ...], planned: ParameterPlan) -> None:
-    if shape != planned.shape:
-        raise CheckpointError(
-            f"the checkpoint's {key} has the shape {shape} and the model's {planned.name} {planned.shape}: load it "
-            "with the config it was saved with"
-        )
 
 
 def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: str) -> None:

@@ -42,13 +42,8 @@ class Overwrite:
 
 
 class _StandIns(TorchDispatchMode):
-    """A dispatch mode that puts placeholders without memory in place of a model's parameters.
-
-    While modules are initialized, operations that would write into placeholders, or views of them, are skipped.
-
-    Args:
-        shapes: of full parameters; by default those of the model.
-        real: names of parameters that get real memory, full of ``fill``, and can be written.
+    """Put placeholders without memory, of full ``shapes``, in place of a model's parameters, and skip operations that
+    would write into them while modules are initialized; ``real`` parameters get memory instead, full of ``fill``.
     """
 
     def __init__(

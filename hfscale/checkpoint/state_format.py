@@ -60,9 +60,11 @@ class StateIndex:
     @classmethod
     def of(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
         """Return an index of a layout, without contents."""
+        numbers = {name: number for number, name in enumerate(plan.layers)}
+        ranks = [plan.stages.of_rank(rank) for rank in range(layout.pp)] if plan.stages else []
         return cls(
             {axis: layout.size(axis) for axis in _SIZES},
-            _layers_by_rank(layout, plan),
+            [", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in stages) for stages in ranks],
             [_axes(layout, experts) for experts in (False, True)],
             batch_world=layout.batch_world,
         )
@@ -139,17 +141,6 @@ def _axes(layout: ParallelConfig, experts: bool) -> list[tuple[str, int]]:
     if experts and layout.ep > 1:
         return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
     return [(axis, layout.size(axis)) for axis in MESH_AXES]
-
-
-def _layers_by_rank(layout: ParallelConfig, plan: Plan) -> list[str]:
-    """Return the layers of each pipeline rank, in words."""
-    if plan.stages is None:
-        return []
-    numbers = {name: number for number, name in enumerate(plan.layers)}
-    return [
-        ", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in plan.stages.of_rank(rank))
-        for rank in range(layout.pp)
-    ]
 
 
 def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:

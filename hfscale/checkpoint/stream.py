@@ -201,8 +201,14 @@ class _Stored:
         self._contents = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
         if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)
+            # On every rank alike, before anything is sent.
             for name in filter(self._encoder.wants, self._contents):
-                self._refuse_parts_of_blocks(AsStored(self._model, {name: self._contents[name]}).layout)
+                for key, tensor in AsStored(self._model, {name: self._contents[name]}).layout.items():
+                    if len(self._encoder.made_of(key, tensor)) == 1:
+                        raise ConfigError(
+                            f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: "
+                            "choose another size, or name its module in modules_to_not_convert"
+                        )
         conversions = getattr(self._model, "_weight_conversions", None)
         like = [(e.name, e.shape, e.dtype) for e in entries], None if conversions is None else id(conversions)
         known = runtime.stored_layout
@@ -229,15 +235,6 @@ class _Stored:
         if self._encoder is not None and self._encoder.wants(name):
             return self._encoder.made_of(key, tensor)
         return self._again.made_of(key, tensor)
-
-    def _refuse_parts_of_blocks(self, layout: dict[str, Tensor]) -> None:
-        """Refuse weights with partial blocks, on every rank alike, before anything is sent."""
-        for key, tensor in layout.items():
-            if self._encoder is not None and len(self._encoder.made_of(key, tensor)) == 1:
-                raise ConfigError(
-                    f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: choose "
-                    "another size, or name its module in modules_to_not_convert"
-                )
 
 
 def _full(

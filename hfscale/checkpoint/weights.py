@@ -26,16 +26,13 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     runtime = runtime_of(model)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         finish_move(directory)
-        shares = _adapter(runtime, str(directory)) if runtime.plan.adapters else _shares(runtime, str(directory))
+        if (adapters := runtime.part(Adapters)) is not None:
+            shares = load_adapter(str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh)
+        else:
+            shares = _shares(runtime, str(directory))
     for planned, parameter in runtime.parameters():
         if planned.name in shares:
             local_tensor(parameter).copy_(shares[planned.name])
-
-
-def _adapter(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
-    adapters = runtime.part(Adapters)
-    assert adapters is not None
-    return load_adapter(directory, adapters.whole, adapters.name, runtime.plan, runtime.mesh)
 
 
 def _shares(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:

@@ -11,13 +11,9 @@ from ..errors import refuse_misspelt
 
 
 def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = "") -> Any:
-    """Declare a field that is ``None`` until the environment or its default fills it.
-
-    Args:
-        default: its value where nothing else is given.
-        choices: the names that it takes.
-        flag: its name on the command line; by default the field's own, without ``_size``.
-        needs: the axis without which it has no meaning.
+    """Declare a field that is ``None`` until the environment or its ``default`` fills it. It takes the names
+    ``choices``, is called ``flag`` on the command line (by default its own name, without ``_size``), and has no meaning
+    without the axis that it ``needs``.
     """
     return field(default=None, metadata={"default": default, "choices": choices, "flag": flag, "needs": needs})
 

@@ -67,7 +67,12 @@ class MemoryConfig(Spelled):
 
     def __post_init__(self) -> None:
         self._check_recompute()
-        self._check_switches()
+        for name in ("offload_optimizer", "offload_parameters"):
+            check_switch(name, getattr(self, name))
+        for name in ("offload_activations", "compress_activations"):
+            size = getattr(self, name)
+            if not isinstance(size, bool) and (not isinstance(size, str) or not byte_count(size)):
+                raise ConfigError(f"{name}={size!r} is invalid: use True, False, or a size like '1MiB'")
         given, kept = self.recompute, _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True)
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
@@ -88,14 +93,6 @@ class MemoryConfig(Spelled):
             raise ConfigError(
                 f"tokens={self.tokens} needs a memory budget, and recompute={given!r} is not one: leave it out"
             )
-
-    def _check_switches(self) -> None:
-        for name in ("offload_optimizer", "offload_parameters"):
-            check_switch(name, getattr(self, name))
-        for name in ("offload_activations", "compress_activations"):
-            given = getattr(self, name)
-            if not isinstance(given, bool) and (not isinstance(given, str) or not byte_count(given)):
-                raise ConfigError(f"{name}={given!r} is invalid: use True, False, or a size like '1MiB'")
 
     def _check_recompute(self) -> None:
         given = self.recompute

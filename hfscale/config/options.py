@@ -45,7 +45,10 @@ class Options:
         if not isinstance(self.mixed_precision, str) or self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
         self._check_loss_scaling()
-        self._check_float8()
+        if self.float8 is not None and not isinstance(self.float8, Float8Config):
+            raise ConfigError(f"float8 must be a hfscale.Float8Config, got {self.float8!r}")
+        if self.float8 is not None and self.mixed_precision != "fp8":
+            raise ConfigError(f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out")
         self._check_liger()
         if self.mtp_loss_weight is not None:
             check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
@@ -71,12 +74,6 @@ class Options:
     def products(self) -> Float8Config | None:
         """The options of 8-bit products of weights; ``None`` if there are none."""
         return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
-
-    def _check_float8(self) -> None:
-        if self.float8 is not None and not isinstance(self.float8, Float8Config):
-            raise ConfigError(f"float8 must be a hfscale.Float8Config, got {self.float8!r}")
-        if self.float8 is not None and self.mixed_precision != "fp8":
-            raise ConfigError(f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out")
 
     def _check_liger(self) -> None:
         given = self.use_liger_kernel

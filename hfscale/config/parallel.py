@@ -68,8 +68,10 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         value = self._given(each.name)
         if value is None:
             return each.default
-        if each.kind is bool:
-            return _boolean(each.name, value)
+        if each.kind is bool and not isinstance(value, bool):
+            if str(value).lower() not in ("1", "true", "0", "false"):
+                raise ConfigError(f"{each.name}={value!r} is invalid: use True or False")
+            return str(value).lower() in ("1", "true")
         if each.kind is int:
             return _positive(each.name, value)
         return check_name(each, value) if each.choices else value
@@ -127,11 +129,6 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    @property
-    def is_pipelined(self) -> bool:
-        """Return whether there are several stages."""
-        return self.pp > 1
-
     def size(self, axis: str) -> int:
         """Return the number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or an expert axis.
 
@@ -161,11 +158,6 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
     def cp(self) -> int:
         """The number of context ranks."""
         return self.asked("cp")
-
-    @property
-    def cp_in_words(self) -> str:
-        """The user's setting that cuts sequences, for messages: ``cp_size=2``."""
-        return f"cp_size={self.cp}"
 
     @property
     def ep(self) -> int:
@@ -221,13 +213,13 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
 
     def microbatches_of(self, accumulated: int) -> int:
         """Return the number of microbatches in a step that accumulates ``accumulated`` ones."""
-        if not self.is_pipelined:
+        if self.pp == 1:
             return accumulated
         return self.num_microbatches or (accumulated if accumulated > 1 else self.pp)
 
     def describe_schedule(self) -> str:
         """Return :meth:`describe`, and the schedule of a pipeline."""
-        if not self.is_pipelined:
+        if self.pp == 1:
             return self.describe()
         name = Path(str(self.pipeline_schedule)).name  # a file's, without saying where it lies
         count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
@@ -276,11 +268,3 @@ def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, .
             f"makes {pp_size * virtual_stages}: use one number per stage"
         )
     return counts
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() in ("1", "true", "0", "false"):
-        return str(value).lower() in ("1", "true")
-    raise ConfigError(f"{name}={value!r} is invalid: use True or False")

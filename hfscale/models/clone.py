@@ -163,7 +163,10 @@ def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: i
     if _heads_are_inner(whole):
         found["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
     if type(whole.get(_SHARED)) is int:
-        found[_SHARED] = _shared_layers(whole[_SHARED], count, layers, whole.get("layer_types"))
+        kinds = whole.get("layer_types")
+        different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
+        # Where all share, the model reads those of another one; else at least one layer of each kind has its own.
+        found[_SHARED] = layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
     return found
 
 
@@ -174,14 +177,6 @@ def _heads_are_inner(fields: dict[str, Any]) -> bool:
         return False
     expand, hidden, heads, width = numbers
     return expand * hidden == heads * width  # type: ignore[operator]
-
-
-def _shared_layers(shared: int, count: int, layers: int, kinds: Any) -> int:
-    """Return how many of a clone's layers read earlier keys and values, after at least one layer of each kind."""
-    if shared >= count:  # all: a model that reads those of another one
-        return layers
-    different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
-    return min(shared, max(0, layers - different))
 
 
 def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import importlib
 import json
 import logging
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -149,30 +148,24 @@ class Facts:
         }
 
     def ask(self, question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
-        """Return the answer to a question of :data:`hfscale.testing.proofs.PROOFS`, which is JSON.
-
-        Args:
-            about: what the question is about, besides the model.
-            stock: the class whose tiny clone answers, where ``model`` is one that was parallelized.
-            given: to the proof; nothing that ``about`` does not name.
+        """Return the answer to a question of :data:`hfscale.testing.proofs.PROOFS`, which is JSON. The question is
+        ``about`` more than the model; the proof is ``given`` nothing else. The tiny clone of the class ``stock``
+        answers, where ``model`` is one that was parallelized.
         """
-        with without_prediction(model):
-            return self._ask(question, model, *about, stock=stock, **given)
-
-    def _ask(self, question: str, model: Any, *about: str, stock: type | None, **given: Any) -> Any:
         kind, name = stock or type(model), " ".join((question, *about))
-        key = digest(kind, model.config, None if stock else model)
-        for known in (self.written, {} if self._doubted else self.proved):
-            answers = known.get(kind.__name__, {}).get(key, {})
-            if key and name in answers:
-                return answers[name]
-        exact = _exactly(name, kind, model, stock is None)
-        if exact is not None and exact in self._latest:
-            return self._latest[exact]
-        if kind not in self._told:
-            self._told.add(kind)
-            _log.info("%s with this config is not among hfscale's facts: a tiny clone is run", kind.__name__)
-        answer, lasts = importlib.import_module(PROOFS).prove(question, model, **given)
+        with without_prediction(model):
+            key = digest(kind, model.config, None if stock else model)
+            for known in (self.written, {} if self._doubted else self.proved):
+                answers = known.get(kind.__name__, {}).get(key, {})
+                if key and name in answers:
+                    return answers[name]
+            exact = _exactly(name, kind, model, stock is None)
+            if exact is not None and exact in self._latest:
+                return self._latest[exact]
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.info("%s with this config is not among hfscale's facts: a tiny clone is run", kind.__name__)
+            answer, lasts = importlib.import_module(PROOFS).prove(question, model, **given)
         if lasts and key:
             before = self.proved.setdefault(kind.__name__, {}).setdefault(key, {}).setdefault(name, answer)
             if before != answer:
@@ -190,17 +183,6 @@ _facts = Facts()
 def ask(question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:
     """Answer a question from the table, or by a proof now: :meth:`Facts.ask` of this process's facts."""
     return _facts.ask(question, model, *about, stock=stock, **given)
-
-
-@contextmanager
-def proved_anew(written: Answers | None = None, doubted: bool = False) -> Iterator[Facts]:
-    """Prove every question inside the with block except facts that are ``written``; each config anew if ``doubted``."""
-    global _facts
-    before, _facts = _facts, Facts(written or {}, doubted)
-    try:
-        yield _facts
-    finally:
-        _facts = before
 
 
 def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | None:

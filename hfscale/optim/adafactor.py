@@ -127,7 +127,11 @@ class _Update:
         group, state = self.group, self.state
         update = self._raw_update()
         size = (self.sums["update"] / math.prod(self.shape)).sqrt()
-        lr = self._lr()
+        lr: Any = group["lr"]
+        if group["relative_step"]:
+            lr = min(1e-6 * state["step"] if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(state["step"]))
+        if group["scale_parameter"]:
+            lr = state["RMS"].clamp(min=group["eps"][1]) * lr
         update.mul_(lr / (size / group["clip_threshold"]).clamp(min=1.0))
         if group["beta1"] is not None:
             update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1.0 - group["beta1"])
@@ -137,13 +141,6 @@ class _Update:
         wide.sub_(update)
         if wide is not self.weight:
             self.weight.copy_(wide)
-
-    def _lr(self) -> Any:
-        group, step = self.group, self.state["step"]
-        lr = group["lr"]
-        if group["relative_step"]:
-            lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
-        return self.state["RMS"].clamp(min=group["eps"][1]) * lr if group["scale_parameter"] else lr
 
     def _raw_update(self) -> Tensor:
         if not self.factored:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..plan import ParameterPlan
 from ..train.runtime.shards import gather_full
-from .sharded import Groups, Member, State, Stepper, gradients_present
+from .sharded import Groups, State, Stepper, gradients_present
 
 _EPS = 1e-7
 DEFAULTS: dict[str, Any] = {
@@ -23,13 +23,12 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": 5,
     "adjust_lr_fn": None,
 }
-_RATIOS = {
+ADJUSTMENTS = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """``adjust_lr_fn`` -> factor on the learning rate of a matrix."""
-ADJUSTMENTS = tuple(_RATIOS)
 
 
 def is_hidden_matrix(planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str]) -> bool:
@@ -46,19 +45,17 @@ class MuonStepper(Stepper):
         """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
         for member, with_gradient in zip(self.members, present, strict=True):
-            if with_gradient:
-                self._step_one(member, groups[member.group], state.setdefault(member.parameter, {}))
-
-    def _step_one(self, member: Member, group: dict[str, Any], state: dict[str, Any]) -> None:
-        planned, weight, grad = member.planned, member.weight, member.gradient
-        average = state.setdefault("momentum_buffer", torch.zeros_like(grad))
-        average.lerp_(grad, 1 - group["momentum"])
-        update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
-        whole = gather_full(update.to(torch.bfloat16, copy=True), planned.shape, planned.cuts, self._mesh)
-        orthogonal = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"])
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        ratio = _RATIOS[group["adjust_lr_fn"]](*planned.shape)
-        weight.add_(planned.take(orthogonal, self._mesh.ranks), alpha=-group["lr"] * ratio)
+            if not with_gradient:
+                continue
+            planned, weight, grad, group = member.planned, member.weight, member.gradient, groups[member.group]
+            average = state.setdefault(member.parameter, {}).setdefault("momentum_buffer", torch.zeros_like(grad))
+            average.lerp_(grad, 1 - group["momentum"])
+            update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+            whole = gather_full(update.to(torch.bfloat16, copy=True), planned.shape, planned.cuts, self._mesh)
+            orthogonal = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"])
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*planned.shape)
+            weight.add_(planned.take(orthogonal, self._mesh.ranks), alpha=-group["lr"] * ratio)
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

@@ -137,12 +137,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return how a tensor of a parameter's state is sharded; see :meth:`Stepper.lies`."""
         return self._stepper_of[planned.name].lies(planned, key, shape)
 
-    def state_bytes(self) -> int:
-        """Return the bytes of the state on this rank; most optimizers have none before the first step."""
-        held = (value for values in self.state.values() for value in values.values() if isinstance(value, Tensor))
-        # Parameters may share a tensor: the table of 8-bit values.
-        return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
-
 
 def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
     """Move a state tensor to its device, except for a step counter that stays on the CPU."""

@@ -246,17 +246,12 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
 
 @fused
 def _rounded(wide: Tensor, key: Tensor, *places: Tensor) -> Tensor:
-    noise = (_hashed(sum(places[1:], places[0]), key) & _LOW).to(torch.int32)
-    cut = ((wide.contiguous().view(torch.int32) + noise) & ~_LOW).view(torch.float32)
-    return torch.where(wide.isfinite(), cut, wide).to(torch.bfloat16)
-
-
-def _hashed(places: Tensor, key: Tensor) -> Tensor:
-    """Return SplitMix64 of the indices; products wrap around."""
-    x = (places + 1) * _MIX[0] + key
+    x = (sum(places[1:], places[0]) + 1) * _MIX[0] + key  # SplitMix64 of the indices; products wrap around
     x = (x ^ _shifted(x, 30)) * _MIX[1]
     x = (x ^ _shifted(x, 27)) * _MIX[2]
-    return _shifted(x ^ _shifted(x, 31), 16)
+    noise = (_shifted(x ^ _shifted(x, 31), 16) & _LOW).to(torch.int32)
+    cut = ((wide.contiguous().view(torch.int32) + noise) & ~_LOW).view(torch.float32)
+    return torch.where(wide.isfinite(), cut, wide).to(torch.bfloat16)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

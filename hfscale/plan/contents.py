@@ -21,8 +21,8 @@ class Feature:
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
-        """Return the lines about this feature below the plan's table."""
-        raise NotImplementedError
+        """Return the lines about this feature below the plan's table; none by default."""
+        return []
 
 
 FeatureT = TypeVar("FeatureT", bound=Feature)

@@ -112,9 +112,6 @@ class ScoresPlan(Feature):
 
     heads: int  # query heads of a layer, over all tensor ranks
 
-    def describe(self, plan: PlanContents) -> list[str]:
-        return []
-
 
 def heads_with_scores(plan: PlanContents) -> int:
     """Return how many heads keep scores; 0 for fused attention, and if sequences are cut over context ranks."""

@@ -109,11 +109,8 @@ def matrix_blocks_align(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False, block: int = BLOCK
 ) -> bool:
     """Return whether the blocks of every rank's shard are blocks of the full matrix: of ``block`` values in 4 bits, a
-    full row in 8 bits.
-
-    Args:
-        shape: ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix quantized by itself.
-        transposed: whether it is quantized as ``[columns, rows]``.
+    full row in 8 bits. The ``shape`` is ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix
+    quantized by itself, as ``[columns, rows]`` if ``transposed``.
     """
     *_, rows, columns = range(len(shape))
     if transposed:

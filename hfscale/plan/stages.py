@@ -49,12 +49,8 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
 
     A pipeline advances at the pace of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
     so the largest counts. Among optima, those with the most even numbers of layers are preferred, and among these the
-    one with fewer layers in front, where a schedule keeps the activations of most microbatches.
-
-    Args:
-        work: the cost of each layer, in any unit.
-        first: further cost of the first stage (the embedding).
-        last: further cost of the last stage (the final norm and the head).
+    one with fewer layers in front, where a schedule keeps the activations of most microbatches. The ``work`` of each
+    layer is in any unit, as are further costs of the ``first`` stage (the embedding) and the ``last`` (norm and head).
     """
     layers = len(work)
     if not 1 <= stages <= layers:

@@ -16,6 +16,7 @@ from .modules import BlockPlan
 from .parameter import ParameterPlan
 
 _COLUMNS = ("parameter", "copies", "stage", "shape", "cut", "shape per rank", "bytes per rank", "gradient")
+_PLAIN_LOOP = "a plain loop: loss = model(**batch).loss; loss.backward()"
 _JSON_NAMES = {"replicas": "copies", "replicated": "copied"}
 _WORDS = [place for place, name in enumerate(_COLUMNS) if name not in ("copies", "stage", "bytes per rank")]
 
@@ -78,7 +79,22 @@ def to_json(plan: PlanContents) -> str:
             "loss": plan.loss,
             "train_step": not plan.no_step,
             "blueprint": plan.source,
-            "parameters": [_json_row(parameter) for parameter in plan.parameters],
+            "parameters": [
+                {
+                    "name": parameter.name,
+                    "stage": parameter.stage,
+                    "cuts": [_json_fields(cut) for cut in parameter.cuts],
+                    "shape": list(parameter.shape),
+                    "local_shape": list(parameter.local_shape({})),
+                    "dtype": str(parameter.dtype).removeprefix("torch."),
+                    "bytes_per_rank": local_bytes(parameter, {}),
+                    "partial": list(parameter.partial),
+                    "copies": parameter.replicas,
+                    "gradient": gradient_rule(parameter),
+                    "tied_to": parameter.tied_to,
+                }
+                for parameter in plan.parameters
+            ],
         },
         indent=1,
     )
@@ -87,22 +103,6 @@ def to_json(plan: PlanContents) -> str:
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
     """Return the fields of ``data`` by their names in the JSON."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
-
-
-def _json_row(parameter: ParameterPlan) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "stage": parameter.stage,
-        "cuts": [_json_fields(cut) for cut in parameter.cuts],
-        "shape": list(parameter.shape),
-        "local_shape": list(parameter.local_shape({})),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "bytes_per_rank": local_bytes(parameter, {}),
-        "partial": list(parameter.partial),
-        "copies": parameter.replicas,
-        "gradient": gradient_rule(parameter),
-        "tied_to": parameter.tied_to,
-    }
 
 
 def render(plan: PlanContents) -> str:
@@ -123,7 +123,7 @@ def render(plan: PlanContents) -> str:
         [
             title + ranks,
             *source,
-            _training(plan),
+            f"train_step: {f'no ({plan.no_step}); {_PLAIN_LOOP}' if plan.no_step else 'yes'}",
             "",
             *aligned([_COLUMNS, *rows], _WORDS, ruled=True),
             "",
@@ -131,13 +131,6 @@ def render(plan: PlanContents) -> str:
             _memory(plan),
         ]
     )
-
-
-def _training(plan: PlanContents) -> str:
-    """Return whether ``train_step`` can run the model, and if not, why."""
-    if not plan.no_step:
-        return "train_step: yes"
-    return f"train_step: no ({plan.no_step}); a plain loop: loss = model(**batch).loss; loss.backward()"
 
 
 def _row(group: list[ParameterPlan], plan: PlanContents) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             f"data.images_column={data.images_column!r} needs conversations, one per row: use data.format=chat, and "
             "leave out data.packing"
         )
-    if data.samples and (data.format in ("pairs", "classes") or hfscale.ParallelConfig(**recipe.parallel).is_pipelined):
+    if data.samples and (data.format in ("pairs", "classes") or hfscale.ParallelConfig(**recipe.parallel).pp > 1):
         raise RecipeError(
             f"data.samples={data.samples} needs a model that generates text, and a layout without stages: set "
             "data.samples=0"

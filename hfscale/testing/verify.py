@@ -148,17 +148,14 @@ def scale_down(layout: ParallelConfig) -> ParallelConfig:
     same_stages = pp_size == layout.pp
     asked, stages = layout.num_microbatches, layout.stage_layers if same_stages else None
     if from_file:
-        asked = asked or 1 + max(action.microbatch for row in _rows_of(layout) for action in row)
+        asked = asked or 1 + max(
+            action.microbatch for row in read_csv(Path(str(layout.pipeline_schedule))) for action in row
+        )
     elif asked is None or asked > MAX_MICROBATCHES or not same_stages:
         asked = 2 * pp_size
     if stages is not None and sum(stages) > MAX_LAYERS:
         stages = [1 + (count > min(stages)) for count in stages]
     return replace(layout, **sizes, num_microbatches=asked, stage_layers=stages)
-
-
-def _rows_of(layout: ParallelConfig) -> Any:
-    """Return the actions of each pipeline rank in the schedule's file."""
-    return read_csv(Path(str(layout.pipeline_schedule)))
 
 
 def verify(
@@ -173,8 +170,12 @@ def verify(
     ``auto_class`` chooses, and with it loss and batches. ``lora`` puts adapters around modules in both: ``all-linear``,
     or names joined by commas.
     """
-    if layout.pp > 1:
-        _refuse_asynchronous(layout)
+    if layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS:
+        others = ", ".join(schedule for schedule in SCHEDULES if schedule not in ASYNCHRONOUS)
+        raise ConfigError(
+            f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are under way, so its "
+            f"steps are not those of one process: verify {others}, or a .csv file"
+        )
     # Plan the model itself first: its clone gets whatever heads, experts and layers the layout needs.
     plan(config, layout, auto_class=auto_class, **hf_kwargs)
     config, _ = split_stored_form(config)
@@ -210,15 +211,6 @@ def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
         if not refused:
             raise
         raise ConfigError(refused[0]) from None
-
-
-def _refuse_asynchronous(layout: ParallelConfig) -> None:
-    if layout.pipeline_schedule in ASYNCHRONOUS:
-        others = ", ".join(schedule for schedule in SCHEDULES if schedule not in ASYNCHRONOUS)
-        raise ConfigError(
-            f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are under way, so its "
-            f"steps are not those of one process: verify {others}, or a .csv file"
-        )
 
 
 def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:

@@ -59,7 +59,12 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
         raise ConfigError(
             "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
         )
-    _check_documents(batch)
+    borders = batch.get(BORDERS[0])
+    if isinstance(borders, Tensor) and len(borders) > 2 and batch.get("position_ids") is None:
+        raise ConfigError(
+            f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
+            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
+        )
     _check_types(batch, loss)
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
@@ -71,15 +76,6 @@ def forward_arguments(kind: type) -> tuple[frozenset[str], bool]:
     found = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
     named = frozenset(each.name for each in found if each.kind != each.VAR_KEYWORD)
     return named, len(named) < len(found)
-
-
-def _check_documents(batch: Mapping[str, Any]) -> None:
-    borders = batch.get(BORDERS[0])
-    if isinstance(borders, Tensor) and len(borders) > 2 and batch.get("position_ids") is None:
-        raise ConfigError(
-            f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
-            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
-        )
 
 
 def _check_names(batch: Mapping[str, Any], names: frozenset[str], takes_more: bool) -> None:
@@ -144,15 +140,12 @@ def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
         raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
 
 
-def _check_tokens(rows: int, tokens: int) -> None:
-    if rows and not tokens:
-        raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
-
-
 def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool) -> None:
     """Check the shapes of labels, mask and positions against ``place``: rows and tokens."""
-    _check_tokens(*place)
-    beside = f"beside {place[0]} rows of {place[1]} tokens"
+    rows, tokens = place
+    if tokens == 0 < rows:
+        raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
+    beside = f"beside {rows} rows of {tokens} tokens"
     for name in ("labels", "shift_labels") if labelled else ():
         value = batch.get(name)
         if value is not None and value.shape != place:

@@ -25,15 +25,14 @@ def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> l
     source, here = dist.get_global_rank(group, holder), runtime.mesh.pp_rank == holder
     told = [[{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in own] if here else None]
     dist.broadcast_object_list(told, src=source, group=runtime.mesh.reports)
-    found = _contiguous(own) if here else _empty(told[0] or (), runtime.mesh.device)
+    if here:
+        found = [{name: tensor.contiguous() for name, tensor in each.items()} for each in own]
+    else:
+        found = _empty(told[0] or (), runtime.mesh.device)
     for tensor in (tensor for each in found for tensor in each.values()):
         # Booleans as bytes: not every backend can send them.
         dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=source, group=group)
     return found
-
-
-def _contiguous(tensors: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
-    return [{name: tensor.contiguous() for name, tensor in each.items()} for each in tensors]
 
 
 def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:

@@ -151,7 +151,9 @@ class UserLoss:
         self._counts.append(torch.as_tensor(count, dtype=torch.float64).detach().to(self._runtime.mesh.device))
         if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
             return total
-        return 0.0 * _first_of(output).sum()  # this microbatch has no loss, but needs a graph
+        leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+        first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        return 0.0 * first.sum()  # this microbatch has no loss, but needs a graph
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
         """Check the result of ``loss_fn`` and return its sum (``None`` for a literal 0) and count."""
@@ -181,8 +183,3 @@ class UserLoss:
         count = self._runtime.sum_of_shares(none + torch.stack(self._counts).sum() if self._counts else none)
         self._given, self._counts = (), []
         return torch.where(count == 0, torch.ones_like(count), count)
-
-
-def _first_of(output: Any) -> Tensor:
-    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())

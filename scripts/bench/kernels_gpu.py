@@ -143,6 +143,17 @@ def compiled(rounds: int) -> dict[str, Any]:
     )
 
 
+def recomputed(rounds: int) -> dict[str, Any]:
+    """Time the same in bfloat16 with each way to compute activations again."""
+    memory = {
+        "full": hfscale.MemoryConfig(recompute="full"),
+        "elementwise": hfscale.MemoryConfig(recompute="elementwise"),
+        "full, tiles of 2048": hfscale.MemoryConfig(recompute="full", tile_tokens=2048),
+    }
+    rows = {"none": step_of_layers({})}
+    return timed(rows | {name: step_of_layers({"memory": given}) for name, given in memory.items()}, rounds)
+
+
 def step_of_layers(
     given: dict[str, Any], dtype: torch.dtype = torch.bfloat16, compiles: bool = False
 ) -> Callable[[], None]:
@@ -197,7 +208,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("kernels_gpu.json"))
     parser.add_argument("--profile", action="store_true", help="write the kernels of a step beside the report")
-    parser.add_argument("--kinds", nargs="*", default=["ceilings", "head_and_loss", "layers", "compiled", "rounding"])
+    parser.add_argument(
+        "--kinds", nargs="*", default=["ceilings", "head_and_loss", "layers", "compiled", "recomputed", "rounding"]
+    )
     arguments = parser.parse_args()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfscale": hfscale.__version__}
     device = torch.cuda.get_device_name() if GPU else platform.machine()

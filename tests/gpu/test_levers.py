@@ -30,6 +30,8 @@ MEMORY: dict[str, MemoryConfig] = {
     "compress_activations": MemoryConfig(compress_activations=True),
     "offload_optimizer": MemoryConfig(offload_optimizer=True),
     "recompute": MemoryConfig(recompute=["self_attn"]),
+    "elementwise": MemoryConfig(recompute="elementwise"),
+    "tiles": MemoryConfig(recompute="full", tile_tokens=4),
 }
 
 

@@ -12,11 +12,12 @@ from hfscale import ParallelConfig
 from hfscale.models import facts
 from hfscale.models.blueprint import as_data, from_data
 from hfscale.models.clone import tiny_clone
-from hfscale.models.facts import Facts, digest, proved_anew
+from hfscale.models.facts import Facts, digest
 from hfscale.testing import proofs
 from hfscale.testing.proofs.infer.search_blueprint import infer
 
 from ..families import config_of
+from ..proved_anew import proved_anew
 from ..tiny_models import needs, tiny
 
 

@@ -176,6 +176,13 @@ def differences(layout: dict[str, Any], kind: str, cases: list[tuple[str, torch.
     return found
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of the state on this rank; most optimizers have none before the first step."""
+    held = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    # Parameters may share a tensor: the table of 8-bit values.
+    return sum({value.data_ptr(): value.numel() * value.element_size() for value in held if value.numel()}.values())
+
+
 def decaying_names(layout: dict[str, Any], kind: str) -> set[str]:
     model = build(kind, torch.float32, ParallelConfig(**layout))
     owners = owners_of(model)

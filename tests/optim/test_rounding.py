@@ -16,7 +16,7 @@ from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
 
-from .cases import CONFIGS, OWN, build, make, run
+from .cases import CONFIGS, OWN, build, make, run, state_bytes
 from .test_update import LAYOUTS, ON
 
 Pools = Callable[[int], RankPool]
@@ -154,7 +154,7 @@ def on_host(layout: dict[str, Any], name: str, dtype: torch.dtype, offload: bool
         hfscale.save_state(model, path, optimizer=optimizer)
         options = {**OWN.get(name, {}), **rounding}
         estimated = hfscale.memory_estimate(model, name, optim_args=options).optimizer
-        assert begin or estimated == (0 if offload else optimizer.state_bytes())
+        assert begin or estimated == (0 if offload else state_bytes(optimizer))
     return [local_tensor(p.detach()) for p in model.parameters()]
 
 

@@ -96,13 +96,17 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
         )
     parts = weight.parts
     made = {name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype) for name in _OWN & parts.keys()}
-    matrices = (value.transpose(-1, -2) if weight.transposed else value).reshape(-1, *_stored_shape(weight))
+    stored = value.transpose(-1, -2) if weight.transposed else value
+    matrices = stored.reshape(-1, *stored.shape[-2:])
     rows, columns = matrices.shape[1:]
     unit = lcm(*(min(parts[name].rows.entries, rows) for name in made))
     step = max(1, _ENTRIES // (columns * unit)) * unit
-    whole = _outgrown(weight, value)
-    if whole is not None:
-        made["whole"] = whole.view(parts["whole"].source.shape)
+    whole: Tensor | None = None  # a new scale, if scales of blocks would no longer fit into 8 bits under the old one
+    if "whole" in parts:
+        most, old = value.abs().max().float(), parts["whole"].source[...].float()
+        if not (most / _E2M1 * old <= _FLOAT8 * 1.03).all():  # what is rounded to the largest scale
+            whole = (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
+            made["whole"] = whole.view(parts["whole"].source.shape)
     for index, matrix in zip(product(*map(range, value.shape[:-2])), matrices, strict=True):
         for first in range(0, rows, step):
             span = (first, min(first + step, rows))
@@ -114,20 +118,6 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
 
 
 _OWN = {"values", "scales", "zeros"}
-
-
-def _outgrown(weight: DequantizedOnDisk, value: Tensor) -> Tensor | None:
-    """Return a new scale of the whole tensor, if scales of blocks would no longer fit into 8 bits under the old one."""
-    if "whole" not in weight.parts:
-        return None
-    most, old = value.abs().max().float(), weight.parts["whole"].source[...].float()
-    fits = bool((most / _E2M1 * old <= _FLOAT8 * 1.03).all())  # what is rounded to the largest scale
-    return None if fits else (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
-
-
-def _stored_shape(weight: DequantizedOnDisk) -> tuple[int, int]:
-    rows, columns = weight.shape[-2:]
-    return (columns, rows) if weight.transposed else (rows, columns)
 
 
 def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:

@@ -80,7 +80,14 @@ def _in_memory(model: Any) -> WholeModel:
 def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
     directory = Path(source)
     if not directory.is_dir():
-        directory = _download(str(source))
+        wanted = ["config.json", _GENERATION, "model*.safetensors", INDEX, *TOKENIZER_FILES]
+        try:
+            directory = Path(snapshot_download(str(source), allow_patterns=wanted))
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise CheckpointError(
+                f"{str(source)!r} is neither a directory here nor a model on the Hub ({type(error).__name__}: "
+                f"{error}): correct it, or download the model first"
+            ) from error
     finish_move(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json: give the directory of a Hugging Face checkpoint")
@@ -88,17 +95,6 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
     tensors = open_tensors(_weight_files(directory))
     generation = GenerationConfig.from_pretrained(directory) if (directory / _GENERATION).is_file() else None
     return WholeModel(config, tensors, generation, directory)
-
-
-def _download(name: str) -> Path:
-    wanted = ["config.json", _GENERATION, "model*.safetensors", INDEX, *TOKENIZER_FILES]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise CheckpointError(
-            f"{name!r} is neither a directory here nor a model on the Hub ({type(error).__name__}: {error}): "
-            "correct it, or download the model first"
-        ) from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -171,7 +167,13 @@ class Upcycling:
             before = AutoModelForCausalLM.from_config(dense.config)
             self.model: Any = AutoModelForCausalLM.from_config(config)
         self.stored = _names_as_found(before, dense)
-        self.dtype = self._type_of_mlps()
+        types = {dense.tensors[self.stored[name]].dtype for name in self._projections()}
+        if len(types) > 1:
+            raise CheckpointError(
+                f"the MLPs of the dense checkpoint have several types, {', '.join(sorted(map(str, types)))}, and "
+                "the experts of a layer are one tensor in transformers: load it with one dtype and save it again"
+            )
+        self.dtype: torch.dtype = types.pop()  # of experts and routers
         self.model.config.dtype = self.dtype  # the config of a model in memory may be older than its weights
         if dense.generation is not None:
             self.model.generation_config = dense.generation
@@ -238,16 +240,6 @@ class Upcycling:
 
     def _read(self, name: str) -> Tensor:
         return self.dense.read(self.stored[name])
-
-    def _type_of_mlps(self) -> torch.dtype:
-        """Return the dtype of experts and routers."""
-        types = {self.dense.tensors[self.stored[name]].dtype for name in self._projections()}
-        if len(types) > 1:
-            raise CheckpointError(
-                f"the MLPs of the dense checkpoint have several types, {', '.join(sorted(map(str, types)))}, and "
-                "the experts of a layer are one tensor in transformers: load it with one dtype and save it again"
-            )
-        return types.pop()
 
     def _projections(self) -> set[str]:
         """Return the names of the dense tensors that become experts."""

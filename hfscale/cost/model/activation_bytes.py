@@ -38,7 +38,9 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, l
     notes on them.
     """
     held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
-    chosen = _layers_recomputed(plan, situation)
+    chosen = frozenset(plan.layers if situation.all_recomputed else recomputed(plan).layers)
+    if recomputed(plan).budget is not None and not situation.all_recomputed:
+        chosen = layers_to_recompute(plan, situation) if situation.chosen is None else situation.chosen
     tokens, total, away, notes = situation.tokens, 0.0, 0, list[str]()
     for each in held:
         total += each.in_flight * tokens * each.kept(chosen)
@@ -46,11 +48,11 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, l
         total, away = _on_host(held, chosen, tokens)
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
     total += _around_layers(plan, situation, types)
-    total += _at_ends(plan, situation, types, _keep_inputs(plan, situation, held, chosen))
+    total += _at_ends(plan, situation, types, held, chosen)
     again = max((each.again for each in held if each.name in chosen), default=0.0)
     again += max((each.bytes.again for each in held), default=0.0)
-    total, once_more = ceil(total + tokens * again), ceil(tokens * again)
-    return total, once_more, away, [*notes, *_notes(plan, situation, held, chosen)]
+    notes += _notes(plan, situation, held, chosen)
+    return ceil(total + tokens * again), ceil(tokens * again), away, notes
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
@@ -100,8 +102,13 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
     return width * (normed / sequence_ranks(plan) + types.stream)
 
 
-def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collection[str]) -> float:
+def _at_ends(
+    plan: Plan, situation: Situation, types: Types, held: Sequence[LayerHeld], chosen: frozenset[str]
+) -> float:
     """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
+    as_they_are, measured = set[str](), situation.measured is not None  # counted bytes contain a layer's input
+    if offloaded(plan).activations is None and compressed(plan) is None:
+        as_they_are = {e.name for e in held if measured or not e.bytes.counted or e.bytes.as_input} | chosen
     total, stages = 0.0, {index: (in_flight, names) for index, in_flight, names in _stages(plan, situation)}
     for index, (in_flight, names) in stages.items():
         if names and plan.stages is not None:
@@ -112,16 +119,6 @@ def _at_ends(plan: Plan, situation: Situation, types: Types, as_they_are: Collec
     return total
 
 
-def _keep_inputs(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> set[str]:
-    """Return the layers whose input is kept unchanged; without a formula their counted bytes contain it."""
-    if offloaded(plan).activations is not None or compressed(plan) is not None:
-        return set()
-    formula = situation.measured is None
-    return {
-        each.name for each in held if each.name in chosen or each.bytes.as_input or not (formula and each.bytes.counted)
-    }
-
-
 def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> tuple[float, int]:
     """Return the bytes on the device in backward (a layer and the next one), and those waiting on the host."""
     one = [tokens * each.kept(chosen) for each in held]
@@ -129,17 +126,6 @@ def _on_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> 
     pieces = (tokens * (each.bytes.stream if each.name in chosen else each.bytes.piece) for each in held)
     read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two are there whole later
     return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
-
-
-def _layers_recomputed(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Return the layers that keep only their input, at least those of this rank."""
-    if situation.all_recomputed:
-        return frozenset(plan.layers)
-    if recomputed(plan).budget is None:
-        return frozenset(recomputed(plan).layers)
-    if situation.chosen is not None:
-        return situation.chosen
-    return layers_to_recompute(plan, situation)
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:

@@ -65,13 +65,10 @@ class Job:
         """Return one data rank's share of the given numbers of weight and expert entries."""
         return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
-    def shard_traffic(self) -> float:
-        """Return the bytes between device and host per offloaded weight: gathers and its gradient."""
-        return self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
-
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
         """Return the job with ``activations`` bytes and a shard of ``entries`` weights offloaded to the host."""
-        moved = activations * ("activations" in what) + self.shard_traffic() * entries * ("parameters" in what)
+        shards = self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
+        moved = activations * ("activations" in what) + shards * entries * ("parameters" in what)
         handed = (self.gradient_bytes + self.gathered_bytes) * self.trained * entries * ("optimizer" in what)
         steps = "optimizer" in what or "parameters" in what
         return replace(self, offloaded=moved, handed=handed, steps_on_host=steps)
@@ -107,7 +104,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
     """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
     layout, again = plan.layout, recomputed(plan)
     fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
-    entries = _entries(plan)
+    entries = matrix_entries(plan)
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
     return Job(
         layout,
@@ -128,7 +125,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
     )
 
 
-def _entries(plan: Plan) -> dict[str, int]:
+def matrix_entries(plan: Plan) -> dict[str, int]:
     """Return the number of entries of each matrix."""
     return {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
 
@@ -140,7 +137,7 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
         packed, size = frozenset(plan.quantized.weights), plan.quantized.size or _PACKED[plan.quantized.bits]
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
-    entries = _entries(plan)
+    entries = matrix_entries(plan)
     found = sum(count * (size if name in packed else types[name]) for name, count in entries.items())
     return found / max(1, sum(entries.values()))
 
@@ -171,31 +168,24 @@ def places_of(plan: Plan) -> list[Place]:
 
 
 def _place(plan: Plan, rank: int) -> Place:
-    home = () if plan.stages is None else plan.stages.ranks
+    home = (0,) if plan.stages is None else plan.stages.ranks
     own = [stage for stage, where in enumerate(home) if where == rank]
     here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
+    mixtures, layers = tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers)
     spread, in_layers = (
-        sum(entries for name, entries in here.items() if name.startswith(parts))
-        for parts in (tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers))
+        sum(entries for name, entries in here.items() if name.startswith(parts)) for parts in (mixtures, layers)
     )
-    stages = plan.stages and plan.stages.of_rank(rank)
-    trained, partial = _trained(plan, here)
+    trained = {name: here[name] for name in trained_names(plan) & here.keys()}
+    summed = [plan.by_name[name] for name in trained if "tp" in plan.by_name[name].partial]
     return Place(
-        layers=len(plan.layers) if not stages else sum(len(stage.layers) for stage in stages),
-        embedding=plan.stages is None or 0 in own,
+        layers=sum(plan.is_local(rank, layer) for layer in plan.layers),
+        embedding=0 in own,
         head=has_head(plan, rank),
         layer_weights=in_layers - spread,
         expert_weights=spread,
         table_weights=sum(here.values()) - in_layers,
         forward=sum(stage + 1 < len(home) and home[stage + 1] != rank for stage in own),
         backward=sum(stage > 0 and home[stage - 1] != rank for stage in own),
-        trained=trained / max(1, sum(here.values())),
-        partial=partial / plan.layout.dp_shard,
+        trained=sum(trained.values()) / max(1, sum(here.values())),
+        partial=sum(here[p.name] * p.dtype.itemsize for p in summed) / plan.layout.dp_shard,
     )
-
-
-def _trained(plan: Plan, here: dict[str, int]) -> tuple[int, int]:
-    """Return the number of trainable entries here, and the bytes of gradients that are partial over tensor ranks."""
-    trained = [plan.by_name[name] for name in trained_names(plan) & here.keys()]
-    partial = sum(here[p.name] * p.dtype.itemsize for p in trained if "tp" in p.partial)
-    return sum(here[p.name] for p in trained), partial

@@ -33,6 +33,7 @@ Context ranks that share out heads keep key heads once more for each rank that r
 twice: of some heads, and of their own tokens. What they run on whole sequences they keep of all tokens.
 """
 
+from collections import Counter
 from math import prod
 
 from ..._compat.peft import LORA_A
@@ -86,11 +87,8 @@ def is_known(plan: Plan, layer: str) -> bool:
 
 def stream_width(plan: Plan, layer: str) -> int:
     """Return the width of the hidden states: the most frequent side length of a layer's matrices."""
-    counts: dict[int, int] = {}
-    for planned in plan.of_layers[layer]:
-        if len(planned.shape) >= 2:
-            for size in set(planned.shape[-2:]):
-                counts[size] = counts.get(size, 0) + 1
+    matrices = (planned.shape[-2:] for planned in plan.of_layers[layer] if len(planned.shape) >= 2)
+    counts = Counter(size for sides in matrices for size in set(sides))
     return max(counts, key=lambda size: (counts[size], -size), default=0)
 
 
@@ -121,16 +119,13 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
             values += (often / count if inside else 1) * (2 * sum(local) + min(local))  # whichever is the output
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits
-    of_adapters = types.adapters * _of_adapters(plan, layer, situation.ranks, types)
-    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + of_adapters
-
-
-def _of_adapters(plan: Plan, layer: str, ranks: dict[str, int], types: Types) -> int:
-    """Return the values that adapters keep: those between their factors, and copies of inputs in another dtype."""
-    low_rank = [a for a in plan.adapters if a.kept_in == LORA_A and a.name.startswith(f"{layer}.")]
-    kept = sum(prod(adapter.shape) // max(adapter.shape) for adapter in low_rank)
-    copied = low_rank if types.adapters != types.size else ()
-    return kept + sum(plan.by_name[adapter.base].model_shape(ranks)[-1] for adapter in copied)
+    between = 0  # adapters' factors, and copies of inputs in another type
+    for adapter in plan.adapters:
+        if adapter.kept_in == LORA_A and adapter.name.startswith(f"{layer}."):
+            between += prod(adapter.shape) // max(adapter.shape)
+            if types.adapters != types.size:
+                between += plan.by_name[adapter.base].model_shape(situation.ranks)[-1]
+    return types.as_kept(types.size) * values + types.as_kept(max(4, types.size)) * wide + types.adapters * between
 
 
 def cp_buffer_bytes(plan: Plan, kv: float, q: float, tokens: int, own: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..._compat.peft import LORA_A
-from ...plan.feature_plans import FEW, ContextPlan, heads_with_scores, recomputed
+from ...plan.feature_plans import FEW, ContextPlan, RecomputePlan, heads_with_scores, recomputed
 from ...plan.parameter import ParameterPlan
 from ...plan.plan import Plan
 from ...plan.sequence_split import choose
@@ -31,7 +31,7 @@ class Llama:
     def scores(self) -> float:
         """Scores per token, if attention keeps them."""
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
-        return self.situation.length * part * (heads_with_scores(self.plan) * (not self.attention_again))
+        return self.situation.length * part * (heads_with_scores(self.plan) * (not self.again.attention))
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
@@ -44,13 +44,11 @@ class Llama:
 
     def keeps_input(self, first: bool) -> bool:
         """Return whether the first norm keeps the layer's input unchanged, without a copy in 32 bits."""
-        if self.elementwise:
-            return True
-        return self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
+        return self.again.elementwise or (self.types.stream >= 4 and (not first or self._trains("input_layernorm")))
 
     def norms(self, first: bool) -> float:
         """Return the bytes that both norms keep, their inputs and normed inputs, per token of the full sequence."""
-        if self.elementwise:  # the layer's input, and what the first block returns, which is in its type
+        if self.again.elementwise:  # the layer's input, and what the first block returns, which is in its type
             kept = self._kept(self.hidden, self.types.stream) + self._kept(self.hidden, self.types.size)
             return kept / self.sequence
         total = 0.0
@@ -63,10 +61,12 @@ class Llama:
 
     def blocks(self) -> tuple[float, float]:
         """Return the bytes that the blocks keep, and the most that one recomputed by itself keeps meanwhile."""
-        total, again = 0.0, 0.0
-        if self.elementwise:
+        if self.again.elementwise:
             return self._needed(), self._made_at_once()
-        blocks = ("o_proj", self._attention(), ATTENTION[:3]), ("down_proj", self._mlp(), MLP[:2])
+        total, again = 0.0, 0.0
+        inner = self._out("gate_proj")
+        mlp = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",)) + self._read_stream(MLP[:2])
+        blocks = ("o_proj", self._attention(), ATTENTION[:3]), ("down_proj", mlp, MLP[:2])
         for output, kept, readers in blocks:
             if self._is_alone(output):
                 given = self._kept(self.hidden, self.types.stream)
@@ -81,23 +81,21 @@ class Llama:
         size, inner = self.types.size, self._out("gate_proj")
         queries, keys = self._out("q_proj"), self._out("k_proj")
         total = 2 * self._kept(queries, size) + 2 * self._kept(keys * replicas(self.plan), size)
-        total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self._tile)
+        total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self.again.tile)
         total += max(4, size) * self._heads(queries) * (not self.scores)
         if shares_heads(self.plan):
             total += self._kept(queries, size)
-        adapters = ("o_proj",) if self._tile else ("o_proj", *MLP)
+        inputs = ATTENTION if self.again.tile else (*ATTENTION, *MLP)
         for readers in (ATTENTION[:3], MLP[:2]):
             trains, adapted = self._adapted(readers)
             if self.sequence > 1 and not self.plan.layout.sequence_regather:
                 total += self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
-        return total + sum(
-            self._kept(rank, self.types.adapters) for rank in self._adapted((*ATTENTION[:3], *adapters))[1]
-        )
+        return total + sum(self._kept(rank, self.types.adapters) for rank in self._adapted(inputs)[1])
 
     def _made_at_once(self) -> float:
         """Return the most bytes computed again at once: an activation, and its product with what is up."""
-        if self._tile:  # of the MLP its input, and one tile
-            part = min(1.0, self._tile / self.situation.tokens)
+        if self.again.tile:  # of the MLP its input, and one tile
+            part = min(1.0, self.again.tile / self.situation.tokens)
             return self._kept(self.hidden, self.types.size) + part * 4 * self._out("gate_proj") * self.types.size
         trains, adapted = self._adapted(("down_proj",))
         product = self.types.adapters * bool(adapted) or self.types.size * trains
@@ -108,30 +106,20 @@ class Llama:
         size, found = self.types.size, [self._kept(self.hidden, self.types.stream)]
         if not self._is_alone("down_proj"):
             found.append(2 * self._kept(self._out("gate_proj"), size))
-        if not self.attention_again and not self._is_alone("o_proj"):
+        if not self.again.attention and not self._is_alone("o_proj"):
             queries, keys = self._out("q_proj"), self._out("k_proj") * replicas(self.plan)
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
 
-    @property
-    def _tile(self) -> int:
-        """Return the tokens of a tile of norms and MLPs; 0: they run whole."""
-        return recomputed(self.plan).tile
-
-    @property
-    def elementwise(self) -> bool:
-        """Return whether all but products and attention is computed again."""
-        return recomputed(self.plan).elementwise
-
-    @property
-    def attention_again(self) -> bool:
-        """Return whether the core attention, without its projections, is recomputed."""
-        return recomputed(self.plan).attention
+    @cached_property
+    def again(self) -> RecomputePlan:
+        """What is computed again."""
+        return recomputed(self.plan)
 
     def _is_alone(self, output: str) -> bool:
         """Return whether the block of an output projection is recomputed by itself."""
-        return self.roles[output].name.removesuffix(f".{output}.weight") in recomputed(self.plan).modules
+        return self.roles[output].name.removesuffix(f".{output}.weight") in self.again.modules
 
     def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
         """Return whether any of these projections trains, and the ranks of their adapters."""
@@ -145,21 +133,16 @@ class Llama:
         read = queries if self.scores else keys * replicas(self.plan)  # eager attention repeats keys and values
         total = self._kept(queries, size) + 2 * self._kept(read, size)
         total += self._kept(self.scores, score_bytes(self.types))
-        total += max(4, size) * self._heads(queries) * (not self.scores and not self.attention_again)
+        total += max(4, size) * self._heads(queries) * (not self.scores and not self.again.attention)
         for name in ("q_norm", "k_norm"):
             if name in self.roles:
                 width = self._out(f"{name[0]}_proj")
                 total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(name)
-        if self.scores or self.attention_again:  # nothing but what the output projection keeps
+        if self.scores or self.again.attention:  # nothing but what the output projection keeps
             total += self._read(queries, ("o_proj",))
         else:  # SDPA keeps its result anyway, and an adapter's copy of it comes on top
             total += self._kept(queries, size) + self._read(queries, ("o_proj",), kept=not shares_heads(self.plan))
         return total + self._read_stream(ATTENTION[:3])
-
-    def _mlp(self) -> float:
-        inner = self._out("gate_proj")
-        total = 3 * self._kept(inner, self.types.size) + self._read(inner, ("down_proj",))
-        return total + self._read_stream(MLP[:2])
 
     def _kept(self, values: float, size: float) -> float:
         """Return the bytes of ``values`` values per token; small tensors are kept as they are."""

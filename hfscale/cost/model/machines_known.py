@@ -77,17 +77,12 @@ def find_machine(hardware: str | Machine) -> Machine:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}") from None
-    return machine_of(found if isinstance(found, dict) else {}, str(path))
-
-
-def machine_of(data: dict[str, Any], source: str = "the data") -> Machine:
-    """Return the machine in a data file's content, or raise :class:`ConfigError`."""
+    data: dict[str, Any] = found if isinstance(found, dict) else {}
     wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
     if wrong:
-        raise ConfigError(f"{source} describes no machine: {', '.join(wrong)} must be positive numbers")
-    known = {field.name for field in fields(Machine)}
-    given = {key: value for key, value in data.items() if key in known}
-    given |= {"sources": tuple(data.get("sources", ())), "name": str(data.get("name", Path(source).stem))}
+        raise ConfigError(f"{path} describes no machine: {', '.join(wrong)} must be positive numbers")
+    given = {field.name: data[field.name] for field in fields(Machine) if field.name in data}
+    given |= {"sources": tuple(data.get("sources", ())), "name": str(data.get("name", path.stem))}
     return Machine(**given)
 
 

@@ -13,6 +13,7 @@
     loss        one chunk of logits with its gradient, and the head's gradient on its way
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, prod
@@ -88,28 +89,18 @@ class MemoryEstimate:
 
 def estimate_memory(
     plan: Plan,
-    ranks: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,  # coordinates, axis -> rank; those left out are 0
     *,
-    pp_rank: int = 0,
-    optimizer: str = "adamw_torch_fused",
-    options: Mapping[str, Any] | None = None,
-    tokens: int = 2048,
+    pp_rank: int = 0,  # whose stages are meant
+    optimizer: str = "adamw_torch_fused",  # as for create_optimizer
+    options: Mapping[str, Any] | None = None,  # its own that change its state
+    tokens: int = 2048,  # of one microbatch of one batch rank; context ranks share them
     mixed_precision: str = "no",
-    trained: Collection[str] | None = None,
-    chunk_rows: int | None = None,
-    **further: Any,
+    trained: Collection[str] | None = None,  # parameters that train; by default adapters, or all that is not quantized
+    chunk_rows: int | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
+    **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
-    """Estimate the bytes that one rank holds in training.
-
-    Args:
-        ranks: its coordinates, axis -> rank; those left out are 0. Its stages are those of ``pp_rank``.
-        optimizer: a name that :func:`hfscale.create_optimizer` knows; ``options``: those that change its state:
-            ``momentum``, ``amsgrad``, ``min_8bit_size``, ``stochastic_rounding``.
-        tokens: tokens of one microbatch of one batch rank, over all of its sequences; context ranks share them.
-        trained: names of the parameters that train; by default the adapters, or else all that is not quantized.
-        chunk_rows: rows of one chunk of the loss; by default a quarter of the tokens.
-        further: fields of :class:`.situation.Situation`.
-    """
+    """Estimate the bytes that one rank holds in training."""
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
     chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
@@ -134,7 +125,12 @@ def estimate_memory(
         again=again,
         notes=tuple(notes),
     )
-    return _without_shards(found) if offloaded(plan).parameters else found
+    if not offloaded(plan).parameters:
+        return found
+    shards = ("weights", "adapters", "gradients", "optimizer")
+    away = sum(found.kinds[kind] for kind in shards)
+    notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
+    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
@@ -147,14 +143,6 @@ def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
         return 0, 1
     behind = layout.pp - 1 - pp_rank
     return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
-
-
-def _without_shards(found: MemoryEstimate) -> MemoryEstimate:
-    """Return the bytes left on the device when shards are offloaded to the host."""
-    away = found.weights + found.adapters + found.gradients + found.optimizer
-    note = f"on the host: shards, gradients and optimizer of {human(away)}"
-    none = dict.fromkeys(("weights", "adapters", "gradients", "optimizer"), 0)
-    return replace(found, **none, on_host=found.on_host + away, notes=(*found.notes, note))
 
 
 def _left_out_bytes(plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool) -> int:
@@ -213,16 +201,14 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     left = looked_up | packed | weights_in_8_bits(plan)  # what is in 8 bits for a product is made again
     copied = [p for p in held if len(p.shape) > 1 and p.dtype.itemsize == 4 and p.name not in left]
-    return sum(2 * prod(p.local_shape(situation.ranks)) * _copies(plan, p, situation) for p in copied)
-
-
-def _copies(plan: Plan, planned: ParameterPlan, situation: Situation) -> int:
-    """Return the number of copies of a weight: one per version in flight, or one per microbatch."""
-    count = situation.held_by(planned.stage)
-    if len(planned.shape) > 2 and not planned.name.startswith(tuple(f"{each.name}." for each in plan.mixtures)):
-        return count  # stacked weights of a mixture that nobody described, which the host casts in every pass
-    most = {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1)
-    return min(count, most)
+    mixtures, total = tuple(f"{each.name}." for each in plan.mixtures), 0
+    for planned in copied:
+        count = situation.held_by(planned.stage)
+        # The host casts stacked weights of a mixture that nobody described in every pass.
+        if len(planned.shape) == 2 or planned.name.startswith(mixtures):
+            count = min(count, {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1))
+        total += 2 * prod(planned.local_shape(situation.ranks)) * count
+    return total
 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
@@ -230,14 +216,14 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
     layout, mixed = plan.layout, situation.mixed
     if layout.data_world == 1:
         return _copied(plan, held, situation) if mixed else 0
-    by_layer, eight = dict[str, int](), gathered_in_8_bits(plan)
+    by_layer, eight = Counter[str](), gathered_in_8_bits(plan)
     for planned in held:
         layer = next((name for name in plan.layers if planned.name.startswith(f"{name}.")), "")
         size = weight_bytes(plan, planned, situation.ranks, _DATA)
         packed = plan.quantized is not None and planned.name in plan.quantized.weights
         if mixed and not packed:
             size = size * (1 if planned.name in eight else 2) // planned.dtype.itemsize
-        by_layer[layer] = by_layer.get(layer, 0) + size
+        by_layer[layer] += size
     root = by_layer.pop("", 0)
     keeps = layout.dp_shard == 1 or (layout.pp > 1 and not layout.weights_regather)
     layers = by_layer.values()

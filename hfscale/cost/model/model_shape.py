@@ -116,7 +116,10 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     if not plan.layers:
         raise ConfigError(f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated")
     found = shape_of(config) if config is not None else _guessed(plan)
-    found = replace(found, layers=len(plan.layers), gated=_gates(plan))
+    names = [name for name, _, _ in _matrices(plan)]
+    gated = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
+    gated = gated or any("gate" in name.removeprefix(plan.layers[0]) for name in names)
+    found = replace(found, layers=len(plan.layers), gated=gated)
     if plan.mixtures and not found.experts:  # under a name that no other config gives them
         found = replace(found, experts=plan.mixtures[0].count, routed=found.routed or 1)
     rows = found.hidden * (3 if found.gated else 2) * len(plan.layers)  # entries that one more of width is
@@ -129,13 +132,6 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     if spread:
         return replace(found, ffn=max(1, round(spread / rows / found.experts)), shared=max(0, round(rest / rows)))
     return replace(found, ffn=max(1, round(rest / rows)), experts=0, routed=0)
-
-
-def _gates(plan: Plan) -> bool:
-    """Return whether the MLP of the first layer is gated, by a matrix of its own or a fused one."""
-    names = [name for name, _, _ in _matrices(plan)]
-    fused = any(name.endswith((".w3.weight", ".wi_1.weight")) for name in names)
-    return fused or any("gate" in name.removeprefix(plan.layers[0]) for name in names)
 
 
 def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:

@@ -138,24 +138,16 @@ class StepTime(Seconds):
 
 
 def step_time(
-    stages: Sequence[Seconds],
-    weights: Sequence[float],
+    stages: Sequence[Seconds],  # of each pipeline rank, a microbatch's forward and backward pass
+    weights: Sequence[float],  # of each, entries over data ranks all together
     job: Job,
     machine: Machine,
     constants: Constants,
-    bubble: float | None = None,
-    experts: Sequence[float] | None = None,
-    parts: int | None = None,
+    bubble: float | None = None,  # seconds that the slowest stage waits for others, if a schedule was played through
+    experts: Sequence[float] | None = None,  # of each rank, entries besides, over the data ranks that share these out
+    parts: int | None = None,  # into which a stage's seconds are divided where others wait for the first of them
 ) -> StepTime:
-    """Estimate the seconds of one step.
-
-    Args:
-        stages: for each pipeline rank, a microbatch's forward and backward pass.
-        weights: for each, how many entries of weights it has, over data ranks all together.
-        bubble: seconds that the slowest stage waits for others, where a schedule was played through.
-        experts: for each, entries of experts besides, over the data ranks that share these out.
-        parts: into how many a stage's seconds are divided where others wait for the first of them.
-    """
+    """Estimate the seconds of one step."""
     hop = constants.hop if job.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     slowest = max(range(len(taken)), key=taken.__getitem__)
@@ -184,18 +176,17 @@ def _data_seconds(
 ) -> float:
     """Return the seconds that a step waits for its data ranks, beyond what the last ``backward`` pass hides."""
     layout, shards = job.layout, job.layout.dp_shard
-    ranks = layout.data_world
-    if ranks == 1:
+    if layout.data_world == 1:
         return 0.0
     bus = data_bus(shards, layout.tp, machine, constants)
     replicas_bus = data_bus(layout.dp_replicate, layout.tp * shards, machine, constants)
-    sharded = shards > 1
     once = replace(job, gathers=False, gathered_bytes=0 if job.gathers else job.gathered_bytes)
     bytes_of = data_traffic(weights, 0.0, experts, once)
     moved = bytes_of.dp_shard / bus + bytes_of.dp_replicate / replicas_bus
-    latency = (constants.latency_shards if sharded else constants.latency) * (ranks - 1)
-    hidden = (constants.hidden_shards if sharded else constants.hidden) * backward
-    exposed = max(moved - hidden, 0.0) + latency
+    latency, hidden = constants.latency, constants.hidden
+    if shards > 1:
+        latency, hidden = constants.latency_shards, constants.hidden_shards
+    exposed = max(moved - hidden * backward, 0.0) + latency * (layout.data_world - 1)
     if not job.gathers:
         return exposed
     # Whole layers are gathered while the one before computes: what that does not hide remains, in both passes.

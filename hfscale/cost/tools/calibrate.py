@@ -54,27 +54,24 @@ GPU_SIZES = Sizes(4096, 14336, 32, 4096, 1, 32000)
 def calibrate(
     name: str,
     device: torch.device,
-    links: tuple[float, float] | None = None,
-    sizes: Sizes | None = None,
-    reference: Machine | None = None,
+    links: tuple[float, float] | None = None,  # bytes per second of a large all-reduce, and seconds of a small one
+    sizes: Sizes | None = None,  # of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU
+    reference: Machine | None = None,  # whose links are taken where none were measured
 ) -> dict[str, Any]:
-    """Measure this machine; return a document that ``hardware=`` accepts: the machine and its constants.
-
-    Args:
-        links: bytes per second of a large all-reduce between its ranks, and seconds of a small one.
-        sizes: of the layer; by default LLaMA 8B's on a GPU, and small ones on a CPU.
-        reference: a machine whose links are taken where none were measured.
-    """
+    """Measure this machine; return a document that ``hardware=`` accepts: the machine and its constants."""
     chosen = sizes or (GPU_SIZES if is_accelerator(device) else Sizes())
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     meter = _Meter(chosen, device, dtype)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if is_accelerator(device):
+        memory = device_module(device).get_device_properties(device).total_memory
     link, latency = links or (reference.link_bandwidth if reference is not None else _UNKNOWN_LINK, _UNKNOWN_LATENCY)
     machine = Machine(
         name=name,
         title=f"{name} (calibrated)",
         flops=meter.products(),
         memory_bandwidth=meter.copy(),
-        memory=_memory(device),
+        memory=float(memory),
         link_bandwidth=link,
         nic_bandwidth=link if reference is None else reference.nic_bandwidth,
         ranks_per_node=_SHARED if device.type == "cpu" else max(1, accelerators().device_count()),
@@ -107,12 +104,6 @@ def _constants(meter: "_Meter", machine: Machine, latency: float, one_processor:
     alone = {"sharpness": 1.0, "hidden": 0.0, "hidden_shards": 0.0, "step": 0.0, "far_latency": 0.0}
     shared = {"link": 1.0, "far_nic": 1.0, "data_link": 1.0, "nic": 1.0}
     return replace(found, **alone, **shared, hop=2 * latency, latency=latency, latency_shards=2 * latency)
-
-
-def _memory(device: torch.device) -> float:
-    if is_accelerator(device):
-        return float(device_module(device).get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 class _Meter:

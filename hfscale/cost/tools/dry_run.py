@@ -101,19 +101,13 @@ def dry_run(
     parallel: ParallelConfig,
     *,
     sequence_length: int = 4096,
-    batch_size: int = 1,
-    num_microbatches: int | None = None,
+    batch_size: int = 1,  # sequences of a microbatch
+    num_microbatches: int | None = None,  # of a batch rank in a step; the layout's, or one per stage
     mixed_precision: str = "no",
-    progress: Progress | None = None,
-    **given: Any,
+    progress: Progress | None = None,  # told what is under way, its number, and of how many
+    **given: Any,  # arguments of hfscale.plan
 ) -> DryRun:
-    """Let one rank of every kind of stage take a step on the meta device; microbatches have ``batch_size`` sequences.
-
-    Args:
-        num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
-        progress: told what is under way, its number, and of how many.
-        given: to :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``auto_class``, ...
-    """
+    """Let one rank of every kind of stage take a step on the meta device."""
     check_count("sequence_length", sequence_length)
     check_count("batch_size", batch_size)
     (say := progress or (lambda what, number, of: None))("planning", 0, 1)
@@ -160,7 +154,7 @@ def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Format integers as ranges: ``(1, 2, 3, 5)`` -> ``1-3, 5``."""
-    found: list[list[int]] = []
+    found = list[list[int]]()
     for number in numbers:
         if found and found[-1][-1] == number - 1:
             found[-1][1:] = [number]

@@ -234,33 +234,29 @@ def _of_plan(
 ) -> Estimate:
     """Return the estimate of a plan whose memory is known."""
     places = places_of(plan)
+    weights = shape.layers * shape.active_weights + shape.table_weights
+    attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
+    flops = float(job.step_tokens * ((4 + 2 * job.trained) * weights + attention))
     stages = stage_seconds(places, part_seconds(shape, job, machine, constants))
     job = with_host_of(plan, job)
     hop = constants.hop if plan.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     played = _played(plan, taken, job)
     bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
-    weights, experts = [place.weights for place in places], [place.expert_weights for place in places]
+    of_ranks, experts = [place.weights for place in places], [place.expert_weights for place in places]
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(
             StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(plan.layout.pp)
         ),
-        time=step_time(stages, weights, job, machine, constants, bubble, experts),
+        time=step_time(stages, of_ranks, job, machine, constants, bubble, experts),
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,
-        flops=_step_flops(shape, job),
+        flops=flops,
         notes=(*held[0].notes, _NOTE),
         schedule=played,
     )
-
-
-def _step_flops(shape: ModelShape, job: Job) -> float:
-    """Return FLOPs per step: a token's 6 per trained weight, 4 per other, 12 s q for attention (half if causal)."""
-    weights = shape.layers * shape.active_weights + shape.table_weights
-    attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
-    return float(job.step_tokens * ((4 + 2 * job.trained) * weights + attention))
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:

@@ -5,7 +5,7 @@ Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory
 compares the two. What is the same for many candidates is computed once: a layer's seconds, the cut into stages.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -112,16 +112,18 @@ def _of_sizes(
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted({1, dp} | ({local} if dp % local == 0 else set()))
+    ep_sizes = sorted({1} | {tp * size for size in _divisors(dp)} & set(_divisors(summary.shape.experts)))
     for batch in (size for size in _divisors(sequences) if size & (size - 1) == 0 and size <= 64):
         count = sequences // batch
-        if pp > 1 and count < pp:
+        if count < pp:
             continue
         for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            if not _runs(schedule, virtual, pp, count, summary.shape.layers):
+            fits = {"interleaved1f1b": count % pp == 0, "zbv": count >= 2 * pp}.get(schedule, True)
+            if not fits or pp * virtual > summary.shape.layers:
                 continue
-            for ep in _expert_sizes(summary, tp, dp):
+            for ep in ep_sizes:
                 for shard in shards:
-                    if ep // tp > 1 and shard % (ep // tp):
+                    if shard % max(1, ep // tp):
                         continue
                     layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
                     # split passes recompute layers twice
@@ -142,21 +144,6 @@ def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatc
     sizes |= {"recompute": float(recompute == "full"), "elementwise": recompute == "elementwise"}
     gathers = layout.dp_shard > 1 and layout.pp == 1
     return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)
-
-
-def _runs(schedule: str, virtual: int, pp: int, microbatches: int, layers: int) -> bool:
-    if pp * virtual > layers:
-        return False
-    if schedule == "interleaved1f1b":
-        return microbatches % pp == 0
-    return schedule != "zbv" or microbatches >= 2 * pp
-
-
-def _expert_sizes(summary: ModelSummary, tp: int, dp: int) -> list[int]:
-    experts = summary.shape.experts
-    if not experts:
-        return [1]
-    return [1, *(size for size in _divisors(tp * dp) if size > 1 and experts % size == 0 and size % tp == 0)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -190,7 +177,7 @@ class FastCost:
     def __init__(self, summary: ModelSummary, machine: Machine, constants: Constants) -> None:
         self.summary, self.machine, self.constants = summary, machine, constants
         self._parts: dict[tuple[float, ...], Parts] = {}
-        self._stages: dict[tuple[int, int, str], tuple[int, ...]] = {}
+        self._layers = cache(self._balanced)
 
     def estimate(self, candidate: Candidate) -> CandidateCost:
         """Return seconds and bytes of one candidate."""
@@ -198,21 +185,17 @@ class FastCost:
         places = self._places(candidate)
         stages = stage_seconds(places, self._seconds(job))
         parts = 6 if candidate.schedule == "zbv" else None  # ranks wait for a forward pass of half their layers alone
-        job = self._with_host(candidate, job, places)
+        if candidate.offload:
+            kept, _, stream = self._kept(job)
+            layers = max(place.layers for place in places)
+            activations = 2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
+            own = max(job.shard_of(place.weights, place.expert_weights) for place in places)
+            job = job.with_host(candidate.offload, activations, own)
         weights, experts = [place.weights for place in places], [place.expert_weights for place in places]
         time = step_time(stages, weights, job, self.machine, self.constants, experts=experts, parts=parts)
         held = (self._bytes(candidate, rank, place) for rank, place in enumerate(places))
         states, activations, needed = max(held, key=lambda rank: rank[2])
         return CandidateCost(candidate, time.total, needed, likely_bytes(needed, activations), states, activations)
-
-    def _with_host(self, c: Candidate, job: Job, places: Sequence[Place]) -> Job:
-        if not c.offload:
-            return job
-        kept, _, stream = self._kept(job)
-        layers = max(place.layers for place in places)
-        activations = 2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
-        own = max(job.shard_of(place.weights, place.expert_weights) for place in places)
-        return job.with_host(c.offload, activations, own)
 
     def _kept(self, job: Job) -> tuple[float, float, float]:
         """Return the bytes per token that a layer keeps, those that one computes again, and those of its input."""
@@ -232,27 +215,21 @@ class FastCost:
     def _places(self, c: Candidate) -> list[Place]:
         shape, tp, found = self.summary.shape, c.job.layout.tp, list[Place]()
         last = 0 if c.schedule == "zbv" else c.job.layout.pp - 1
-        for rank, layers in enumerate(self._layers(c)):
+        for rank, layers in enumerate(self._layers(c.job.layout.pp, c.job.virtual, c.schedule == "zbv")):
             embedding, head = rank == 0, rank == last
             tables = embedding or head if shape.tied else embedding + head
             weights = layers * shape.held(tp), layers * shape.expert_weights / c.job.expert_ranks
             found.append(Place(layers, embedding, head, *weights, tables * shape.table_weights / tp))
         return found
 
-    def _layers(self, c: Candidate) -> tuple[int, ...]:
-        """Return the number of layers per pipeline rank, by the planner's own costs and balance."""
-        shape, p, virtual = self.summary.shape, c.job.layout.pp, c.job.virtual
-        key = (p, virtual, c.schedule)
-        if key not in self._stages:
-            layer = Cost(2 * shape.active_weights, shape.layer_weights).work()
-            before = Cost(0, shape.table_weights).work()
-            after = Cost(2 * shape.table_weights, 0 if shape.tied else shape.table_weights).work()
-            counts = balance([layer] * shape.layers, p * virtual, before, after)
-            back = c.schedule == "zbv"  # whose second stages lie in reverse order
-            self._stages[key] = tuple(
-                counts[rank] + counts[2 * p - 1 - rank] if back else sum(counts[rank::p]) for rank in range(p)
-            )
-        return self._stages[key]
+    def _balanced(self, p: int, virtual: int, back: bool) -> list[int]:
+        """Return the layers of ``p`` ranks, by the planner's costs; ``back``: second stages in reverse order."""
+        shape = self.summary.shape
+        layer = Cost(2 * shape.active_weights, shape.layer_weights).work()
+        before = Cost(0, shape.table_weights).work()
+        after = Cost(2 * shape.table_weights, 0 if shape.tied else shape.table_weights).work()
+        counts = balance([layer] * shape.layers, p * virtual, before, after)
+        return [counts[rank] + counts[2 * p - 1 - rank] if back else sum(counts[rank::p]) for rank in range(p)]
 
     def _bytes(self, c: Candidate, rank: int, place: Place) -> tuple[float, float, float]:
         """Return the bytes of states, of activations, and of all that one rank needs."""

@@ -44,21 +44,17 @@ def page_of(found: Estimate | Search, title: str) -> str:
 
 
 def _of_estimate(found: Estimate) -> Iterable[tuple[str, str]]:
-    yield "Memory of each pipeline rank, by kind", _memory(found)
+    kinds = [kind for kind in found.stages[0].memory.kinds if any(stage.memory.kinds[kind] for stage in found.stages)]
+    rows = [(f"rank {s.rank}", {kind: float(s.memory.kinds[kind]) for kind in kinds}) for s in found.stages]
+    marks = ((found.hardware.budget, "budget"), (found.hardware.memory, "device"))
+    memory = _bars(rows, max(found.needed, found.hardware.memory), _size, marks)
+    yield "Memory of each pipeline rank, by kind", memory + _key(kinds)
     terms = {name: seconds for name, seconds in found.time.terms.items() if seconds > 0}
     yield "Seconds of a step, by term", _bars([("step", terms)], found.seconds, _seconds) + _key(terms)
     if found.schedule is not None and sum(1 for _ in found.schedule.spans()) <= _MOST_SPANS:
         played = {span.action.kind for _, span in found.schedule.spans()}
         key = _key([kind for kind in _KINDS if kind in played], _KINDS)
         yield f"Schedule: {found.schedule.name}", _schedule(found.schedule) + key
-
-
-def _memory(found: Estimate) -> str:
-    kinds = [kind for kind in found.stages[0].memory.kinds if any(stage.memory.kinds[kind] for stage in found.stages)]
-    rows = [(f"rank {s.rank}", {kind: float(s.memory.kinds[kind]) for kind in kinds}) for s in found.stages]
-    most = max(found.needed, found.hardware.memory)
-    marks = ((found.hardware.budget, "budget"), (found.hardware.memory, "device"))
-    return _bars(rows, most, _size, marks) + _key(kinds)
 
 
 def _bars(
@@ -130,14 +126,12 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         """Return round tick values in range: ones, twos and fives, or more if these are few."""
-        decades = range(floor(self._low), floor(self._high) + 1)
-        few, many = (1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
-        found = self._within(decades, few)
-        return found if len(found) > 2 else self._within(decades, many)
-
-    def _within(self, decades: range, steps: Sequence[float]) -> list[float]:
-        values = [step * 10.0**decade for decade in decades for step in steps]
-        return [value for value in values if self._low <= log10(value) <= self._high]
+        found, decades = list[float](), range(floor(self._low), floor(self._high) + 1)
+        for steps in ((1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)):
+            if len(found) <= 2:
+                values = [step * 10.0**decade for decade in decades for step in steps]
+                found = [value for value in values if self._low <= log10(value) <= self._high]
+        return found
 
 
 def _key(names: Iterable[str], colors: Mapping[str, str] = {}) -> str:

@@ -50,11 +50,14 @@ def measured_layers(
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None
-    few = replace(spec, config=first_layers(spec.config, _layers_to_run(plan)), memory=None)
+    first = dict[Kind, int]()  # of each kind, the first layer behind another one
+    for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
+        first.setdefault(kind_of(plan, layer), index)
+    few = replace(spec, config=first_layers(spec.config, max(first.values(), default=0) + 1), memory=None)
     small, again, least = _small(layout or plan.layout), recomputed(plan), compressed(plan)
     sizes = {"sequence": sequence, "batch": min(batch, 2), "microbatches": 1}
     parts: dict[str, Any] = {}
-    if again.attention or again.modules or again.elementwise:
+    if any((again.attention, again.modules, again.elementwise)):
         assert spec.memory is not None
         how = "elementwise" if again.elementwise else spec.memory.recompute
         parts = {"recompute": how, "tile_tokens": again.tile or None}
@@ -63,21 +66,13 @@ def measured_layers(
         return _seen(replace(few, memory=MemoryConfig(**memory)) if memory else few, small, sizes)
 
     found = whole = seen()
-    if parts and whole is not None:
-        found = seen(**parts)
-        found = None if found is None else _with_again(found, whole)
+    if parts and whole is not None and (found := seen(**parts)) is not None:
+        layers = {kind: _with_again(part, whole.layers[kind]) for kind, part in found.layers.items()}
+        found = replace(found, first=_with_again(found.first, whole.first), layers=layers)
     if found is None or least is None:
         return found
     in_8_bits = seen(**parts, compress_activations=str(least))
     return None if in_8_bits is None else replace(found, in_8_bits=in_8_bits)
-
-
-def _layers_to_run(plan: Plan) -> int:
-    """Return the number of layers needed to run every kind of layer after another one."""
-    first: dict[Kind, int] = {}
-    for index, layer in enumerate(plan.layers[1:_MOST_LAYERS], 1):
-        first.setdefault(kind_of(plan, layer), index)
-    return max(first.values(), default=0) + 1
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
@@ -91,8 +86,7 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 def _seen(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers | None:
     """Measure layers of each kind once."""
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
-    config += implementation_of(spec.config)
-    key = (config, repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
+    key = (config + implementation_of(spec.config), repr(replace(spec, config=None)), repr(layout), repr(sizes))  # type: ignore[arg-type]
     if key not in _SEEN:
         try:
             _SEEN[key] = _count(spec, layout, sizes)
@@ -133,23 +127,17 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
     return found
 
 
-def _with_again(parts: MeasuredLayers, whole: MeasuredLayers) -> MeasuredLayers:
-    """Return the bytes with partial recomputation, and the bytes that a recomputed part keeps meanwhile."""
-
-    def of(part: LayerBytes, all_of_it: LayerBytes) -> LayerBytes:
-        return replace(part, again=max(0.0, all_of_it.kept - part.kept))
-
-    layers = {kind: of(part, whole.layers[kind]) for kind, part in parts.layers.items()}
-    return replace(parts, first=of(parts.first, whole.first), layers=layers)
+def _with_again(part: LayerBytes, whole: LayerBytes) -> LayerBytes:
+    """Return a partly recomputed layer's bytes, with those that the recomputed part keeps meanwhile."""
+    return replace(part, again=max(0.0, whole.kept - part.kept))
 
 
 class _LayerCounter(SavedCounter):
     """Count saved bytes by the layer that saved a tensor first, at the start of the backward pass."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int] = ()) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str], head: str | None, copies: Collection[int]) -> None:
+        # kept, and most at once: layer, or what is no layer -> bytes
         # streams: layer -> bytes of its input, as it is kept where the layer is computed again
-        # most: likewise, the most at once
-        # kept: layer, or what is no layer -> bytes
         self.kept, self.most, self.streams = Counter[str](), Counter[str](), dict[str, float]()
         # pieces: layer -> the most bytes of those that its backward pass reads at once
         # inputs: layer -> bytes of its input among those that it saved, as it was given

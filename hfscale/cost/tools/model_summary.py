@@ -1,7 +1,6 @@
 """Summarize a model for a search over layouts: read the plan of one process once, then only arithmetic."""
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,8 +9,8 @@ from ...api.build import plan as make_plan
 from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
-from ..model.activation_bytes import is_matrix, trained_names
-from ..model.job import Job, job_of
+from ..model.activation_bytes import trained_names
+from ..model.job import Job, job_of, matrix_entries
 from ..model.layer_bytes import layer_bytes, stream_width, types_of
 from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
@@ -67,10 +66,12 @@ def summarize(
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
-    entries = sum(prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name))
+    entries = sum(matrix_entries(plan).values())
     types = Types(2, 2) if mixed else types_of(plan, False)
     layer = plan.layers[len(plan.layers) // 2]
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
+    lean = {**given, "memory": MemoryConfig(recompute="elementwise")}
+    lean_spec = run_spec(config, mixed_precision=mixed_precision, **lean)
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
@@ -78,27 +79,21 @@ def summarize(
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
-        **_kept(plan, spec, _lean(config, mixed_precision, given), layer, types, situation),
+        **_kept((plan, spec), (make_plan(config, **lean), lean_spec), layer, types, situation),
         stream=layer_bytes(plan, layer, situation, types).stream,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         family=plan.family,
     )
 
 
-def _lean(config: PreTrainedConfig, mixed_precision: str, given: dict[str, Any]) -> tuple[Plan, RunSpec]:
-    """Return the plan and the run that compute all but products and attention again."""
-    given = {**given, "memory": MemoryConfig(recompute="elementwise")}
-    return make_plan(config, **given), run_spec(config, mixed_precision=mixed_precision, **given)
-
-
 def _kept(
-    plan: Plan, spec: RunSpec, lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
+    full: tuple[Plan, RunSpec], lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
 ) -> dict[str, Kept]:
-    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks."""
-    mixed, data = spec.mixed_precision != "no", {"dp_shard_size": 2}
+    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks; ``lean``: elementwise again."""
+    mixed, data = full[1].mixed_precision != "no", {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
-        return replace(seen(plan, spec, alone, sizes), lean=seen(*lean, alone, sizes))
+        return replace(seen(*full, alone, sizes), lean=seen(*lean, alone, sizes))
 
     def seen(plan: Plan, spec: RunSpec, alone: bool, sizes: dict[str, Any]) -> Kept:
         one, two = (
@@ -110,8 +105,8 @@ def _kept(
         return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan)[0] - cut, again)
 
     kept = of(False, **data)
-    alone = of(True) if mixed else kept
-    return {"kept": kept, "kept_alone": alone, "kept_spread": of(False, **data, ep_size=2) if plan.mixtures else kept}
+    spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
+    return {"kept": kept, "kept_alone": of(True) if mixed else kept, "kept_spread": spread}
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:

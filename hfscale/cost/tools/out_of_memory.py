@@ -35,7 +35,8 @@ _LEVERS: dict[str, dict[str, Any]] = {
 def explain(error: BaseException) -> str:
     """Return lines for the log about every model that hfscale parallelized; empty if there is none."""
     alive = [each for each in gc.get_objects() if issubclass(type(each), Runtime | torch.optim.Optimizer)]
-    optimizers = {id(p): each for each in alive if isinstance(each, torch.optim.Optimizer) for p in _parameters(each)}
+    stepping = [each for each in alive if isinstance(each, torch.optim.Optimizer)]
+    optimizers = {id(p): each for each in stepping for group in each.param_groups for p in group["params"]}
     lines = []
     for runtime in (each for each in alive if isinstance(each, Runtime)):
         own = [optimizers[id(each)] for each in runtime.model.parameters() if id(each) in optimizers]
@@ -43,10 +44,6 @@ def explain(error: BaseException) -> str:
     if lines and (path := write_memory_snapshot()):
         lines.append(f"snapshot of the device's memory, for pytorch.org/memory_viz: {path}")
     return "\n".join(lines)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[str]:

@@ -83,24 +83,22 @@ def search(
     gpus: int,
     hardware: str | Machine = "h100",
     *,
-    tokens_per_step: int,
-    max_memory: float | None = None,
-    constants: Constants | None = None,
+    tokens_per_step: int,  # of all ranks; sequences are whole, so it may be a little less
+    max_memory: float | None = None,  # bytes that a rank may be likely to hold; by default 87.5% of the device's
+    constants: Constants | None = None,  # of time; by default those fitted on public runs
 ) -> Search:
-    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits.
-
-    Args:
-        tokens_per_step: of all ranks; sequences are whole, so it may be a little less.
-        max_memory: bytes that a rank may be likely to hold; by default 87.5% of the device's.
-        constants: of time; by default those fitted on public runs.
-    """
+    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
     trial = _Trial(summary, find_machine(hardware), constants or fitted(), max_memory)
     sequence = summary.job.sequence
     trial.check(gpus, tokens_per_step)
     sequences = tokens_per_step // sequence
     every = trial.run(gpus, sequences)
     if not every:
-        raise ConfigError(_no_candidates(summary, gpus, sequences))
+        divisor = next(count for count in range(gpus, 0, -1) if sequences % count == 0)
+        raise ConfigError(
+            f"no layout of {gpus} GPUs fits {sequences} sequences a step, {summary.heads} heads and "
+            f"{summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a step"
+        )
     fitting = trial.fitting(every)
     if not fitting:
         every += trial.run(gpus, sequences, on_host=True)
@@ -108,6 +106,10 @@ def search(
     if not fitting:
         raise ConfigError(trial.nothing_fits(every, gpus, sequences))
     best = {each.candidate.kind: each for each in reversed(fitting)}
+    frontier = list[CandidateCost]()
+    for each in fitting:  # a slower layout only if it saves at least 5% memory
+        if not frontier or each.likely < 0.95 * frontier[-1].likely:
+            frontier.append(each)
     return Search(
         machine=trial.machine,
         gpus=gpus,
@@ -116,7 +118,7 @@ def search(
         budget=trial.budget,
         tried=len(every),
         best=tuple(sorted(best.values(), key=lambda each: each.seconds)),
-        frontier=_frontier(fitting),
+        frontier=tuple(frontier),
         rejected={kind: why for kind, why in trial.why(every).items() if kind not in best},
     )
 
@@ -155,9 +157,9 @@ class _Trial:
 
     def why(self, every: Iterable[CandidateCost]) -> dict[str, str]:
         """Return, per kind of layout, why it does not fit: the bytes of its smallest candidate."""
-        least: dict[str, CandidateCost] = {}
+        least = dict[str, CandidateCost]()
         for each in every:
-            known = least.setdefault(each.candidate.kind, each)
+            known = least.get(each.candidate.kind, each)
             least[each.candidate.kind] = min(known, each, key=lambda one: one.likely)
         return {
             kind: f"at least {human(round(each.likely))} ({each.candidate.describe()}), mostly {each.mostly}: "
@@ -190,23 +192,6 @@ class _Trial:
             f"{least.mostly}. Nearest that works: {', '.join(nearest) or f'nothing up to {count} GPUs'}; or try "
             f"{lighter}"
         )
-
-
-def _no_candidates(summary: ModelSummary, gpus: int, sequences: int) -> str:
-    divisor = next(count for count in range(gpus, 0, -1) if sequences % count == 0)
-    return (
-        f"no layout of {gpus} GPUs fits {sequences} sequences a step, {summary.heads} heads and "
-        f"{summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a step"
-    )
-
-
-def _frontier(fitting: Iterable[CandidateCost]) -> tuple[CandidateCost, ...]:
-    """Return the Pareto frontier: a slower layout only if it saves at least 5% memory."""
-    kept: list[CandidateCost] = []
-    for each in fitting:
-        if not kept or each.likely < 0.95 * kept[-1].likely:
-            kept.append(each)
-    return tuple(kept)
 
 
 def recipe_of(found: Search, model: str, **training: Any) -> str:
@@ -244,21 +229,6 @@ class Rule:
     says: str  # where it is from, and what for
 
 
-# Name, power of the ratio of batches, and where it is from.
-_RULES = (
-    (
-        "square root",
-        0.5,
-        "Granziol et al. 2022, derived for Adam and its kin, while the batch is smaller than the gradient's noise",
-    ),
-    (
-        "linear",
-        1,
-        "Goyal et al. 2017, measured with SGD on ImageNet and a warm-up, up to a batch of 8 thousand pictures",
-    ),
-)
-
-
 def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tuple[Rule, ...]:
     """Scale a learning rate tuned at ``tokens`` per step to ``new_tokens`` per step, by two rules."""
     if min(learning_rate, tokens, new_tokens) <= 0:
@@ -267,4 +237,6 @@ def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tu
             f"{new_tokens:,.0f} tokens"
         )
     times = new_tokens / tokens
-    return tuple(Rule(name, learning_rate * times**power, says) for name, power, says in _RULES)
+    root = "Granziol et al. 2022, derived for Adam and its kin, while the batch is smaller than the gradient's noise"
+    linear = "Goyal et al. 2017, measured with SGD on ImageNet and a warm-up, up to a batch of 8 thousand pictures"
+    return Rule("square root", learning_rate * times**0.5, root), Rule("linear", learning_rate * times, linear)

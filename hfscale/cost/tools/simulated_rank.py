@@ -74,23 +74,17 @@ def simulated_rank(world: int, rank: int = 0, like: str = "cuda") -> Iterator[di
         yield copies
 
 
-def leave_alone(runtime: Runtime, dtype: torch.dtype) -> None:
-    """Skip the agreements between ranks before a model's first step: the ``dtype`` between stages, random seeds."""
-    streams = runtime.part(RandomStreams)
-    if streams is not None:
-        streams.agreed = True
-    if isinstance(runtime.executor, Pipeline):
-        hidden: int = runtime.model.config.get_text_config(decoder=True).hidden_size
-        runtime.executor.expect((hidden,), dtype)
-
-
 class SimulatedRank(TorchDispatchMode):
     """Record in :attr:`traffic` what a rank sends; ``answer`` gives what the host reads from tensors on the device."""
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
         super().__init__()
         self.traffic, self._answer = SimulatedTraffic(), answer
-        self._axes = _names_of_groups(runtime.mesh)
+        own = runtime.mesh
+        axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))  # the first of those that a group spans names it
+        self._axes = {str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None}
+        self._axes |= {str(group.group_name): "ties" for group in own.ties.values()}
+        self._axes |= {str(group.group_name): "stages" for group in own.streams.values()}
 
     def looked(self, name: str) -> None:
         """Handle a read by the host, which waits for the device."""
@@ -175,14 +169,6 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
-def _names_of_groups(own: Mesh) -> dict[str, str]:
-    """Map the name of each of this rank's groups to its axis, the first if it spans several."""
-    axes = reversed((*MESH_AXES, *EXPERT_AXES, *AXES))
-    found = {str(group.group_name): axis for axis in axes if (group := own.group(axis)) is not None}
-    found |= {str(group.group_name): "ties" for group in own.ties.values()}
-    return found | {str(group.group_name): "stages" for group in own.streams.values()}
-
-
 class FusedAttention(TorchFunctionMode):
     """Make attention keep no scores, as GPU kernels do; torch's choice on the meta device keeps them."""
 
@@ -228,11 +214,10 @@ class _WithoutValues(FromSeed):
         drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
         materialize_buffers(model, {}, META)
-        shapes = {name: plan.by_name[name].local_shape(mesh.ranks) for name in plan.local_names(mesh.pp_rank)}
-        tensors = {
-            name: torch.empty(shape, dtype=plan.by_name[name].dtype, device=META) for name, shape in shapes.items()
-        }
-        return model, LocalWeights(tensors)
+        held = [plan.by_name[name] for name in plan.local_names(mesh.pp_rank)]
+        return model, LocalWeights(
+            {each.name: torch.empty(each.local_shape(mesh.ranks), dtype=each.dtype, device=META) for each in held}
+        )
 
 
 @contextmanager
@@ -240,7 +225,10 @@ def meta_model(spec: RunSpec, layout: ParallelConfig, rank: int = 0) -> Iterator
     """Yield the model of ``rank`` of a layout, in training, and the memory of autocast's copies of its weights."""
     options = Options(spec.mixed_precision, memory=spec.memory)
     adapter = None if spec.peft_config is None else read_config(spec.peft_config)
-    with simulated_rank(layout.total_size, rank, spec.device) as copies, _quiet():
+    logger = logging.getLogger("hfscale")
+    with simulated_rank(layout.total_size, rank, spec.device) as copies, ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # warnings are about a run that is never launched
         outline = Outline(spec.config, spec.auto_class, dict(spec.stock))
         yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
@@ -250,7 +238,12 @@ def take_step(
 ) -> SimulatedTraffic:
     """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that it keeps."""
     runtime = runtime_of(model)
-    leave_alone(runtime, torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype)
+    streams, executor = runtime.part(RandomStreams), runtime.executor
+    if streams is not None:  # ranks agree on random seeds before the first step, and stages on dtypes
+        streams.agreed = True
+    if isinstance(executor, Pipeline):
+        dtype = torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype
+        executor.expect((model.config.get_text_config(decoder=True).hidden_size,), dtype)
     ids = [torch.zeros((job.batch, job.sequence), dtype=torch.int64) for _ in range(job.microbatches)]
     rank = SimulatedRank(runtime, partial(_found, job, shape))
     with rank, FusedAttention(), counting:
@@ -269,15 +262,3 @@ def _found(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
     found[0] = each + (torch.arange(found[0].numel()) < rest).view_as(found[0])
     found[1] = found[0, :1]  # of rank 0: every other sends it as much as it keeps for itself
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings about a run that is never launched."""
-    logger = logging.getLogger("hfscale")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

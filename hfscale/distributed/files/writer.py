@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -42,7 +42,18 @@ class CheckpointWriter:
 
     def __init__(self, directory: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
         self.directory = directory
-        split = _split(contents, max_shard_size)
+        try:
+            split = split_state_dict_into_shards_factory(
+                contents,
+                get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+        except ValueError as error:
+            raise CheckpointError(
+                f"max_shard_size={max_shard_size!r} is not a size: use a number of bytes, or a string like '5GB' "
+                f"({error})"
+            ) from error
         self._index = None
         if split.is_sharded:
             self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -73,20 +84,6 @@ class CheckpointWriter:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         if self._index is not None:
             (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
-
-
-def _split(contents: dict[str, Tensor], max_shard_size: str | int) -> StateDictSplit:
-    try:
-        return split_state_dict_into_shards_factory(
-            contents,
-            get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise CheckpointError(
-            f"max_shard_size={max_shard_size!r} is not a size: use a number of bytes, or a string like '5GB' ({error})"
-        ) from error
 
 
 def _describe(tensor: Tensor) -> str:

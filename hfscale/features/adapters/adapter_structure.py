@@ -62,7 +62,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
             )
         path, inner = stock_name(wrapper_name), unwrapped(wrapper)
-        adapted = ".".join(rest[1:]) if kept_in == peft.COPY else peft.adapted_parameter(wrapper) or "weight"
+        parameter_name, experts = peft.adapted_experts(wrapper)
+        adapted = ".".join(rest[1:]) if kept_in == peft.COPY else parameter_name or "weight"
         base = f"{path}.{adapted}"
         if base not in plan.by_name:
             raise ConfigError(
@@ -78,7 +79,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 base=base,
                 kept_in=kept_in,
                 transposed=_is_transposed(inner),
-                experts=peft.experts_adapted(wrapper),
+                experts=experts,
                 tied_to=None if owner == name else owner,
             )
         )

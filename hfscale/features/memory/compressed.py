@@ -12,8 +12,8 @@ are those of the uncompressed tensor, and so are those of dropout, whose entries
 """
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,35 +23,22 @@ from ..._compat.torch_device import device_module, is_accelerator, keep_for_stre
 from ...plan.feature_plans import BLOCK
 
 
-class Stored(Protocol):
-    """Define a saved tensor that is kept compressed or offloaded."""
+class Stored:
+    """Keep a saved tensor of ``size`` bytes, unchanged; ``readers`` saved references to it have not been read."""
 
-    readers: int  # how many saved references to it have not been read
-    size: int  # bytes that it takes there
+    def __init__(self, tensor: Tensor) -> None:
+        self.readers, self.size, self._tensor = 0, tensor.numel() * tensor.element_size(), tensor
 
     def fetch(self) -> None:
         """Begin to bring it back."""
 
     def read(self) -> Tensor:
         """Return the tensor, on its device."""
-
-
-class Here:
-    """Keep a saved tensor unchanged: see :class:`Stored`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.readers, self.size, self._tensor = 0, tensor.numel() * tensor.element_size(), tensor
-
-    def fetch(self) -> None:
-        """Do nothing: the tensor is in place."""
-
-    def read(self) -> Tensor:
-        """Return the tensor."""
         return self._tensor
 
 
-class Compressed:
-    """Keep a saved tensor in 8 bits: see :class:`Stored`; ``keep`` stores codes and scales, in place or offloaded."""
+class Compressed(Stored):
+    """Keep a saved tensor in 8 bits; ``keep`` stores codes and scales, in place or offloaded."""
 
     def __init__(self, tensor: Tensor, keep: Callable[[Tensor], Stored]) -> None:
         self.readers, self._shape, self._dtype = 0, tensor.shape, tensor.dtype
@@ -67,8 +54,7 @@ class Compressed:
 
     def read(self) -> Tensor:
         """Return the decompressed tensor."""
-        found = decompress(self._codes.read(), self._scales.read(), self._dtype)
-        return found.view(self._shape)
+        return decompress(self._codes.read(), self._scales.read(), self._dtype).view(self._shape)
 
 
 def compress(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,15 +76,15 @@ def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return found.to(dtype)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _values(device: torch.device) -> tuple[Any, int]:
     """Return the values of the codes, ascending, and the code of zero."""
     values = functional().create_dynamic_map()
     return values.to(device), int((values == 0).nonzero()[0])
 
 
-class OnHost:
-    """Keep a tensor of ``size`` bytes on the CPU until its ``readers``, saved references, have been read."""
+class OnHost(Stored):
+    """Keep a saved tensor on the CPU until its readers have read it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.readers, self.device = 0, tensor.device
@@ -145,10 +131,6 @@ class OnHost:
         return found
 
 
-_streams: dict[torch.device, Any] = {}
-
-
+@cache
 def _stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = device_module(device).Stream(device)
-    return _streams[device]
+    return device_module(device).Stream(device)

@@ -26,7 +26,8 @@ from ...errors import ConfigError
 from ...plan.feature_plans import FEW, compressed, offloaded
 from ...train.runtime import Part, Runtime, local_tensor, memory_of
 from ...train.runtime.shards import LocalWeights
-from .compressed import Compressed, Here, OnHost, Stored
+from .compressed import Compressed, OnHost, Stored
+from .recipes import in_memory_order
 
 
 class LayerPass:
@@ -37,12 +38,10 @@ class LayerPass:
     their rows first.
 
     Args:
-        store: stores a saved tensor; called with the tensor, and whether it must stay exact because it may be a copy of
-            a weight, a mask, or one number per row.
-        before: the forward pass through the previous layer, while its graph is alive.
-        beside: tensors that this and other layers are given besides their input. Those of four dims may be masks, ``[b,
-            heads or 1, queries, keys]``: attention may save them in another dtype, and they hold infinities or the
-            largest number beside small biases, which no common scale can represent.
+        store: stores a saved tensor; called with the tensor, and whether it must stay exact.
+        before: the forward pass through the previous layer.
+        beside: tensors that other layers are given too. Those of four dims may be masks, ``[b, heads or 1, queries,
+            keys]``: attention may save them in another dtype, and no common scale represents infinities and biases.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class LayerPass:
         layer: nn.Module,
         store: Callable[[Tensor, bool], Stored | None],
         before: "LayerPass | None",
-        beside: Collection[Tensor] = (),
+        beside: Collection[Tensor],
     ) -> None:
         self._store, self._before = store, None if before is None else weakref.ref(before)
         held = [
@@ -76,19 +75,21 @@ class LayerPass:
         """Store a saved tensor; autograd calls it for every tensor that an operation saves."""
         local, shape, stride = tensor.detach(), tensor.shape, tensor.stride()
         if tensor.ndim > 1 and shape[-1] > _PAIR:
-            self._rows.add(tuple(shape[:-1]))
+            self._rows |= {tuple(shape[:-1]), (*shape[:-1], 1)}
         size = local.numel() * local.element_size()
         storage = local.untyped_storage()
         if storage_key(storage) in self._stays or is_shared_cast(local) or storage.nbytes() < size:
             return self, local, None
-        in_order = local.permute(sorted(range(local.ndim), key=lambda dim: stride[dim], reverse=True))
+        in_order = in_memory_order(local)
         dense = in_order.is_contiguous()
         if dense:  # store all views of the same memory once
             local = in_order.view(-1)
         key = storage_key(storage), local.data_ptr(), local.shape, local.stride(), local.dtype, version_of(tensor)
         alive, found = self._known.get(key, (None, None))
         if found is None or alive is None or alive.expired():
-            exact = self._may_be_weight(tensor) or tuple(shape) in self._of_masks or self._is_of_rows(shape)
+            base = base_of(tensor)  # a cast or dequantized weight is not a view of rows
+            exact = tuple(shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
+            exact = exact or tuple(shape) in self._of_masks or tuple(shape) in self._rows
             found = self._store(local, exact)
             if found is None:
                 return self, tensor.detach(), None
@@ -115,15 +116,6 @@ class LayerPass:
             waiting = reference()
             if waiting is not None:
                 waiting.fetch()
-
-    def _may_be_weight(self, tensor: Tensor) -> bool:
-        """Return whether a tensor may be a cast or dequantized weight: of a weight's shape, and not a view of rows."""
-        base = base_of(tensor)
-        return tuple(tensor.shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
-
-    def _is_of_rows(self, shape: torch.Size) -> bool:
-        """Return whether ``shape``, ``[...]`` or ``[..., 1]``, has one number per row of a saved ``[..., d]``."""
-        return tuple(shape) in self._rows or (shape[-1:] == (1,) and tuple(shape[:-1]) in self._rows)
 
 
 _PAIR = 2
@@ -200,8 +192,9 @@ class KeptActivations(Part):
     def store(self, values: int, tensor: Tensor, stays_exact: bool) -> Stored | None:
         """Offload or compress a saved tensor of a layer whose input has ``values`` entries; ``None`` to keep it."""
         size = tensor.numel() * tensor.element_size()
-        if self._is_rounded(tensor, size, values) and not stays_exact:
-            found = Compressed(tensor, Here if self._to_host is None else OnHost)
+        rounded = self._to_bytes is not None and tensor.is_floating_point() and size >= self._to_bytes
+        if rounded and tensor.numel() * FEW > values and not stays_exact:
+            found = Compressed(tensor, Stored if self._to_host is None else OnHost)
             self.stored, self.given = self.stored + found.size, self.given + size
             self.copied += found.size if self._to_host is not None else 0
             return found
@@ -209,7 +202,3 @@ class KeptActivations(Part):
             return None
         self.copied += size
         return OnHost(tensor)
-
-    def _is_rounded(self, tensor: Tensor, size: int, values: int) -> bool:
-        least = self._to_bytes
-        return least is not None and tensor.is_floating_point() and size >= least and tensor.numel() * FEW > values

@@ -19,7 +19,10 @@ def plan_memory(draft: Draft) -> None:
     asked = draft.options.memory_levers
     _plan_offload(draft)
     _plan_compression(draft)
-    _plan_scores(draft)
+    config = text_config(draft.config)
+    heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
+    if heads and implementation_of(config) == "eager":  # asked for, or the family's only kind
+        draft.features.append(ScoresPlan(max(heads)))
     given = asked.recompute
     if given == "none":
         return
@@ -48,14 +51,6 @@ def plan_memory(draft: Draft) -> None:
         layers = tuple(draft.layers[::every])
         keep, budget = tuple(asked.recompute_keep), asked.budget
         draft.features.append(RecomputePlan(layers, keep=keep, budget=budget, tokens=asked.tokens))
-
-
-def _plan_scores(draft: Draft) -> None:
-    """Record attention that keeps its scores: eager attention was requested, or is the family's only kind."""
-    config = text_config(draft.config)
-    heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
-    if heads and implementation_of(config) == "eager":
-        draft.features.append(ScoresPlan(max(heads)))
 
 
 def _plan_offload(draft: Draft) -> None:
@@ -118,19 +113,15 @@ def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
 
 
 def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
-    inside = {
-        name: layer
-        for layer in draft.layers
-        for name in draft.modules
-        if name.startswith(f"{layer}.") and draft.modules[name] is not None
-    }
+    kept = [name for name, module in draft.modules.items() if module is not None]
+    inside = {name: layer for layer in draft.layers for name in kept if name.startswith(f"{layer}.")}
     found = dict[str, None]()
     for end in given:
         named = [name for name, layer in inside.items() if f".{name.removeprefix(layer + '.')}".endswith(f".{end}")]
         if not named:
             known = sorted({wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()})
-            hint = did_you_mean(end, known)
-            draft.problem(f"recompute: no layer has a module {end!r}: {hint}use one of {', '.join(known)}")
+            hint = f"{did_you_mean(end, known)}use one of {', '.join(known)}"
+            draft.problem(f"recompute: no layer has a module {end!r}: {hint}")
         found |= dict.fromkeys(named)
     for block in draft.blocks:
         if block.name in found and block.dropout > 0:
@@ -152,21 +143,17 @@ def _refuse_other_attention(draft: Draft) -> None:
     """Report ``cp_size``, and models whose attention selective recomputation cannot find."""
     if draft.layout.cp > 1:
         draft.problem(
-            f"recompute='selective' with {draft.layout.cp_in_words}: attention over sharded sequences keeps no scores "
+            f"recompute='selective' with cp_size={draft.layout.cp}: attention over sharded sequences keeps no scores "
             "that could be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
     kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}
-    if not any(_looks_attention_up(kind) for kind in kinds):
+    families = [kind.__mro__ for kind in kinds if any("Attention" in each.__name__ for each in kind.__mro__)]
+    if not any(hasattr(sys.modules.get(each.__module__), _ATTENTION) for family in families for each in family):
         draft.problem(
             f"recompute='selective' recomputes attention, which {draft.config.model_type!r} does not look up in "
             "transformers' table: use recompute='full', or the names of its modules, as recompute=['self_attn']"
         )
-
-
-def _looks_attention_up(kind: type) -> bool:
-    named = any("Attention" in each.__name__ for each in kind.__mro__)
-    return named and any(hasattr(sys.modules.get(each.__module__), _ATTENTION) for each in kind.__mro__)
 
 
 def _refuse_unknown_operators(draft: Draft) -> None:

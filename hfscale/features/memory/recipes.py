@@ -31,9 +31,7 @@ class Layout(NamedTuple):
     def in_storage(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor at this place, without a graph."""
         size, stride, offset, dtype = self
-        empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-        found: Tensor = empty.set_(storage, offset, size, stride)
-        return found
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
     def within(self, whole: Tensor, base: "Layout") -> Tensor:
         """Return the tensor at this place in the memory of ``whole``, which has been at ``base``."""
@@ -111,12 +109,8 @@ class Read(NamedTuple):
 
 
 class Operator:
-    """An operator as it was called.
-
-    Args:
-        given: positional and keyword arguments, with :class:`Read` in place of tensors.
-        draws: whether it draws random numbers.
-        into: for one in place, what it writes into before it does, or the place of memory that it overwrites.
+    """An operator as it was called, ``given`` positional and keyword arguments with :class:`Read` in place of tensors;
+    ``draws`` says whether it draws random numbers, ``into`` what it writes into, or the place that it overwrites.
     """
 
     def __init__(self, func: Any, given: Any, device: torch.device, draws: bool, into: Filled | Layout | None) -> None:
@@ -125,7 +119,8 @@ class Operator:
         reads = [each for each in tree_leaves(given, is_leaf=_is_read) if _is_read(each)]
         self.inputs: list[Filled] = [each.filled for each in reads if each.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
-        self.steps = 1 + max((_steps(each) for each in self.inputs), default=0)
+        repeated = (each.operator for each in self.inputs if each.kept is None)
+        self.steps = 1 + max((each.steps for each in repeated if each is not None), default=0)  # in a row
         self._results: list[weakref.ref[Filled] | None] = []
 
     def fills(self, results: Sequence[Filled | None]) -> None:
@@ -192,23 +187,21 @@ def _empty(layout: Layout, device: torch.device) -> Tensor:
     return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=device)
 
 
-def _steps(filled: Filled) -> int:
-    """Return the number of operators in a row that lead to some memory from what is kept."""
-    return 0 if filled.kept is not None or filled.operator is None else filled.operator.steps
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is one of no subclass, whose memory holds its values."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a tensor with its dims by descending stride."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor is one piece of memory, each value once."""
     if not is_plain(tensor) or not tensor.numel():
         return False
-    stride = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: stride[dim], reverse=True)
-    return tensor.is_contiguous() or tensor.detach().permute(order).is_contiguous()
+    return tensor.is_contiguous() or in_memory_order(tensor.detach()).is_contiguous()
 
 
 def is_whole(tensor: Tensor) -> bool:

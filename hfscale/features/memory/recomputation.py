@@ -124,9 +124,7 @@ def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str]
 
 
 def _in_tiles(run: Callable[..., Any], tile: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module of one input ``[..., s, d]`` in tiles of ``tile`` tokens. Autograd sums the gradients of weights
-    over tiles before it hands them on.
-    """
+    """Run a module of one input ``[..., s, d]`` in tiles of ``tile`` tokens; autograd sums gradients over tiles."""
     x = hidden_states_of(args, kwargs)
     if sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) != 1 or x.ndim < 2:
         return run(*args, **kwargs)
@@ -143,10 +141,9 @@ def _checkpointed(
 ) -> Any:
     function, args, kwargs = _with_tensor_by_position(function, args, kwargs)
     if torch.compiler.is_compiling():  # graphs have no modes to restore, and take no closure
-        kept: dict[str, Any] = {}
         if operators:
-            kept["context_fn"] = partial(create_selective_checkpoint_contexts, list(operators))
-        return checkpoint(function, *args, use_reentrant=False, **kept, **kwargs)
+            kwargs = {**kwargs, "context_fn": partial(create_selective_checkpoint_contexts, list(operators))}
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         modes = function_modes()
@@ -162,9 +159,7 @@ def _with_tensor_by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Pass at least one tensor by position, if any: torch keeps the RNG state only of such tensors' devices."""
-    if _has_tensor(args):
-        return function, args, kwargs
-    name = next((name for name, value in kwargs.items() if _has_tensor(value)), None)
+    name = None if _has_tensor(args) else next((key for key, value in kwargs.items() if _has_tensor(value)), None)
     if name is None:
         return function, args, kwargs
 

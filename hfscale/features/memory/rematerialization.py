@@ -72,17 +72,14 @@ class Rematerialization(TorchDispatchMode):
         operator = self._operator(func, args, kwargs, tensors, written)
         follows = operator is not None or any(self._find(tensor) is not None for tensor in tensors)
         before = [self._find(tensor) for tensor in written]
-        self._before_writing(written, before)
-        out = func(*args, **kwargs)
-        if follows:
-            self._note(operator, out, tensors, list(zip(written, before, strict=True)))
-        return out
-
-    def _before_writing(self, written: Sequence[Tensor], before: Sequence[Filled | None]) -> None:
         for tensor, filled in zip(written, before, strict=True):
             constants = self._constants.pop(storage_key(tensor), {}).values()
             for each in (*constants, *([filled] if filled is not None else [])):
                 each.before_writing(self._keep)
+        out = func(*args, **kwargs)
+        if follows:
+            self._note(operator, out, tensors, list(zip(written, before, strict=True)))
+        return out
 
     def _note(
         self, operator: Operator | None, out: Any, tensors: list[Tensor], written: list[tuple[Tensor, Filled | None]]

@@ -42,7 +42,7 @@ class SavedBytes:
         """Record that ``size`` bytes of a kind are saved or, if negative, freed."""
         self._now[kind] += size
         setattr(self, kind, max(getattr(self, kind), self._now[kind]))
-        self.total = max(self.total, sum(self._now.values()))
+        self.total = max(self.total, self.now)
 
 
 @contextmanager
@@ -54,13 +54,8 @@ def count_saved(model: nn.Module, layers: Iterable[str], head: str | None = None
 
 
 class SavedCounter:
-    """A context that counts the saved tensors of ``model``, each storage once, without parameters.
-
-    Args:
-        layers: names of the layers; those that this rank does not hold are ignored.
-        head: name of the projection onto the vocabulary.
-        note: called with the kind and the number of bytes saved or, if negative, freed.
-        copies: storage keys of copies of weights, which are not counted either; may be extended later.
+    """A context that counts the saved tensors of ``model``, each storage once, without parameters and their ``copies``,
+    storage keys that may be added later; ``note`` is told the kind and the bytes saved or, if negative, freed.
     """
 
     def __init__(

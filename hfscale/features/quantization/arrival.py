@@ -95,15 +95,6 @@ def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDis
     return {name: tensor for name, tensor in stored.items() if name not in beside}, packed
 
 
-def check_row(packing: FourBitPacking, name: str) -> None:
-    """Raise CheckpointError if :func:`fill_row` cannot fill the rows of all data ranks: uneven shards of columns."""
-    if packing.dim == 2 and packing.shape[2] % packing.shards:
-        raise CheckpointError(
-            f"{name} has {packing.shape[2]} columns, which do not divide evenly over {packing.shards} data ranks: "
-            "use another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
-        )
-
-
 def fill_row(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> Tensor:
     """Return one data rank's row of bytes, from stored ones; see :func:`...distributed.ops.four_bit.pack`."""
     row = weight.new_zeros((1, packing.row_shape[1]))
@@ -168,9 +159,12 @@ class Quantizing:
                 empty = torch.empty(share, dtype=original.dtype, device="meta")
                 own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
-                self.packings[name] = self._packing(planned, module)
-                if name in self.stored:
-                    check_row(self.packings[name], name)
+                self.packings[name] = packing = self._packing(planned, module)
+                if name in self.stored and packing.dim == 2 and packing.shape[2] % packing.shards:
+                    raise CheckpointError(
+                        f"{name} has {packing.shape[2]} columns, which do not divide evenly over {packing.shards} data "
+                        "ranks: use another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
+                    )
         self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
         self.host.get_quantize_ops = lambda: self
 

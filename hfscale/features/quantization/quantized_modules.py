@@ -22,6 +22,7 @@ from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
 from ...distributed.ops.grouped_linear import frozen_linear
 from ...distributed.ops.packed_weights import Packing, gathered, packings_of, read_packed, register_packed
+from ...distributed.ops.shared_casts import autocasted
 from ...errors import ConfigError
 from ...models.module_kinds import is_transposed
 from ...plan import Plan
@@ -167,14 +168,12 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     if not is_quantized(module, name):
         raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
     with torch.no_grad():
-        if bitsandbytes.is_in_4_bits(parameter):
-            return bitsandbytes.dequantized_from_4_bits(parameter)
         if type(module).__name__ == ROWS:
             from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
             return bitsandbytes.functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
-        return bitsandbytes.dequantized_from_8_bits(module, parameter)
+        return bitsandbytes.dequantized_stock(module, parameter)
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
@@ -190,8 +189,7 @@ class StoredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x [..., in]`` to ``[..., out]``."""
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which it leaves alone
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = autocasted(x)
         return frozen_linear(x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..._compat.accelerate import (
     BatchScheduler,
@@ -74,7 +74,14 @@ class Accelerator(accelerate.Accelerator):
             start(own_device())  # Accelerate would meet the ranks of the first start
         with without_launcher_switches():
             super().__init__(**kwargs)
-        self._check_processes()
+        # Every rank would print and write if each took itself for the only one.
+        world = dist.get_world_size() if dist.is_initialized() else started_processes()
+        if (counted := self.state.num_processes) != world:
+            raise ConfigError(
+                f"Accelerate counts {counted} process(es) and {world} were started: something made its "
+                "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
+                "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
+            )
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
         self._told, self._orders, self._worker_seeds = set[int](), list[OneOrder](), torch.Generator()
@@ -269,16 +276,6 @@ class Accelerator(accelerate.Accelerator):
         wait_for_saves()
         super().end_training()
 
-    def _check_processes(self) -> None:
-        """Refuse a wrong number of processes: every rank would print and write if each took itself for the only one."""
-        world = dist.get_world_size() if dist.is_initialized() else started_processes()
-        if (counted := self.state.num_processes) != world:
-            raise ConfigError(
-                f"Accelerate counts {counted} process(es) and {world} were started: something made its "
-                "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
-                "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
-            )
-
     @property
     def _mesh_so_far(self) -> Mesh | None:
         """The mesh of the prepared model, or else of the latest one that was built."""
@@ -306,21 +303,17 @@ class Accelerator(accelerate.Accelerator):
             )
         if self._runtime is None:
             self._runtime = runtime
-            self._check_what_was_told()
+            batches = runtime.mesh.batch_world
+            if self._told - {batches} and self.is_main_process:  # a schedule's length may have been computed from it
+                warnings.warn(
+                    f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, "
+                    f"and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct batches: build "
+                    "the model first, or a schedule whose length was computed from it is wrong",
+                    stacklevel=4,
+                )
         streams = runtime.part(RandomStreams)
         if streams is not None:
             streams.synchronize(runtime)
-
-    def _check_what_was_told(self) -> None:
-        """Warn of schedules whose length was computed before the layout was known."""
-        batches = self.mesh.batch_world
-        if self._told - {batches} and self.is_main_process:
-            warnings.warn(
-                f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, and "
-                f"with {self.mesh.layout.describe()} it is {batches}, the number of distinct batches: build the model "
-                "first, or a schedule whose length was computed from it is wrong",
-                stacklevel=5,
-            )
 
     def _agree_on_order(self, data_loader: Any) -> None:
         """Make every rank shuffle alike; samplers that Accelerate handles get generators in the same state."""
@@ -329,7 +322,9 @@ class Accelerator(accelerate.Accelerator):
             return
         handled = self.use_stateful_dataloader or (self.use_seedable_sampler and isinstance(sampler, RandomSampler))
         if isinstance(sampler, self._listed) and not handled:
-            self._orders.append(OneOrder.put_into(data_loader, sampler, self.mesh))
+            self._orders.append(OneOrder(sampler, self.mesh))
+            by_batches = isinstance(data_loader.sampler, BatchSampler)
+            (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = self._orders[-1]
         else:
             seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
             sampler.generator = torch.Generator().manual_seed(agreed(self.mesh, seed))

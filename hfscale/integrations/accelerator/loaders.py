@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 
 from ..._compat.torch import before_iterators
 from ...distributed.mesh import Mesh
@@ -22,14 +22,6 @@ class OneOrder(Sampler[int]):
         self._began: Tensor | None = None  # RNG state from which the current order was drawn
         self._resumed: Tensor | None = None
         self._left_off: Tensor | None = None
-
-    @classmethod
-    def put_into(cls, data_loader: Any, sampler: Any, mesh: Mesh) -> "OneOrder":
-        """Replace the loader's sampler by one that shares the order of ``sampler``."""
-        order = cls(sampler, mesh)
-        by_batches = isinstance(data_loader.sampler, BatchSampler)
-        (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = order
-        return order
 
     def __iter__(self) -> Iterator[int]:
         own = getattr(self.sampler, "generator", None)

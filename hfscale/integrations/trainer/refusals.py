@@ -150,7 +150,10 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     """Check a Trainer that has been made: its loss, which may be of token scores, its data and its microbatches."""
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
-    _check_packing(trainer, runtime)
+    collator = getattr(trainer, "data_collator", None)
+    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
+        tokens = getattr(trainer.args, "max_length", None)  # of TRL's trainers
+        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)
     if hasattr(trainer, "reward_funcs"):
         _check_generation(trainer, runtime)
     elif hasattr(trainer, "generation_config") and runtime.mesh.layout.pp * runtime.mesh.layout.cp > 1:
@@ -166,14 +169,6 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
             "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
         )
     _check_step(trainer, runtime)
-
-
-def _check_packing(trainer: Any, runtime: Runtime) -> None:
-    """Refuse collators that pack several documents into one row, for models that do not keep them apart."""
-    collator = getattr(trainer, "data_collator", None)
-    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
-        tokens = getattr(trainer.args, "max_length", None)  # of TRL's trainers
-        check_packed_rows(runtime.model, start=getattr(collator, "position_ids_start", 0), tokens=tokens)
 
 
 def _check_generation(trainer: Any, runtime: Runtime) -> None:

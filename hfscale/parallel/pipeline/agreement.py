@@ -159,21 +159,16 @@ class TiedGradients:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Sum the gradients of tied tensors over their stages after the with block, and add them to earlier ones."""
-        tied = self._tied()
+        plan = self._runtime.plan
+        copies = [(p, plan.holders(planned.name)) for planned, p in self._runtime.parameters()] if plan.ties else []
+        # this rank's trained copies, each with the pipeline ranks that hold one
+        tied = [(copy, holders) for copy, holders in copies if len(holders) > 1 and copy.requires_grad]
         with gradients_aside([parameter for parameter, _ in tied]) as before:
             yield
         for holders in dict.fromkeys(each for _, each in tied):  # the plan's order, equal on all ranks
             self._sum([parameter for parameter, each in tied if each == holders], holders)
         for (parameter, _), gradient in zip(tied, before, strict=True):
             add_back(parameter, gradient)
-
-    def _tied(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Return this rank's trained copies of tied tensors, each with the pipeline ranks that hold one."""
-        plan = self._runtime.plan
-        if not plan.ties:
-            return []
-        here = [(parameter, plan.holders(planned.name)) for planned, parameter in self._runtime.parameters()]
-        return [(parameter, holders) for parameter, holders in here if len(holders) > 1 and parameter.requires_grad]
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
         for copy, used in zip(copies, self._used_anywhere(copies, holders), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import has_gradient_hook, own_parameters
+from ..._compat.torch import has_accumulation_hook, has_backward_hook, own_parameters
 from ..._compat.transformers.prediction import PREDICTION_LOOKUP
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
@@ -146,7 +146,7 @@ class TensorParallel(Part, SequenceAxis):
             return nullcontext()
         partial = [parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial]
         # A gradient hook (an optimizer that steps in backward) must see full gradients: sum them inside backward.
-        if any(map(has_gradient_hook, partial)):
+        if any(has_backward_hook(p) or has_accumulation_hook(p) for p in partial):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
 

@@ -91,22 +91,20 @@ def layer_costs(
     return LayerCosts(cost(before), each, cost(after), cost(shared))
 
 
-def _module_cost(module: nn.Module, config: Any, sequence: int) -> Cost:
-    """Return the cost of one module, with its submodules.
+def _named_cost(model: Any, name: str, sequence: int) -> Cost:
+    """Return the cost of one module, with its submodules, or of one parameter.
 
     Projections (Linear, Conv1D, matrices of experts, routers, short convolutions): 2 FLOPs per parameter and token, for
     experts times the fraction of them that a token is sent to. Lookups: none. Attention scores and values: ``2 s (d_qk
     + d_v)`` per head, over a sequence (or window) of ``s`` tokens, the causal half not deducted. Elementwise operations
     and the recurrences of state-space layers are left out: they are small beside the projections.
     """
-    parameters = {id(p): p.numel() for p in module.parameters()}
-    return Cost(_flops(module, text_config(config), sequence, (1, 1)), sum(parameters.values()))
-
-
-def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     owner, _, child = name.rpartition(".")
     found = getattr(model.get_submodule(owner), child) if name else model
-    return _module_cost(found, model.config, sequence) if isinstance(found, nn.Module) else Cost(0, found.numel())
+    if not isinstance(found, nn.Module):
+        return Cost(0, found.numel())
+    parameters = {id(p): p.numel() for p in found.parameters()}
+    return Cost(_flops(found, text_config(model.config), sequence, (1, 1)), sum(parameters.values()))
 
 
 def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
@@ -118,16 +116,10 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
     flops = 0
     if not isinstance(module, nn.Embedding):
         flops = sum(2 * parameter.numel() * share[0] // share[1] for parameter in own if parameter.ndim > 1)
-    if _is_attention(module):
+    # The innermost module whose class is named so computes attention itself.
+    if [inner for inner in module.modules() if "Attention" in type(inner).__name__] == [module]:
         flops += _attention(module, config, sequence)
     return flops + sum(_flops(child, config, sequence, share) for child in module.children())
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module computes attention itself, by its class name, which contains "Attention"."""
-    return "Attention" in type(module).__name__ and not any(
-        "Attention" in type(inner).__name__ for inner in module.modules() if inner is not module
-    )
 
 
 def _attention(module: Any, config: Any, sequence: int) -> int:
@@ -142,8 +134,9 @@ def _attention(module: Any, config: Any, sequence: int) -> int:
 
 
 def plan_pipeline(draft: Draft) -> None:
-    """Split the draft's layers into the stages of its layout."""
-    if draft.layout.pp == 1:
+    """Split the draft's layers into the stages of its layout; where that fails, note problems."""
+    layout, layers = draft.layout, draft.stack
+    if layout.pp == 1:
         _check_stage_layers(draft)
         return
     if draft.no_step:  # and nobody can call the model: a rank has but a part of it
@@ -152,35 +145,29 @@ def plan_pipeline(draft: Draft) -> None:
             "train_step does not run its loss (only that of causal language models with a Linear head), and nothing "
             f"else runs stages: {draft.no_step}",
         )
-    draft.stages = _plan_stages(draft)
-
-
-def _plan_stages(draft: Draft) -> StagePlan | None:
-    """Split the layers into stages; where that fails, note problems in the draft and return ``None``."""
-    layout, layers = draft.layout, draft.stack
     virtual = int(layout.virtual_stages or 1)
     count = layout.pp * virtual
     lists = _lists(draft, layers, count)
     if lists is None:
-        return None
+        return
     ranks: Ranks | None = draft.ranks
     if ranks is None:
         ranks = place_stages(str(layout.pipeline_schedule), layout.pp, virtual)
     if len(ranks) != count:
         stage_problem(draft, f"the schedule has {len(ranks)} stages, and the layout {count}", "a schedule that fits")
-        return None
+        return
     stacks = find_stacks(draft, lists) if len(lists) > 1 else None
     if draft.problems:
-        return None
+        return
     passage = trace(draft, lists[0]) if stacks is None else trace_stacks(draft, lists, stacks)
     if passage is None:
-        return None
+        return
     costs = layer_costs(draft.model, layers, passage.before, passage.after, passage.shared, beside=passage.beside)
     first = _layers_with_pictures(draft, len(layers), count)
     if draft.problems:
-        return None
+        return
     counts = layout.stage_layers or costs.balanced(count, first)
-    return replace(_stages(draft, lists[0], passage, costs, counts, ranks), stacks=stacks)
+    draft.stages = replace(_stages(draft, lists[0], passage, costs, counts, ranks), stacks=stacks)
 
 
 def _check_stage_layers(draft: Draft) -> bool:

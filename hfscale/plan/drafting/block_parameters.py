@@ -150,16 +150,13 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
         return
     if draft.wider is not None and draft.wider.get_parameter(f"{path}.weight").shape[0] == hidden:
         return  # another size, which happens to be as large
+    does, roles = "write its block's output, which every rank would add", "column or row"
     if weight.ndim == 1:
-        draft.problem(
-            f"tp_size={draft.tp}: {wild_name(path)} may read its block's output, which is a partial sum there, and "
-            "the blueprint gives it no role: name it as shared or outside, or use tp_size=1"
-        )
-    else:
-        draft.problem(
-            f"tp_size={draft.tp}: {wild_name(path)} may write its block's output, which every rank would add, and "
-            "the blueprint gives it no role: name it as column or row, or use tp_size=1"
-        )
+        does, roles = "read its block's output, which is a partial sum there", "shared or outside"
+    draft.problem(
+        f"tp_size={draft.tp}: {wild_name(path)} may {does}, and the blueprint gives it no role: name it as {roles}, "
+        "or use tp_size=1"
+    )
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:

@@ -29,7 +29,7 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
     """Return the names of the blueprint's layer lists in the model; note a problem if tensor ranks need one."""
     found = [name for path in blueprint.layer_lists if (name := _resolve(draft, path)) is not None]
     if not found and draft.tp > 1:
-        wanted = " or ".join(repr(_base_prefix(draft) + path) for path in blueprint.layer_lists)
+        wanted = " or ".join(repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists)
         draft.problem(
             f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
             f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
@@ -55,7 +55,7 @@ def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
 
 def _resolve(draft: Draft, path: str) -> str | None:
     """Return the full name of a layer list given relative to the base model, if this class has it."""
-    for name in (_base_prefix(draft) + path, path):
+    for name in (base_prefix(draft.model) + path, path):
         if name in draft.modules:
             return name
     # Some classes keep their base model under another name than `base_model_prefix`.
@@ -63,9 +63,9 @@ def _resolve(draft: Draft, path: str) -> str | None:
     return ends[0] if len(ends) == 1 else None
 
 
-def _base_prefix(draft: Draft) -> str:
-    base = getattr(draft.model, "base_model", draft.model)
-    return "" if base is draft.model else f"{draft.model.base_model_prefix}."
+def base_prefix(model: Any) -> str:
+    """Return what the names of a base model's modules begin with in the model around it."""
+    return "" if getattr(model, "base_model", model) is model else f"{model.base_model_prefix}."
 
 
 def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
@@ -83,10 +83,8 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
 
 def find_layer_list(model: Any) -> str:
     """Return the name of the base model's list of layers: the outermost list with most parameters."""
-    base = getattr(model, "base_model", model)
-    prefix = "" if base is model else f"{model.base_model_prefix}."
     lists: dict[str, int] = {}
-    for name, module in base.named_modules():
+    for name, module in getattr(model, "base_model", model).named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
     ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
@@ -94,4 +92,4 @@ def find_layer_list(model: Any) -> str:
         raise PlanError("its base model has no list of layers (nn.ModuleList)")
     if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
         raise PlanError(f"it has several lists of layers of the same weight: {', '.join(ranked[:2])}")
-    return prefix + ranked[0]
+    return base_prefix(model) + ranked[0]

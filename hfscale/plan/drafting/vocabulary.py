@@ -21,7 +21,10 @@ def plan_vocabulary(draft: Draft) -> None:
     embedding = input_embedding(draft.model)
     name = next((name for name, module in draft.modules.items() if module is embedding), None)
     known = name is not None and isinstance(embedding, nn.Embedding) and looks_up_like_stock(embedding)
-    draft.lookup = name if known and not _has_outsiders(draft.config, embedding) else None
+    # Placeholder token ids (of images or sounds) may be outside of the embedding's range.
+    numbers = [value for field, value in vars(draft.config).items() if _PLACEHOLDER.fullmatch(field)]
+    outside = known and any(isinstance(number, int) and number >= embedding.num_embeddings for number in numbers)
+    draft.lookup = name if known and not outside else None
     if draft.tp > 1:
         draft.embedding = _cut_vocabulary(draft, draft.head, name, embedding)
 
@@ -34,12 +37,6 @@ def plan_own_loss(draft: Draft) -> None:
     if found is not None:
         draft.features.append(OwnLossPlan(**found))
         draft.no_step = ""
-
-
-def _has_outsiders(config: Any, embedding: nn.Embedding) -> bool:
-    """Return whether some placeholder token ids (of images or sounds) are outside the embedding's range."""
-    numbers = {name: value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name)}
-    return any(isinstance(value, int) and value >= embedding.num_embeddings for value in numbers.values())
 
 
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:

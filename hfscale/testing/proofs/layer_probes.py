@@ -288,15 +288,12 @@ def proved(model: Any, loan: Loan) -> bool:
     together = _output(model)
     first, *others = model.get_submodule(loan.layer_list)
     for layer in (first, *others):
-        layer.register_forward_hook(_stream_alone)
+        layer.register_forward_hook(  # returns the hidden states alone, as the placeholder of a layer does
+            lambda _, args, out: (out[0], *(None for _ in out[1:])) if isinstance(out, tuple) else out
+        )
     for layer in others:
         lend(loan, lent, layer)
     return torch.equal(together, _output(model))
-
-
-def _stream_alone(_: nn.Module, args: Any, output: Any) -> Any:
-    """Return the hidden states alone, as the placeholder of a layer does."""
-    return (output[0], *(None for _ in output[1:])) if isinstance(output, tuple) else output
 
 
 def _output(model: Any) -> Tensor:

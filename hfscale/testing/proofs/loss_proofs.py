@@ -86,14 +86,10 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
     not ignored (tokens), but not of a contrast between the rows of a batch. A tiny clone gets two batches separately
     and together.
     """
-    found = _find(type(model), model.config)
-    return (asdict(found) if found is not None else None), True
-
-
-def _find(kind: type, config: Any) -> OwnLossPlan | None:
-    model = tiny_model_of(kind, config, torch.float64)
+    config = model.config
+    model = tiny_model_of(type(model), config, torch.float64)
     if model is None:
-        return None
+        return None, True
     model.eval()
     use_eager_experts(model)  # the host's grouped matrix products take no float64
     text = text_config(model.config)
@@ -109,10 +105,10 @@ def _find(kind: type, config: Any) -> OwnLossPlan | None:
             losses = [float(model(**batch).loss) for batch in (first, second, together)]
             over = next((over for over, count in _COUNTS.items() if _is_mean(count, losses, first, second)), None)
             if over is not None:
-                return OwnLossPlan(over, _divides(model, first, losses[0]))
+                return asdict(OwnLossPlan(over, _divides(model, first, losses[0]))), True
             if first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any():  # no row was ignored
-                return None
-    return None
+                return None, True
+    return None, True
 
 
 def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -159,41 +155,33 @@ _APART = 1e-4  # relative, in float32. What passes from one document to the next
 def prove_documents(
     model: Any, kind: type, flash: bool, masked: bool, start: int, name: str, length: int
 ) -> tuple[str, bool]:
-    """Return why documents in one row affect each other, in words; empty where they do not.
-
-    Args:
-        kind: the stock class of the model, which may be parallelized.
-        flash: whether its attention is told of documents as flash kernels are.
-        masked: whether documents are told apart by a mask, and not by positions.
-        start: the position of a document's first token.
-        name: a field of the config that shall say ``length``; empty for none.
+    """Return why documents in one row affect each other, in words; empty where they do not. The model, of the stock
+    class ``kind``, may be parallelized. Its attention is told of documents as ``flash`` kernels are, or by a mask
+    (``masked``), or by positions, which begin at ``start``; its config's field ``name``, if any, shall say ``length``.
     """
     lengths = dict.fromkeys(lengths_of(model.config), _NOWHERE) | ({name: length} if name else {})
-    return _difference(kind, with_lengths(model.config, lengths), flash, masked, start), True
-
-
-def _difference(kind: Any, config: Any, flash: bool, masked: bool, start: int) -> str:
-    """Return how outputs differ between documents in one row and in separate rows; empty if they are equal."""
+    config = with_lengths(model.config, lengths)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         model = tiny_model_of(kind, config, torch.float32, layers=layers_of_every_kind(config))
         if model is None:
-            return "no tiny copy of it could be made to prove the contrary"
+            return "no tiny copy of it could be made to prove the contrary", True
         perturb(model, 0.1)
-        if flash:
-            set_implementation(model.config.get_text_config(), answer("documents_", "sdpa", _attend, _no_mask))
+        if flash:  # without a mask, as transformers makes none for flash kernels
+            like_flash = answer("documents_", "sdpa", _attend, lambda *_, **__: None)
+            set_implementation(model.config.get_text_config(), like_flash)
         DocumentStates().install(model)
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
         try:
             parts = [_logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)]
             found = _in_one_row(model, ids, flash, masked, start)
         except Exception as error:  # whatever stock code says of arguments that it does not take
-            return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            return f"{type(error).__name__}: {error}".split("\n")[0][:200], True
     expected = torch.cat(parts, dim=1)
     if found.shape != expected.shape:
-        return "its logits are not one row per token"
+        return "its logits are not one row per token", True
     relative = apart(found, expected)
-    return "" if relative <= _APART else f"logits of a tiny copy change by {relative:.1g} of the largest"
+    return "" if relative <= _APART else f"logits of a tiny copy change by {relative:.1g} of the largest", True
 
 
 def _in_one_row(model: Any, ids: Tensor, flash: bool, masked: bool, start: int) -> Tensor:
@@ -219,7 +207,3 @@ def _attend(host: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask:
         mask = (mask.tril() if getattr(module, "is_causal", True) else mask)[None, None]
     kwargs.pop("softcap", None)  # which sdpa does not take, and flash kernels do
     return host(module, q, k, v, mask, **kwargs)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask, as transformers does for flash kernels."""

@@ -20,7 +20,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, ConfigError, HFScaleError
+from ...errors import CheckpointError, ConfigError
 from ...plan import ParameterPlan
 from ...plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
@@ -39,10 +39,8 @@ _log = logging.getLogger(__name__)
 
 def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float | None = None) -> None:
     """Compare the parameters that several ranks hold, before the call ``saving`` if that would save them; collective.
-
-    Args:
-        tolerance: warn instead of raising, on every rank, if no difference exceeds this fraction of a tensor's largest
-            entry; by default 0 on the CPU.
+    Warn instead of raising, on every rank, if no difference exceeds the ``tolerance``, a fraction of a tensor's largest
+    entry; by default 0 on the CPU.
     """
     if runtime.mesh.control is None or not any(_is_replicated(runtime, planned) for planned in runtime.plan.owned()):
         return
@@ -51,7 +49,13 @@ def check_replicas(runtime: Runtime, saving: str | None = None, tolerance: float
         return
     tolerance = tolerance if tolerance is not None else 0.0 if runtime.mesh.device.type == "cpu" else _ROUNDINGS
     if tolerance == 0.0 or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance:
-        raise _refusal(saving, apart)
+        cause = _cause(apart)
+        if saving is None:
+            raise ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
+        raise CheckpointError(
+            f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the "
+            "first ranks' values all the same"
+        )
     if not any(runtime.mesh.ranks.values()):
         _log.warning("%s The relative difference is only %.0e, as from rounding.", _cause(apart), drift)
 
@@ -144,16 +148,6 @@ def _pieces(runtime: Runtime, planned: ParameterPlan, parameter: Tensor) -> Iter
         place = tuple(inside if dim == fused.dim else tuple(found) for dim, found in enumerate(spans))
         yield place, share.narrow(fused.dim, offset, size)
         offset += size
-
-
-def _refusal(saving: str | None, apart: list[tuple[str, list[list[int]]]]) -> HFScaleError:
-    cause = _cause(apart)
-    if saving is None:
-        return ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
-    return CheckpointError(
-        f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the first "
-        "ranks' values all the same"
-    )
 
 
 def _cause(apart: list[tuple[str, list[list[int]]]]) -> str:

@@ -66,8 +66,20 @@ class Structure:
                 "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
                 "logits"
             )
-        self._refuse_other_types()
-        self._watch_hooks()
+        # FSDP2 gathers into buffers of the dtype that the first pass found.
+        other = next((place for place in self._managed if place.has_another_type()), None)
+        if other is not None:
+            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
+            raise ConfigError(
+                f"{name} was given another type ({now}) behind a pass, and over "
+                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
+                'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
+            )
+        for module, _ in self._modules:  # warn in the next pass of users' hooks that see sharded activations
+            if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
+                self._hooked.add(id(module))
+                if found := self._name(module):  # sharded inputs and outputs of the model itself are refused elsewhere
+                    self._warn_beside(module, found)
 
     @contextmanager
     def as_built(self) -> Iterator[None]:
@@ -100,17 +112,6 @@ class Structure:
 
     def _spread(self) -> str:
         return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
-
-    def _refuse_other_types(self) -> None:
-        """Refuse a changed dtype: FSDP2 gathers into buffers of the dtype that the first pass found."""
-        other = next((place for place in self._managed if place.has_another_type()), None)
-        if other is not None:
-            name, now = self._place(other.module, other.name), getattr(other.module, other.name).dtype
-            raise ConfigError(
-                f"{name} was given another type ({now}) behind a pass, and over "
-                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
-                'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
-            )
 
     def _changed(self) -> str | None:
         """Return in words the first replaced module or parameter; ``None`` if there is none, or weights only moved."""
@@ -151,15 +152,6 @@ class Structure:
 
     def _name(self, module: nn.Module) -> str:
         return next((name for name, found in self._runtime.model.named_modules() if found is module), "")
-
-    def _watch_hooks(self) -> None:
-        """Watch modules that users have hung hooks on, to warn in the next pass if they see sharded activations."""
-        for module, _ in self._modules:
-            if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
-                self._hooked.add(id(module))
-                name = self._name(module)
-                if name:  # sharded inputs and outputs of the model itself are refused elsewhere
-                    self._warn_beside(module, name)
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:
         """Add a hook beside a user's, which warns once, for all layers, if the module sees sharded activations."""

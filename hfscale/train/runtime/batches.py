@@ -80,11 +80,9 @@ class Microbatch(dict[str, Any]):
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
-    """Return the :class:`Counts` of microbatches, ``[microbatches, 4]``, on their device; never waits for it.
-
-    Args:
-        hashed: whether to hash the contents, because other ranks are given the same batch.
-        tokens: size of the vocabulary, to count input ids outside of it: a sharded embedding would not fail on them.
+    """Return the :class:`Counts` of microbatches, ``[microbatches, 4]``, on their device; never waits for it. Hash the
+    contents if other ranks are given the same batch (``hashed``). ``tokens`` is the size of the vocabulary, to count
+    input ids outside of it: a sharded embedding would not fail on them.
     """
     rows = []
     for batch in batches:
@@ -94,13 +92,10 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
         if tokens is not None and ids is not None:
             strange = (ids.clamp(0, tokens - 1) != ids).sum()
             outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
-        rows += [valid, outside, _documents(batch, zero), _hash(batch, zero) if hashed else zero]
+        documents = holds_documents(batch)
+        packed = zero if documents is None else documents.to(zero.device, zero.dtype)
+        rows += [valid, outside, packed, _hash(batch, zero) if hashed else zero]
     return torch.stack(rows).view(-1, len(Counts._fields))
-
-
-def _documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    found = holds_documents(batch)
-    return zero if found is None else found.to(zero.device, zero.dtype)
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
@@ -131,12 +126,9 @@ def agree(
     read: Sequence[Tensor] = (),
 ) -> tuple[list[Counts], list[list[int]]]:
     """Return the counts of this rank's microbatches and, per rank of ``group``, which shares them, what it sent
-    besides: the integers ``told`` and the int64 tensors ``read``, still on a device.
-
-    Args:
-        seen: the result of :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told.
-
-    All of the ranks raise :class:`ConfigError` if they were given different batches.
+    besides: the integers ``told`` and the int64 tensors ``read``, still on a device. ``seen`` is the result of
+    :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told. All of the ranks raise
+    :class:`ConfigError` if they were given different batches.
     """
     empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
     own, *more = _on_host([empty if seen is None else seen, *(read if group is not None else ())])
@@ -164,12 +156,9 @@ def _parts(numbers: list[int], length: int) -> list[list[int]]:
 def total_of(
     valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
 ) -> int:
-    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for.
-
-    Args:
-        group: all ranks; ``None`` if there is only one batch.
-        counts: whether this rank counts its labels: true on one of the ranks that share a batch.
-        passes: number of passes in which this rank runs collectives with all others, which must have the same number.
+    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for: over
+    ``group``, ``None`` if there is only one batch. One of the ranks that share a batch ``counts`` its labels. This rank
+    runs collectives with all others in a number of ``passes``, which must be the same on all.
 
     Every rank raises :class:`ConfigError` if one refuses its batch (its own error there, a pointer to it elsewhere), or
     if the numbers of passes differ, and some ranks would wait forever.
@@ -248,33 +237,20 @@ def with_borders(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """Return the microbatches on ``device``, by one non-blocking copy."""
-    moved = [batch.like(batch) for batch in batches]
-    if device.type == "cpu":
-        for each in moved:
-            each.update({name: value.to(device) for name, value in _away(each, device)})
-    else:
-        _move_together(moved, device)
-    return moved
-
-
-def _away(batch: Microbatch, device: torch.device) -> list[tuple[str, Tensor]]:
-    return [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]
-
-
-def _move_together(batches: list[Microbatch], device: torch.device) -> None:
-    """Copy CPU tensors without gradients to the device in one buffer, and the rest one by one."""
+    """Return the microbatches on ``device``: CPU tensors without gradients by one non-blocking copy of one buffer."""
+    moved, away = [batch.like(batch) for batch in batches], device.type != "cpu"
     together: dict[int, tuple[Tensor, list[tuple[Microbatch, str]]]] = {}  # shared tensors are copied once
-    for batch in batches:
-        for name, value in _away(batch, device):
-            if value.device.type == "cpu" and not value.requires_grad:
+    for batch in moved:
+        for name, value in [(name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device]:
+            if away and value.device.type == "cpu" and not value.requires_grad:
                 together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:
-                batch[name] = value.to(device, non_blocking=True)
-    sent = _sent([value for value, _ in together.values()], device)
+                batch[name] = value.to(device, non_blocking=away)
+    sent = _sent([value for value, _ in together.values()], device) if together else []
     for (_, places), value in zip(together.values(), sent, strict=True):
         for batch, name in places:
             batch[name] = value
+    return moved
 
 
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -111,12 +111,9 @@ def full_tensors(
     """Yield every tensor to save, one at a time, in the same order on every rank: full on some ranks, empty elsewhere.
 
     Tensors are gathered in buckets as large as the largest of them, so that many small ones take few messages: each
-    rank sends all that it holds of a bucket straight to every global rank in ``to``, at once.
-
-    Args:
-        share_of: returns this rank's shard of an entry, if not the model's own parameter; cut the same way.
-        attempt: calls all that may fail on one rank alone. After a failure shards are still exchanged, so that no rank
-            waits for another, and the tensors' values mean nothing.
+    rank sends all that it holds of a bucket straight to every global rank in ``to``, at once. ``share_of`` returns this
+    rank's shard of an entry, if not the model's own parameter; cut the same way. ``attempt`` calls all that may fail on
+    one rank alone: after a failure shards are still exchanged, so that no rank waits, and values mean nothing.
     """
     held = share_of or shares(runtime)
     for bucket in _buckets(entries):

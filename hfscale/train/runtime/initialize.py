@@ -30,11 +30,8 @@ _WHOLE_NUMBER = 113  # the marker of integer tensors: no table of positions is f
 def initialize_local_weights(
     template: Any, plan: Plan, mesh: Mesh, seed: int, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return this rank's shards of freshly initialized parameters, and the full buffers.
-
-    Args:
-        template: the full stock model on the meta device; its modules are filled and emptied again one by one.
-        wanted: whether a parameter of this rank's stages is needed, by its owned name.
+    """Return this rank's shards of the freshly initialized parameters that are ``wanted``, by owned name, and the full
+    buffers. Modules of ``template``, the full stock model on the meta device, are filled and emptied again one by one.
     """
     rank = mesh.pp_rank
     held = plan.local_names(rank)

@@ -26,8 +26,7 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 class Undo:
     """Revert changes to modules when called. A deep copy of a model takes its copy with it."""
 
-    # per module: the module, its class, attributes as they were, and hooks that were added
-    changes: list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
+    changes: _Look  # per module: the module, its class, attributes as they were, and hooks that were added
 
     def __call__(self) -> None:
         """Put classes and attributes back, and remove hooks."""

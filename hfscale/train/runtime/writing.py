@@ -61,11 +61,9 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
     """Let an exception on one rank end the `with` block on every rank of ``mesh`` (``None``: this process alone).
 
     The rank that failed reports it in its next :meth:`Mesh.all_gather_object`; the others learn of it in theirs, at the
-    latest at the end of the block. So ranks must not wait for each other in any other way inside the block.
-
-    Raises:
-        CheckpointError: on every rank: ``what``, the ranks that failed and the reasons. If all ranks fail with the same
-            hfscale error, each raises its own.
+    latest at the end of the block. So ranks must not wait for each other in any other way inside the block. Every rank
+    raises a :class:`CheckpointError` of ``what``, the ranks that failed and the reasons; if all fail with the same
+    hfscale error, its own.
     """
     failure: Exception | None = None
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, PlanError
 from hfscale._compat.transformers.computing import enable_checkpointing
-from hfscale.features.memory.compressed import Compressed, Here, OnHost, compress, decompress
+from hfscale.features.memory.compressed import Compressed, OnHost, Stored, compress, decompress
 from hfscale.features.memory.kept_activations import KeptActivations
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
@@ -41,7 +41,7 @@ ERROR = 0.03
 @pytest.mark.parametrize("shape", [(3, 5, 67), (256,), (1,)])
 def test_an_entry_is_off_by_a_part_of_the_largest_of_its_block(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = Compressed(x, Here).read()
+    found = Compressed(x, Stored).read()
     assert (found.shape, found.dtype) == (x.shape, x.dtype)
     blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
     apart = torch.nn.functional.pad((found - x).flatten(), (0, -x.numel() % 256)).view(-1, 256)
@@ -61,7 +61,7 @@ def test_signs_and_masks_are_exact() -> None:
     kept = Compressed(x, OnHost)
     kept.fetch()
     assert torch.equal(kept.read(), found)
-    assert kept.size == Compressed(x, Here).size == 4096 + 4 * 16
+    assert kept.size == Compressed(x, Stored).size == 4096 + 4 * 16
 
 
 def stepped(layout: dict[str, Any], way: dict[str, Any], compress: bool, config: Any, lora: bool) -> list[Any]:

@@ -11,10 +11,10 @@ import hfscale
 from hfscale import ParallelConfig, PlanError, plan
 from hfscale.api.build_plan import build_plan
 from hfscale.models.clone import tiny_clone
-from hfscale.models.facts import proved_anew
 from hfscale.testing.proofs.infer import search_blueprint as search
 
 from ...families import config_of
+from ...proved_anew import proved_anew
 from ...tiny_models import needs, tiny
 
 BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}

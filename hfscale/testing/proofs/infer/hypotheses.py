@@ -67,17 +67,14 @@ class Guesses:
         if not self.candidate.path:
             return
         leaves = [("",), *([dropouts] if (dropouts := self._dropouts()) else []), self.candidate.row]
-        together = self._parent_of_columns()
-        enters = [("",), *([(together,)] if together else []), self.candidate.column]
-        for enter, leave in product(enters, leaves):
-            yield replace(block, enter=enter, leave=leave)
-
-    def _parent_of_columns(self) -> str:
-        """Return the module that holds all columns and no row, if there is one with a forward of its own."""
+        # Or together, at a module that holds all columns and no row, and has a forward of its own.
         parents = {name.rpartition(".")[0] for name in self.candidate.column}
         parent = parents.pop() if len(parents) == 1 else ""
         within = any(name.startswith(f"{parent}.") for name in self.candidate.row)
-        return "" if not parent or within or isinstance(self.modules[parent], nn.ModuleList) else parent
+        together = parent and not within and not isinstance(self.modules[parent], nn.ModuleList)
+        enters = [("",), *([(parent,)] if together else []), self.candidate.column]
+        for enter, leave in product(enters, leaves):
+            yield replace(block, enter=enter, leave=leave)
 
     def _dropouts(self) -> tuple[str, ...]:
         """Return the dropout modules after every row: an edge there comes after an adapter around the row, too."""

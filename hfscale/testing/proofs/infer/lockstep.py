@@ -173,9 +173,13 @@ class _RankModel:
         for name, leaf in full.named_parameters(remove_duplicate=False):
             if id(leaf) not in shards:
                 cut, _ = rules.get(id(leaf), (None, ()))
-                shard = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
-                shards[id(leaf)] = self.own[name] = nn.Parameter(shard.clone())
-            self._put(name, shards[id(leaf)], once=name in row_biases)
+                part = leaf.detach() if cut is None else cut.take(leaf.detach(), rank)
+                shards[id(leaf)] = self.own[name] = nn.Parameter(part.clone())
+            owner, _, attribute = name.rpartition(".")
+            module, shard = self.model.get_submodule(owner), shards[id(leaf)]
+            own_parameters(module)[attribute] = shard * 0.0 if name in row_biases and rank > 0 else shard
+            if attribute == "weight":
+                follow_weight(module)
         edge = Edge(
             rank=rank,
             size=group.size,
@@ -192,13 +196,6 @@ class _RankModel:
         """Return the output, and this rank's gradients of its own parameters."""
         with torch.autograd.set_multithreading_enabled(False):
             return run_backward(self.model, subject.inputs, dict(self.own))
-
-    def _put(self, name: str, shard: nn.Parameter, once: bool) -> None:
-        owner, _, attribute = name.rpartition(".")
-        module = self.model.get_submodule(owner)
-        own_parameters(module)[attribute] = shard * 0.0 if once and self.rank > 0 else shard
-        if attribute == "weight":
-            follow_weight(module)
 
     def _sum(self, x: Tensor) -> Tensor:
         return _total(self.group.exchange(self.rank, x))

@@ -13,6 +13,7 @@ from ....errors import PlanError
 from ....models.blueprint import INFERRED, Block, Blueprint, Inference, Proof, as_data
 from ....models.clone import DROPOUT_WORDS, tiny_clone
 from ....models.names import wild_name
+from ....plan.drafting.layers import base_prefix
 from .candidate_blocks import CandidateBlock, find_candidates
 from .forward_trace import Trace, run_hooked, trace
 from .hypotheses import Guesses
@@ -97,8 +98,7 @@ class _Search:
 
 
 def _infer(model: Any, subject: Subject) -> Inference:
-    base = getattr(model, "base_model", model)
-    layers = subject.layers.removeprefix("" if base is model else f"{model.base_model_prefix}.")
+    layers = subject.layers.removeprefix(base_prefix(model))
     try:
         traced = trace(subject)
     except Exception as error:  # foreign code may not bear being watched
