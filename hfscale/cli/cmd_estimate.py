@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from .amounts import tokens_of
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory=MemoryConfig(
             recompute=int(again) if again.isdigit() else again,
             tile_tokens=arguments.tile_tokens,
-            **{f"offload_{name}": True for name in offloaded},
+            **dict[str, Any]((f"offload_{name}", True) for name in offloaded),
         ),
         **more,
     )
