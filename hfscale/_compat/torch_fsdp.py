@@ -35,7 +35,12 @@ def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) 
     """Apply ``fully_shard(module, **how)`` with one group per trained dtype, without the parameters ``ignored``; raise
     :class:`ConfigError` if this torch has one group per module, and a module holds parameters of several dtypes.
     """
-    others = _other_types(module, ignored)
+    others: dict[torch.dtype, list[nn.Parameter]] = {}  # trained, not yet sharded, but for the most frequent dtype
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
+            others.setdefault(parameter.dtype, []).append(parameter)
+    if others:
+        del others[max(others, key=lambda dtype: sum(parameter.numel() for parameter in others[dtype]))]
     if others and not _has_several_groups():
         _shard_modules_of_one_type(module, others, ignored, how)
         others = {}
@@ -50,17 +55,6 @@ def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) 
                 how.get("shard_placement_fn"), first.mp_policy, first.offload_policy,
             )
         )  # fmt: skip
-
-
-def _other_types(module: nn.Module, ignored: set[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Return the trained, not yet sharded parameters of ``module`` in other dtypes than its most frequent one."""
-    types: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
-            types.setdefault(parameter.dtype, []).append(parameter)
-    if types:
-        del types[max(types, key=lambda dtype: sum(parameter.numel() for parameter in types[dtype]))]
-    return types
 
 
 def _has_several_groups() -> bool:

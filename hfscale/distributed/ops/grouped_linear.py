@@ -117,19 +117,17 @@ Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a d
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
+        ctx: Any, x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], to_input: Any
     ) -> Tensor:
-        ctx.read, ctx.bias_type = read, None if bias is None else bias.dtype
+        ctx.to_input, ctx.bias_type = to_input, None if bias is None else bias.dtype
         return product(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad = grads[0]
-        of_x = torch.matmul(grad, ctx.read(grad.dtype)) if ctx.needs_input_grad[0] else None
-        of_bias = None
-        if ctx.needs_input_grad[1]:
-            of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_type)
+        of_x = ctx.to_input(grad) if ctx.needs_input_grad[0] else None
+        of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
         return of_x, of_bias, None, None
 
 
@@ -139,22 +137,7 @@ def frozen_linear(
     """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
     ``read`` returns the weight ``[out, in]`` in a dtype, in the backward pass.
     """
-    return _FrozenLinear.apply(x, bias, product, read)
-
-
-class _FrozenGroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, read: Read, counts: Sequence[int], transposed: bool) -> Tensor:
-        ctx.read, ctx.counts, ctx.transposed = read, counts, transposed
-        return grouped_linear(x, read(x.dtype), None, counts, transposed=transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        weight = ctx.read(grads[0].dtype)
-        return grouped_linear(grads[0], weight, None, ctx.counts, transposed=not ctx.transposed), None, None, None
+    return _FrozenLinear.apply(x, bias, product, lambda grad: torch.matmul(grad, read(grad.dtype)))
 
 
 def frozen_grouped_linear(
@@ -163,7 +146,13 @@ def frozen_grouped_linear(
     """Compute :func:`grouped_linear` with a frozen weight, ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``,
     which ``read`` returns in a dtype, in both passes.
     """
-    out: Tensor = _FrozenGroupedLinear.apply(x, read, counts, transposed)
+
+    def product(x: Tensor, turned: bool) -> Tensor:
+        return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)
+
+    out: Tensor = _FrozenLinear.apply(
+        x, None, lambda x, _: product(x, transposed), lambda grad: product(grad, not transposed)
+    )
     if bias is not None:
         out = out + rows_of_groups(bias, counts, x.shape[0])
     return out

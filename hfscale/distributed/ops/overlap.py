@@ -18,7 +18,6 @@ A projection with products other than torch's own (in 8 bits, say) registers the
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,13 +72,6 @@ def products_of(module: Any) -> Products:
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
 """Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
-
-
-@dataclass
-class _Flight:
-    """Hold a collective between its launch and its wait."""
-
-    started: Started | None = None
 
 
 class Regather:
@@ -155,27 +147,26 @@ class DeferredWeightGrad:
 
 class _Await(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: list[Started]) -> Tensor:
         ctx.flight = flight
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        started, ctx.flight.started = ctx.flight.started, None
-        return started.result(), None
+        return ctx.flight.pop().result(), None
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight, gather: Start | None, reduce: Start) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: list[Started], gather: Start | None, reduce: Start) -> Tensor:
         ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
         return x.view_as(x) if gather is None else gather(x).result()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.flight.started = ctx.reduce(grads[0])
+        ctx.flight.append(ctx.reduce(grads[0]))
         # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
         return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
 
@@ -238,7 +229,7 @@ def enter_overlapped(
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
     """
-    flight = _Flight()
+    flight: list[Started] = []  # the collective between its launch and its wait
     x = _Await.apply(x, flight)
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.

@@ -49,12 +49,8 @@ def _projections(draft: Draft) -> dict[str, Any]:
 
 
 def _ends(name: str, end: str) -> bool:
-    return any(f".{name}.".endswith(f".{end}.") for name in _with_owners(name))
-
-
-def _with_owners(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    """Return whether ``end`` is the end of the projection's name, or of a module's around it."""
+    return f".{end}." in f".{name}."
 
 
 def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:

@@ -55,7 +55,10 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     workers = pipeline.workers
     if any(worker.recorder is not None for worker in workers):
         raise ConfigError("this model is being recorded already: leave the first record_schedule before the next")
-    _agree_on(target, runtime.mesh)
+    missing = [not target.absolute().parent.is_dir()]  # of rank 0, for which the others would wait at the end
+    dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
+    if missing[0]:
+        raise ConfigError(f"{target} cannot be written: {target.absolute().parent} is not a folder")
     device = runtime.mesh.device
     # Synchronize the compute stream, not the device: sends and receives in flight go on.
     recorder = Recorder(device_module(device).current_stream(device).synchronize if is_accelerator(device) else None)
@@ -102,15 +105,6 @@ def _microbatches(layout: ParallelConfig) -> int:
     if layout.pipeline_schedule not in ASYNCHRONOUS:
         return 0
     return 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
-
-
-def _agree_on(target: Path, mesh: Mesh) -> None:
-    """Raise on every rank if rank 0 cannot write ``target``; otherwise the others would wait for it at the end."""
-    folder = target.absolute().parent
-    missing: list[bool] = [not folder.is_dir()]
-    dist.broadcast_object_list(missing, src=0, group=mesh.control)
-    if missing[0]:
-        raise ConfigError(f"{target} cannot be written: {folder} is not a folder")
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
