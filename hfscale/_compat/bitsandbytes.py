@@ -53,11 +53,6 @@ def is_stock_parameter(parameter: Any) -> bool:
     return type(parameter).__name__ in _PARAMETERS
 
 
-def is_in_4_bits(parameter: Any) -> bool:
-    """Return whether the parameter is of bitsandbytes' class for 4 bits."""
-    return type(parameter).__name__ == _PARAMETERS[0]
-
-
 def is_quantized_already(parameter: Tensor) -> bool:
     """Return whether a parameter of those classes holds a quantized weight, not the original one."""
     return not parameter.is_floating_point() or getattr(parameter, "bnb_quantized", False)
@@ -83,13 +78,11 @@ scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
 """The scales of an 8-bit parameter that has just been quantized."""
 
 
-def dequantized_from_4_bits(parameter: Any) -> Tensor:
-    """Return a parameter of bitsandbytes' own class, dequantized to its original type."""
-    return functional().dequantize_4bit(parameter.data, parameter.quant_state)
-
-
-def dequantized_from_8_bits(module: Any, parameter: Any) -> Tensor:
-    """Return an 8-bit parameter of ``module`` dequantized; its scales move to the module in the first forward pass."""
+def dequantized(module: Any, parameter: Any) -> Tensor:
+    """Return a parameter of bitsandbytes' own classes, dequantized; ``module`` holds it."""
+    if type(parameter).__name__ == _PARAMETERS[0]:
+        return functional().dequantize_4bit(parameter.data, parameter.quant_state)
+    # The scales move to the module in the first forward pass.
     scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
     return functional().int8_vectorwise_dequant(parameter.data, scales)
 

@@ -110,14 +110,21 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
     threads, found = {str(ident) for ident in leave_out}, []
     for entries in _recorded():
-        for entry in _unfinished(entries):
-            if entry.get("thread_id") in threads:
+        # Halves of a ``batch_isend_irecv``, which NCCL records without events (pytorch#137969), have ended with the
+        # next entry called ``coalesced`` of their group.
+        batches_ended = set[str]()
+        for entry in reversed(entries):
+            group, ended = str(entry["process_group"][0]), entry.get("retired") or entry.get("state") == "completed"
+            if ended and str(entry["profiling_name"]).endswith(":coalesced"):
+                batches_ended.add(group)
+            ended = ended or (entry.get("is_p2p") and group in batches_ended)
+            if ended or entry.get("thread_id") in threads:
                 continue
             call = str(entry["profiling_name"]).partition(":")[2]
             shapes = ", ".join(
                 f"{dtype} {shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             )
-            found.append(UnderWay(call, str(entry["process_group"][0]), shapes, int(entry["time_created_ns"])))
+            found.append(UnderWay(call, group, shapes, int(entry["time_created_ns"])))
     return sorted(found, key=lambda entry: entry.created)
 
 
@@ -141,20 +148,6 @@ def recorded_calls() -> list[Call]:
             groups[name] = hash(tuple(ranks_of_group(name)))
         key = (name, groups[name], int(entry["collective_seq_id"]))
         found.append((key, int(entry["time_created_ns"]) / 1e9))
-    return found
-
-
-def _unfinished(entries: Sequence[Any]) -> list[Any]:
-    """Return the ``entries``, in call order, that have not ended; halves of a ``batch_isend_irecv``, which NCCL records
-    without events (pytorch#137969), have ended with the next entry called ``coalesced`` of their group.
-    """
-    found, batches_ended = [], set[str]()
-    for entry in reversed(entries):
-        group, ended = str(entry["process_group"][0]), entry.get("retired") or entry.get("state") == "completed"
-        if ended and str(entry["profiling_name"]).endswith(":coalesced"):
-            batches_ended.add(group)
-        if not ended and not (entry.get("is_p2p") and group in batches_ended):
-            found.append(entry)
     return found
 
 

@@ -69,7 +69,9 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 f"an adapter is on {base}, and the model has no such parameter: correct target_modules or "
                 "target_parameters"
             )
-        owner = owners.setdefault(id(parameter), name)
+        owner, turned = owners.setdefault(id(parameter), name), getattr(inner, "is_transposed", None)  # of experts
+        if turned is None:
+            turned = is_transposed(inner) or isinstance(inner, nn.Embedding)
         found.append(
             AdapterParameter(
                 name=name,
@@ -77,18 +79,12 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 dtype=parameter.dtype,
                 base=base,
                 kept_in=kept_in,
-                transposed=_is_transposed(inner),
+                transposed=bool(turned),
                 experts=peft.experts_adapted(wrapper),
                 tied_to=None if owner == name else owner,
             )
         )
     return found
-
-
-def _is_transposed(adapted: nn.Module) -> bool:
-    """Return whether a module keeps its parameters as ``[in, out]``; experts have an attribute for it."""
-    own = getattr(adapted, "is_transposed", None)
-    return is_transposed(adapted) or isinstance(adapted, nn.Embedding) if own is None else bool(own)
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
@@ -106,16 +102,11 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, l
 
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
     """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
-    modules: dict[str, None] = {}
-    parameters: dict[str, None] = {}
-    copies: dict[str, None] = {}
-    for adapter in adapters:
-        if adapter.kept_in == peft.COPY:
-            copies[stock_name(adapter.name).partition(f".{peft.COPY}.")[0]] = None
-        elif adapter.experts:
-            parameters[adapter.base] = None
-        else:
-            modules[adapter.base.rpartition(".")[0]] = None
+    copied = [stock_name(adapter.name) for adapter in adapters if adapter.kept_in == peft.COPY]
+    others = [adapter for adapter in adapters if adapter.kept_in != peft.COPY]
+    modules = dict.fromkeys(adapter.base.rpartition(".")[0] for adapter in others if not adapter.experts)
+    parameters = dict.fromkeys(adapter.base for adapter in others if adapter.experts)
+    copies = dict.fromkeys(name.partition(f".{peft.COPY}.")[0] for name in copied)
     return list(modules), list(parameters), list(copies)
 
 

@@ -61,7 +61,12 @@ class PackedOnDisk:
         spans = share_spans(planned.shape, planned.cuts, ranks)
         down, across = spans[::-1] if transposed else spans
         rows, columns = self.shape
-        scales = self._scales()
+        scales = self._beside["absmax"][...].float()
+        if "nested_absmax" in self._beside:
+            outer, code = self._beside["nested_absmax"][...], self._beside["nested_quant_map"][...]
+            how = {"absmax": outer, "code": code, "blocksize": self._state["nested_blocksize"]}
+            scales = functional().dequantize_blockwise(self._beside["absmax"][...], **how)
+            scales = scales + torch.tensor(float(self._state["nested_offset"]))
         flat = copy(self._weight)
         flat.dtype = torch.uint8
         if across == [(0, columns)]:
@@ -75,16 +80,6 @@ class PackedOnDisk:
         blocks = torch.cat([torch.arange(start // BLOCK, stop // BLOCK) for start, stop in across])
         return part.flatten(), scales.view(rows, -1)[places][:, blocks].flatten()
 
-    def _scales(self) -> Tensor:
-        """Return all scales of the full weight."""
-        stored = self._beside["absmax"][...]
-        if "nested_absmax" not in self._beside:
-            return stored.float()
-        outer, code = self._beside["nested_absmax"][...], self._beside["nested_quant_map"][...]
-        size = self._state["nested_blocksize"]
-        scales: Tensor = functional().dequantize_blockwise(stored, absmax=outer, code=code, blocksize=size)
-        return scales + torch.tensor(float(self._state["nested_offset"]))
-
 
 def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDisk], dict[str, PackedOnDisk]]:
     """Return the stored tensors without the quantization states, and the packed weights by key."""
@@ -93,24 +88,6 @@ def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDis
     states = {name for name in stored if _STATE in name}
     beside = {f"{key}.{name}" for key in keys for name in _BESIDE} | states
     return {name: tensor for name, tensor in stored.items() if name not in beside}, packed
-
-
-def check_row(packing: FourBitPacking, name: str) -> None:
-    """Raise CheckpointError if :func:`fill_row` cannot fill the rows of all data ranks: uneven shards of columns."""
-    if packing.dim == 2 and packing.shape[2] % packing.shards:
-        raise CheckpointError(
-            f"{name} has {packing.shape[2]} columns, which do not divide evenly over {packing.shards} data ranks: "
-            "use another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
-        )
-
-
-def fill_row(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> Tensor:
-    """Return one data rank's row of bytes, from stored ones; see :func:`...distributed.ops.four_bit.pack`."""
-    row = weight.new_zeros((1, packing.row_shape[1]))
-    packed, beside = split_row(row, packing)
-    packed[0, : weight.numel()] = weight
-    beside[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
-    return row
 
 
 class Quantizing:
@@ -169,8 +146,12 @@ class Quantizing:
                 own_parameters(module)[attribute] = type(original)(empty, requires_grad=False, **original.__dict__)
             if self.plan.bits == 4 and (self.mesh.data_world > 1 or planned.shape[2:]):
                 self.packings[name] = self._packing(planned, module)
-                if name in self.stored:
-                    check_row(self.packings[name], name)
+                packing = self.packings[name]
+                if name in self.stored and packing.dim == 2 and packing.shape[2] % packing.shards:
+                    raise CheckpointError(
+                        f"{name} has {packing.shape[2]} columns, which do not divide evenly over {packing.shards} data "
+                        "ranks: use another dp_shard_size, or a checkpoint with 16-bit weights and quantization_config="
+                    )
         self.host.param_needs_quantization = lambda model, name, **kwargs: name in self.weights
         self.host.get_quantize_ops = lambda: self
 
@@ -231,7 +212,11 @@ class Quantizing:
         weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
         weight, scales = weight.to(self.mesh.device), scales.to(self.mesh.device)
         if name in self.packings:
-            return nn.Parameter(fill_row(weight, scales, self.packings[name]), requires_grad=False)
+            row = weight.new_zeros((1, self.packings[name].row_shape[1]))  # as ``four_bit.pack`` makes it
+            bytes_of_weight, bytes_of_scales = split_row(row, self.packings[name])
+            bytes_of_weight[0, : weight.numel()] = weight
+            bytes_of_scales[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
+            return nn.Parameter(row, requires_grad=False)
         module, _ = owner_of(self.model, name)
         original: Any = self.originals[name]
         packing = self._packing(planned, module)

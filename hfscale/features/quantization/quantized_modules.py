@@ -167,14 +167,12 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
     if not is_quantized(module, name):
         raise ConfigError(f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}")
     with torch.no_grad():
-        if bitsandbytes.is_in_4_bits(parameter):
-            return bitsandbytes.dequantized_from_4_bits(parameter)
         if type(module).__name__ == ROWS:
             from .sharded_linears import float_scales
 
             rows: Any = own_parameters(module)["scales"]
             return bitsandbytes.functional().int8_vectorwise_dequant(gathered(parameter), float_scales(gathered(rows)))
-        return bitsandbytes.dequantized_from_8_bits(module, parameter)
+        return bitsandbytes.dequantized(module, parameter)
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:

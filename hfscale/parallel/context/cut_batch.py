@@ -221,10 +221,6 @@ class MaskBlocks:
             self._others[_NO_IDLE] = replace(self, idle=None, _kinds={}, _others={})
         return self._others[_NO_IDLE]
 
-    def of_one_rank(self, attend: Callable[..., Any]) -> "MaskBlocks":
-        """Return this mask for a rank that has all tokens, with attention computed by ``attend``."""
-        return replace(self.of_groups(self.batch.split.size), attend=attend)
-
     def of_groups(self, size: int) -> "MaskBlocks":
         """Return this mask for groups of ``size`` ranks, each group holding its tokens together."""
         if size not in self._others:

@@ -56,7 +56,7 @@ class WholeSequences:
     def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
         own = batch.split.length(batch.rank)
         if isinstance(value, MaskBlocks):
-            return value.of_one_rank(_read_alone)
+            return replace(value.of_groups(batch.split.size), attend=_read_alone)
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
