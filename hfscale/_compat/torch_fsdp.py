@@ -100,8 +100,18 @@ class ParameterGroup:
 
     module: str  # the name of the module that FSDP2 wraps
     sizes: list[torch.Size]  # padded sizes of this rank's trained shards, in the buffer's order
-    # sets a hook that gets the buffer once it is reduced over the shards
-    average_by: Callable[[Callable[[torch.Tensor], None]], None]
+    _group: Any
+
+    def average_by(self, hook: Callable[[Tensor], None]) -> None:
+        """Set a hook that gets the buffer once it is reduced over the shards."""
+
+        def averaged(flat: Tensor) -> None:
+            # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
+            # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
+            keep_for_stream(flat)
+            hook(flat)
+
+        self._group._all_reduce_hook = averaged
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
@@ -111,17 +121,7 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
             for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
                 trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
                 sizes = [p.padded_sharded_param_size for p in trained]
-                yield ParameterGroup(name, sizes, partial(_average_by, group))
-
-
-def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
-    def averaged(flat: Tensor) -> None:
-        # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
-        # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
-        keep_for_stream(flat)
-        hook(flat)
-
-    group._all_reduce_hook = averaged
+                yield ParameterGroup(name, sizes, group)
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:

@@ -60,13 +60,8 @@ def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
 
 
 def multiplied_by(module: Any) -> Callable[[], Products]:
-    """Return what :func:`multiply_by` set, or torch's own."""
+    """Return what :func:`multiply_by` set, or torch's own; called, it returns the products of one pass."""
     return module.__dict__.get(_ATTRIBUTE, Products)
-
-
-def products_of(module: Any) -> Products:
-    """Return the products of a projection for the pass that begins."""
-    return multiplied_by(module)()
 
 
 Start = Callable[[Tensor], Started]
@@ -221,13 +216,10 @@ def enter_overlapped(
     gather: Start | None = None,
     regather: bool = False,
 ) -> tuple[Tensor, list[DeferredWeightGrad]]:
-    """Return ``x`` inside the region, and the weights of the projections that read it.
-
-    Args:
-        weights: each with whether it is stored transposed, ``[in, out]``, and its products.
-        reduce: starts the backward collective, on the gradient of the tensor inside.
-        gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
-        regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
+    """Return ``x`` inside the region, and the ``weights`` of the projections that read it, each given with whether it
+    is stored transposed, ``[in, out]``, and its products. ``reduce`` starts the backward collective, and ``gather`` the
+    one that makes the tensor inside from ``x`` (``None``: it is ``x``); ``regather`` gathers once more in backward, for
+    the weights' gradients, instead of keeping the result.
     """
     flight: list[Started] = []  # the collective between its launch and its wait
     x = _Await.apply(x, flight)

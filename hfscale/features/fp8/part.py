@@ -98,12 +98,13 @@ def compute(projection: Any, x: Tensor) -> Tensor:
         return _with_deferred_weight(projection, x)
     if is_transposed(projection) or isinstance(projection.weight, Float8Weight):
         return _uncompiled(projection, x)
-    products: Any = overlap.products_of(projection)
+    products: Any = overlap.multiplied_by(projection)()
     return compiled_linear(autocasted(x), projection.weight, projection.bias, products)
 
 
 def _with_deferred_weight(projection: Any, x: Tensor) -> Tensor:
-    later = overlap.DeferredWeightGrad(projection.weight, is_transposed(projection), overlap.products_of(projection))
+    products = overlap.multiplied_by(projection)()
+    later = overlap.DeferredWeightGrad(projection.weight, is_transposed(projection), products)
     return overlap.column_parallel_linear(x, later, projection.bias)
 
 

@@ -23,7 +23,9 @@ def plan_float8(draft: Draft) -> None:
     asked = draft.options.products
     if asked is None:
         return
-    inside = _projections(draft)
+    layers = tuple(f"{layer}." for layer in draft.layers)
+    found = {name: module for name, module in draft.modules.items() if layers and name.startswith(layers)}
+    inside = {name: module for name, module in found.items() if type(module) in PROJECTIONS}  # subclasses may differ
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})
@@ -39,13 +41,6 @@ def plan_float8(draft: Draft) -> None:
     _refuse_parts(draft, chosen)
     left_out = tuple((name, why) for name, why in reasons.items() if why)
     draft.features.append(ProductsPlan(chosen, asked.recipe == "rowwise", left_out, asked.gathers))
-
-
-def _projections(draft: Draft) -> dict[str, Any]:
-    inside = tuple(f"{layer}." for layer in draft.layers)
-    found = {name: module for name, module in draft.modules.items() if inside and name.startswith(inside)}
-    # A subclass may compute something else.
-    return {name: module for name, module in found.items() if type(module) in PROJECTIONS}
 
 
 def _ends(name: str, end: str) -> bool:

@@ -61,11 +61,12 @@ class PackedOnDisk:
         spans = share_spans(planned.shape, planned.cuts, ranks)
         down, across = spans[::-1] if transposed else spans
         rows, columns = self.shape
-        scales = self._beside["absmax"][...].float()
+        stored = self._beside["absmax"][...]
+        scales = stored.float()
         if "nested_absmax" in self._beside:
             outer, code = self._beside["nested_absmax"][...], self._beside["nested_quant_map"][...]
             how = {"absmax": outer, "code": code, "blocksize": self._state["nested_blocksize"]}
-            scales = functional().dequantize_blockwise(self._beside["absmax"][...], **how)
+            scales = functional().dequantize_blockwise(stored, **how)
             scales = scales + torch.tensor(float(self._state["nested_offset"]))
         flat = copy(self._weight)
         flat.dtype = torch.uint8

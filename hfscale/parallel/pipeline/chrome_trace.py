@@ -95,12 +95,8 @@ class Recorder:
     """Record what this rank does while a schedule runs; about a microsecond per action.
 
     Call :meth:`start` on every rank right after a barrier: clocks of different machines are aligned there. Then
-    ``merge_records`` makes the measured timeline of all ranks' :attr:`record`, gathered by whatever means::
-
-        with recorder.run(Action(stage, "forward", microbatch)):
-            ...
-
-    Before the clock is read, ``wait`` synchronizes with the accelerator, which runs asynchronously.
+    ``merge_records`` makes the measured timeline of all ranks' :attr:`record`, gathered by whatever means. Before the
+    clock is read, ``wait`` synchronizes with the accelerator, which runs asynchronously.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
