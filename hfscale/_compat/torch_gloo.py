@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -169,8 +170,4 @@ def own_store(prefix: str) -> Any:
 def frames_of_main_thread() -> list[FrameType]:
     """Return the main thread's stack, the innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
+    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]

@@ -9,6 +9,7 @@ Autograd keeps no weight in between: its bytes may be resharded and gathered aga
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch_device import capability_of, is_accelerator
+from .collectives import apply_mapping
 
 ALIGNED = 16  # alignment in bytes of the rows of a grouped product's operands
 # The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
@@ -117,16 +119,16 @@ Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a d
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], to_input: Any
+        ctx: Any, x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
     ) -> Tensor:
-        ctx.to_input, ctx.bias_type = to_input, None if bias is None else bias.dtype
+        ctx.read, ctx.bias_type = read, None if bias is None else bias.dtype
         return product(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad = grads[0]
-        of_x = ctx.to_input(grad) if ctx.needs_input_grad[0] else None
+        of_x = torch.matmul(grad, ctx.read(grad.dtype)) if ctx.needs_input_grad[0] else None
         of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
         return of_x, of_bias, None, None
 
@@ -137,7 +139,7 @@ def frozen_linear(
     """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
     ``read`` returns the weight ``[out, in]`` in a dtype, in the backward pass.
     """
-    return _FrozenLinear.apply(x, bias, product, lambda grad: torch.matmul(grad, read(grad.dtype)))
+    return _FrozenLinear.apply(x, bias, product, read)
 
 
 def frozen_grouped_linear(
@@ -150,9 +152,7 @@ def frozen_grouped_linear(
     def product(x: Tensor, turned: bool) -> Tensor:
         return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)
 
-    out: Tensor = _FrozenLinear.apply(
-        x, None, lambda x, _: product(x, transposed), lambda grad: product(grad, not transposed)
-    )
+    out = apply_mapping(x, partial(product, turned=transposed), partial(product, turned=not transposed))
     if bias is not None:
         out = out + rows_of_groups(bias, counts, x.shape[0])
     return out

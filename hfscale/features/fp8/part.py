@@ -27,14 +27,7 @@ from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import computing, module_at
 from ...train.runtime.shards import LocalWeights
-from .scaled_matmul import (
-    FORWARD,
-    Float8Groups,
-    Float8Projection,
-    Float8Weight,
-    compiled_linear,
-    weight_scales,
-)
+from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, compiled_linear, weight_scales
 
 
 class Float8(Part):

@@ -136,14 +136,11 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
             return None
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if "position_ids" in names and given.get("position_ids") is None:
-            given["position_ids"] = torch.arange(batch.split.total, device=_device(given))[None]
+            tokens = (given.get(name) for name in ("inputs_embeds", "input_ids"))
+            device = next((each.device for each in tokens if isinstance(each, Tensor)), None)
+            given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
         passed_on = {name: given.pop(name) for name in CUT_FIRST if name in given}  # which are cut already
         return (), {**cut_inputs(batch, given), **passed_on}
 
     return text.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _device(given: dict[str, Any]) -> torch.device | None:
-    tokens = (given.get(name) for name in ("inputs_embeds", "input_ids"))
-    return next((each.device for each in tokens if isinstance(each, Tensor)), None)

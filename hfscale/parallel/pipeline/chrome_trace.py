@@ -49,7 +49,13 @@ def read_runs(path: Path) -> dict[int, Timeline]:
             begin = float(event["ts"])
             end = begin + float(event["dur"])
             events.setdefault(run, []).append((int(event["tid"]), Span(action, begin * factor, end * factor)))
-        runs = {run: _timeline(events[run], _about(about, run)) for run in sorted(events)}
+        runs: dict[int, Timeline] = {}
+        for run in sorted(events):
+            told = _about(about, run)
+            count = max(int(told.get("ranks", 0)), 1 + max(rank for rank, _ in events[run]))
+            rows = [[span for of, span in events[run] if of == rank] for rank in range(count)]
+            how = told.get("schedule", ""), told.get("unit", "s"), told.get("microbatches", 0)
+            runs[run] = _from_zero(rows, *how)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}") from error
     if not runs:
@@ -73,12 +79,6 @@ def _trained(spans: Sequence[Span]) -> bool:
 
 def _about(runs: list[dict[str, Any]], run: int) -> dict[str, Any]:
     return runs[run] if 0 <= run < len(runs) else {}
-
-
-def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline:
-    count = max(int(about.get("ranks", 0)), 1 + max(rank for rank, _ in events))
-    rows = [[span for of, span in events if of == rank] for rank in range(count)]
-    return _from_zero(rows, about.get("schedule", ""), about.get("unit", "s"), about.get("microbatches", 0))
 
 
 @dataclass
