@@ -56,7 +56,10 @@ def give_kernels(model: nn.Module, switches: Mapping[str, bool]) -> None:
         functions = {name: value for name, value in changed.items() if isinstance(value, FunctionType)}
         used = functions.keys() & set(stock.__code__.co_names)
         if used:
-            module.forward = MethodType(_with_globals(stock, {name: functions[name] for name in used}), module)
+            names = {**stock.__globals__, **{name: functions[name] for name in used}}
+            made = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+            made.__kwdefaults__ = stock.__kwdefaults__
+            module.forward = MethodType(update_wrapper(made, stock), module)
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -86,15 +89,6 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
             changed = {name: value for name, value in names.items() if name in stock and value is not stock[name]}
             replaced[id(names)] = changed
             names.update({name: stock[name] for name in changed})
-
-
-def _with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a function with other values for some global names."""
-    globals_ = {**function.__globals__, **names}
-    made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    update_wrapper(made, function)
-    return made
 
 
 def applies(function: Any, name: str) -> bool:

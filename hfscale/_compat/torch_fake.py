@@ -75,13 +75,11 @@ def meta_as_accelerator() -> Iterator[None]:
     def device_from(mesh: Any) -> torch.device:
         return META if mesh.device_type == "meta" else device_of_mesh(mesh)
 
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (torch, "meta", _module),
-            (_fsdp, "_get_device_from_mesh", device_from),
-            (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-        ):
-            stack.enter_context(attribute_replaced(owner, name, value))
+    with (
+        attribute_replaced(torch, "meta", _module),
+        attribute_replaced(_fsdp, "_get_device_from_mesh", device_from),
+        attribute_replaced(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+    ):
         yield
 
 
@@ -128,7 +126,7 @@ class _Casts(TorchFunctionMode):
         if name in _NARROWED:
             given = tree_map(self._narrowed, given)
         elif self._widens and name in _WIDENED:
-            given = tree_map(_widened, given)
+            given = tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given)
         found = func(*given[0], **given[1])
         if name == "to" and _is_weight(args[0]) and found is not args[0]:  # code that casts to autocast's dtype itself
             self._note(found)
@@ -156,10 +154,6 @@ def _is_weight(tensor: Tensor) -> bool:
     base = base_of(tensor)
     weight = tensor if base is None else base
     return weight.is_leaf and weight.requires_grad
-
-
-def _widened(tensor: Any) -> Any:
-    return tensor.float() if isinstance(tensor, Tensor) and tensor.dtype in _CAST else tensor
 
 
 @contextmanager

@@ -35,7 +35,12 @@ def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) 
     """Apply ``fully_shard(module, **how)`` with one group per trained dtype, without the parameters ``ignored``; raise
     :class:`ConfigError` if this torch has one group per module, and a module holds parameters of several dtypes.
     """
-    others = _other_types(module, ignored)
+    others: dict[torch.dtype, list[nn.Parameter]] = {}  # trained, not yet sharded, but for the most frequent dtype
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
+            others.setdefault(parameter.dtype, []).append(parameter)
+    if others:
+        del others[max(others, key=lambda dtype: sum(parameter.numel() for parameter in others[dtype]))]
     if others and not _has_several_groups():
         _shard_modules_of_one_type(module, others, ignored, how)
         others = {}
@@ -50,17 +55,6 @@ def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) 
                 how.get("shard_placement_fn"), first.mp_policy, first.offload_policy,
             )
         )  # fmt: skip
-
-
-def _other_types(module: nn.Module, ignored: set[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Return the trained, not yet sharded parameters of ``module`` in other dtypes than its most frequent one."""
-    types: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
-            types.setdefault(parameter.dtype, []).append(parameter)
-    if types:
-        del types[max(types, key=lambda dtype: sum(parameter.numel() for parameter in types[dtype]))]
-    return types
 
 
 def _has_several_groups() -> bool:
@@ -106,8 +100,18 @@ class ParameterGroup:
 
     module: str  # the name of the module that FSDP2 wraps
     sizes: list[torch.Size]  # padded sizes of this rank's trained shards, in the buffer's order
-    # sets a hook that gets the buffer once it is reduced over the shards
-    average_by: Callable[[Callable[[torch.Tensor], None]], None]
+    _group: Any
+
+    def average_by(self, hook: Callable[[Tensor], None]) -> None:
+        """Set a hook that gets the buffer once it is reduced over the shards."""
+
+        def averaged(flat: Tensor) -> None:
+            # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
+            # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
+            keep_for_stream(flat)
+            hook(flat)
+
+        self._group._all_reduce_hook = averaged
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
@@ -117,17 +121,7 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
             for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
                 trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
                 sizes = [p.padded_sharded_param_size for p in trained]
-                yield ParameterGroup(name, sizes, partial(_average_by, group))
-
-
-def _average_by(group: Any, hook: Callable[[Tensor], None]) -> None:
-    def averaged(flat: Tensor) -> None:
-        # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
-        # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
-        keep_for_stream(flat)
-        hook(flat)
-
-    group._all_reduce_hook = averaged
+                yield ParameterGroup(name, sizes, group)
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,14 +111,21 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     """Return this process's unfinished collectives, the oldest first; not those of the threads ``leave_out``."""
     threads, found = {str(ident) for ident in leave_out}, []
     for entries in _recorded():
-        for entry in _unfinished(entries):
-            if entry.get("thread_id") in threads:
+        # Halves of a ``batch_isend_irecv``, which NCCL records without events (pytorch#137969), have ended with the
+        # next entry called ``coalesced`` of their group.
+        batches_ended = set[str]()
+        for entry in reversed(entries):
+            group, ended = str(entry["process_group"][0]), entry.get("retired") or entry.get("state") == "completed"
+            if ended and str(entry["profiling_name"]).endswith(":coalesced"):
+                batches_ended.add(group)
+            ended = ended or (entry.get("is_p2p") and group in batches_ended)
+            if ended or entry.get("thread_id") in threads:
                 continue
             call = str(entry["profiling_name"]).partition(":")[2]
             shapes = ", ".join(
                 f"{dtype} {shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             )
-            found.append(UnderWay(call, str(entry["process_group"][0]), shapes, int(entry["time_created_ns"])))
+            found.append(UnderWay(call, group, shapes, int(entry["time_created_ns"])))
     return sorted(found, key=lambda entry: entry.created)
 
 
@@ -144,20 +152,6 @@ def recorded_calls() -> list[Call]:
     return found
 
 
-def _unfinished(entries: Sequence[Any]) -> list[Any]:
-    """Return the ``entries``, in call order, that have not ended; halves of a ``batch_isend_irecv``, which NCCL records
-    without events (pytorch#137969), have ended with the next entry called ``coalesced`` of their group.
-    """
-    found, batches_ended = [], set[str]()
-    for entry in reversed(entries):
-        group, ended = str(entry["process_group"][0]), entry.get("retired") or entry.get("state") == "completed"
-        if ended and str(entry["profiling_name"]).endswith(":coalesced"):
-            batches_ended.add(group)
-        if not ended and not (entry.get("is_p2p") and group in batches_ended):
-            found.append(entry)
-    return found
-
-
 def ranks_of_group(name: str) -> list[int]:
     """Return the global ranks of the group of that name; none if there is no such group."""
     try:
@@ -176,8 +170,4 @@ def own_store(prefix: str) -> Any:
 def frames_of_main_thread() -> list[FrameType]:
     """Return the main thread's stack, the innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
+    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]

@@ -88,19 +88,15 @@ class EngineHooks(_Mixin):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         if self.adapter_rank:
-            self._serve(self.adapter())
+            self._syncs += 1  # an engine knows adapters by a number, and reads each once
+            request = importlib.import_module("vllm.lora.request").LoRARequest("trained", self._syncs, self.adapter())
+            self.llm.generate = partial(type(self.llm).generate, self.llm, lora_request=request)
         else:
             weights = self.weights()
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for _ in weights:  # every rank takes part to the end
                 pass
         self.llm.reset_prefix_cache()
-
-    def _serve(self, directory: str) -> None:
-        """Generate with this adapter from now on; an engine knows adapters by a number, and reads each once."""
-        self._syncs += 1
-        request = importlib.import_module("vllm.lora.request").LoRARequest("trained", self._syncs, directory)
-        self.llm.generate = partial(type(self.llm).generate, self.llm, lora_request=request)
 
 
 def has_engine(kind: type) -> bool:

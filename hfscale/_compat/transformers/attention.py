@@ -40,14 +40,11 @@ def keep_documents_apart(
     function: Callable[..., Tensor], position_ids: Tensor, documents: Tensor
 ) -> Callable[..., Tensor]:
     """Return the mask function for packed rows from ``function``; positions and documents are ``[b, s]``."""
-    made: Callable[..., Tensor]
     # Newer versions count windows and chunks from where an example begins.
-    compatible = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if compatible is not None:
-        made = compatible(function, position_ids, documents)
-    else:
-        made = and_masks(function, masking_utils.packed_sequence_mask_function(documents))
-    return made
+    compatible: Any = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if compatible is None:
+        return and_masks(function, masking_utils.packed_sequence_mask_function(documents))
+    return compatible(function, position_ids, documents)  # type: ignore[no-any-return]
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

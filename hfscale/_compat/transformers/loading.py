@@ -38,10 +38,8 @@ def loading_through(
 
     ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and take modules out, and returns
     the state dict to load from. The yielded dict receives the missing and mismatched keys that transformers reports.
-
-    Args:
-        name_of_tie: the name by which a tied parameter is still in the model, if it is; only those are tied.
-        initialize: replaces transformers' initialization of a model whose weights have been read.
+    Only parameters are tied for which ``name_of_tie`` returns a name by which they are still in the model;
+    ``initialize`` replaces transformers' initialization of a model whose weights have been read.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]

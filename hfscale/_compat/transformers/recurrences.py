@@ -101,12 +101,9 @@ def functions_replaced(kind: type, replace: Callable[[str, Any], Any]) -> Abstra
             stack.enter_context(attribute_replaced(file, name, replace(name, getattr(file, name))))
     for name in _FUSED:
         if hasattr(file, name):
-            stack.enter_context(attribute_replaced(file, name, _not_fused))
+            # Computes nothing, as transformers does where the kernel is not installed.
+            stack.enter_context(attribute_replaced(file, name, lambda *_, **__: None))
     return stack
-
-
-def _not_fused(*_: Any, **__: Any) -> None:
-    """Compute nothing, as transformers does where the kernel is not installed."""
 
 
 def without_states(args: tuple[Any, ...], kwargs: Named) -> tuple[tuple[Any, ...], dict[str, Any]]:

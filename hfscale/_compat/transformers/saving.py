@@ -86,9 +86,8 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Map each tensor to all stored together with it, itself included, in order: they get the same stored name, or a
-    converter of several patterns gives them one key, and transformers refuses to convert them one by one. Map those
-    that no converter changes to their stored names.
+    """Map each tensor to all stored together with it, itself included, in order, since they get one stored name or one
+    key of a converter; and map those that no converter changes to their stored names.
     """
     renamed: dict[str, str] = {}
     converters = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]

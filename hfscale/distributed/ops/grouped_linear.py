@@ -9,6 +9,7 @@ Autograd keeps no weight in between: its bytes may be resharded and gathered aga
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch_device import capability_of, is_accelerator
+from .collectives import apply_mapping
 
 ALIGNED = 16  # alignment in bytes of the rows of a grouped product's operands
 # The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
@@ -127,9 +129,7 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad = grads[0]
         of_x = torch.matmul(grad, ctx.read(grad.dtype)) if ctx.needs_input_grad[0] else None
-        of_bias = None
-        if ctx.needs_input_grad[1]:
-            of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_type)
+        of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_type) if ctx.needs_input_grad[1] else None
         return of_x, of_bias, None, None
 
 
@@ -142,28 +142,17 @@ def frozen_linear(
     return _FrozenLinear.apply(x, bias, product, read)
 
 
-class _FrozenGroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, read: Read, counts: Sequence[int], transposed: bool) -> Tensor:
-        ctx.read, ctx.counts, ctx.transposed = read, counts, transposed
-        return grouped_linear(x, read(x.dtype), None, counts, transposed=transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        weight = ctx.read(grads[0].dtype)
-        return grouped_linear(grads[0], weight, None, ctx.counts, transposed=not ctx.transposed), None, None, None
-
-
 def frozen_grouped_linear(
     x: Tensor, read: Read, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
     """Compute :func:`grouped_linear` with a frozen weight, ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``,
     which ``read`` returns in a dtype, in both passes.
     """
-    out: Tensor = _FrozenGroupedLinear.apply(x, read, counts, transposed)
+
+    def product(x: Tensor, turned: bool) -> Tensor:
+        return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)
+
+    out = apply_mapping(x, partial(product, turned=transposed), partial(product, turned=not transposed))
     if bias is not None:
         out = out + rows_of_groups(bias, counts, x.shape[0])
     return out

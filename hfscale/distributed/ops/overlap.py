@@ -64,11 +64,6 @@ def multiplied_by(module: Any) -> Callable[[], Products]:
     return module.__dict__.get(_ATTRIBUTE, Products)
 
 
-def products_of(module: Any) -> Products:
-    """Return the products of a projection for the pass that begins."""
-    return multiplied_by(module)()
-
-
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
 """Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""

@@ -10,7 +10,7 @@ from piece to piece, which a :class:`.rank_chain.RankChain` carries between rank
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -60,7 +60,7 @@ class Segments:
         """Return the convolution or the scan of this name, segment by segment."""
         if name == CONVOLUTION:
             return partial(_convolved, function, self)
-        return lambda *args, **kwargs: _scanned(_Call(function, SCANS[name], args, kwargs), self)
+        return partial(_scanned, function, SCANS[name], self)
 
 
 def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -81,9 +81,8 @@ class Replacing(Protocol):
 
 def keep_states_apart(model: nn.Module, segments: Callable[[], Replacing | None]) -> None:
     """Let the mixers in a model that are known compute the :class:`Segments` of each pass; ``None``: as they are."""
-    for module in model.modules():
-        if reads_by_functions(module):
-            _wrap(module, segments)
+    for module in filter(reads_by_functions, model.modules()):
+        _wrap(module, segments)
 
 
 def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
@@ -121,48 +120,33 @@ def _convolved(
     return tied(_by_segments(segments, x, -1, run, before, lambda *_: None), tails)
 
 
-class _Call:
-    """A call of a scan by a mixer, of which segments are computed."""
-
-    def __init__(self, host: Callable[..., Any], scan: Scan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.scan, self._host, self._kwargs = scan, host, dict(kwargs)
-        self._args = dict(zip(inspect.signature(host).parameters, args, strict=False))
-        self.given = {**self._args, **kwargs}
-
-    def run(self, rows: slice, start: int, stop: int, state: Tensor | None, final: bool) -> tuple[Tensor, Any]:
-        """Return the output of a segment, and its ``final`` state if asked for; ``state`` is that before it."""
-        scan = self.scan
-
-        def part(name: str, value: Any) -> Any:
-            if name not in scan.tokens or not isinstance(value, Tensor):
-                return value
-            return value[rows].narrow(scan.tokens[name], start, stop - start)
-
-        args, kwargs = ({n: part(n, value) for n, value in given.items()} for given in (self._args, self._kwargs))
-        more = {scan.initial: state, scan.final: final} if scan.initial else {scan.final: final}
-        result = self._host(*args.values(), **{**kwargs, **more})
-        y, after = result if isinstance(result, tuple) else (result, None)
-        if state is not None and scan.adds is not None:
-            read, kept = scan.adds({**args, **kwargs}, state)
-            y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
-        return y, after
-
-
-def _scanned(call: _Call, segments: Segments) -> Any:
+def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: Any, **kwargs: Any) -> Any:
     """Scan each segment from the state before it; a chain's other pieces wait for this one."""
-    x, dim = call.given[call.scan.output], call.scan.tokens[call.scan.output]
+    by_place = dict(zip(inspect.signature(host).parameters, args, strict=False))
+    given = {**by_place, **kwargs}
+    x, dim = given[scan.output], scan.tokens[scan.output]
     chain, ties = segments.chain, list[Tensor]()
     wide = torch.promote_types(x.dtype, torch.float32)
-    anchor = next((each for each in call.given.values() if isinstance(each, Tensor) and each.requires_grad), x)
+    anchor = next(filter(lambda each: isinstance(each, Tensor) and each.requires_grad, given.values()), x)
 
     def run(rows: slice, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        y, after = call.run(rows, start, stop, state, final=chain is not None)
+        part = dict(given)
+        for name in scan.tokens.keys() & given.keys():
+            if isinstance(given[name], Tensor):
+                part[name] = given[name][rows].narrow(scan.tokens[name], start, stop - start)
+        named = {**part, scan.initial: state, scan.final: chain is not None}
+        named.pop("", None)  # of a function that takes no initial state
+        result = host(*[named.pop(name) for name in by_place], **named)
+        y, after = result if isinstance(result, tuple) else (result, None)
+        if state is not None and scan.adds is not None:
+            read, kept = scan.adds(part, state)
+            y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
         return y, None if after is None else after.to(wide)
 
     def before(index: int, state: Tensor | None) -> Tensor | None:
         if chain is None:
             return None
-        zeros = x.new_zeros(call.scan.shape(call.given), dtype=wide) if state is None else state
+        zeros = x.new_zeros(scan.shape(given), dtype=wide) if state is None else state
         ties.append(chain.receive(index, zeros, anchor))
         return ties[-1]
 
@@ -171,7 +155,7 @@ def _scanned(call: _Call, segments: Segments) -> Any:
         ties.extend([] if sent is None else [sent])
 
     output = tied(_by_segments(segments, x, dim, run, before, after), ties)
-    return (output, None) if call.scan.pairs else output
+    return (output, None) if scan.pairs else output
 
 
 def _by_segments(

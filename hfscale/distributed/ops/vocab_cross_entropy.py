@@ -116,18 +116,13 @@ class RowTerms:
             # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
             wide = block.to(self.lse.dtype)
             probabilities = torch.sub(wide, lse, out=target if out.dtype == wide.dtype else None).exp_()
-            self._finish(probabilities, each, places, hits)
+            probabilities.mul_(each)
+            if self.vocabulary.smoothing:
+                probabilities.sub_(self.vocabulary.smoothing / self.vocabulary.size * each)
+            probabilities.scatter_add_(1, places, hits.to(probabilities.dtype))
             if out.dtype != wide.dtype:
                 target.copy_(probabilities)
         return out
-
-    def _finish(self, probabilities: Tensor, scale: Tensor, places: Tensor, hit: Tensor) -> None:
-        """Turn probabilities into gradients, in place."""
-        eps = self.vocabulary.smoothing
-        probabilities.mul_(scale)
-        if eps:
-            probabilities.sub_(eps / self.vocabulary.size * scale)
-        probabilities.scatter_add_(1, places, hit.to(probabilities.dtype))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

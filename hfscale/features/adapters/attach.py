@@ -1,7 +1,5 @@
 """Attach adapters to a model that has its local sizes, before parts are installed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +62,8 @@ def attach_adapters(
     """
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
-    with _unchanged_after_failure(model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
         with shown_unpacked(model):
             here = narrowed(config, *targets_of(held))
             for field in ("init_lora_weights", "init_weights", "init_ia3_weights"):
@@ -78,6 +77,11 @@ def attach_adapters(
         if source is not None:
             with all_or_none(mesh, f"{source} could not be loaded"):
                 made.update(load_adapter(source, whole, name, planned, mesh))
+    except Exception:  # leave the model as it was, without adapters
+        put_back(model)
+        for weight in trained:
+            weight.requires_grad_(True)
+        raise
     guard_methods(local, whole, mesh.layout.total_size)
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
@@ -85,19 +89,6 @@ def attach_adapters(
             kept = parameter_at(model, parameter)
         shares[parameter] = share.to(kept.dtype)
     return Adapters(local, whole, name, plan, source), planned
-
-
-@contextmanager
-def _unchanged_after_failure(model: nn.Module) -> Iterator[None]:
-    """Restore the model without adapters if the `with` block fails."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        yield
-    except Exception:
-        put_back(model)
-        for weight in trained:
-            weight.requires_grad_(True)
-        raise
 
 
 def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> None:

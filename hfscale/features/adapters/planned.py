@@ -35,7 +35,11 @@ def wrap_and_plan(
     """Return PEFT's model around ``template``, and the plan with its parameters; PEFT completes ``config``."""
     _check(config, plan)
     asked = copy.deepcopy(config)
-    whole = _wrapped(template, config, name, plan)
+    try:
+        whole = wrap(template, config, name)
+    except ConfigError as error:
+        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
     found = adapter_parameters(whole, plan)
     if new:  # saved configs may list names that this model lacks; there the tensors decide
         check_matches(asked, config, plan, found)
@@ -64,15 +68,6 @@ def _check(config: Any, plan: Plan) -> None:
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
         _refuse_quantized_copies(config, plan.quantized, plan.head)
-
-
-def _wrapped(template: nn.Module, config: Any, name: str, plan: Plan) -> Any:
-    """Return PEFT's model around the full one; PEFT resolves and translates the targets in ``config``."""
-    try:
-        return wrap(template, config, name)
-    except ConfigError as error:
-        hint = f"; the model has {', '.join(target_names(plan))}" if "arget modules" in str(error) else ""
-        raise ConfigError(f"{error}{hint}") from error
 
 
 def _refuse_inner_modules(config: Any, plan: Plan) -> None:

@@ -36,7 +36,6 @@ _LORA_REFUSED = (
     "corda_config",
     "eva_config",
 )
-_LORA_VARIANTS = ("use_dora",)
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 
 
@@ -44,13 +43,8 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
     """Return PEFT's config class for ``lora``, ``dora``, ``ia3`` or ``loha``, and the fields that select it."""
     import peft
 
-    classes: dict[str, tuple[type, dict[str, Any]]] = {
-        "lora": (peft.LoraConfig, {}),
-        "dora": (peft.LoraConfig, {"use_dora": True}),
-        "ia3": (peft.IA3Config, {}),
-        "loha": (peft.LoHaConfig, {}),
-    }
-    return classes[method]
+    kinds = {"lora": peft.LoraConfig, "dora": peft.LoraConfig, "ia3": peft.IA3Config, "loha": peft.LoHaConfig}
+    return kinds[method], {"use_dora": True} if method == "dora" else {}
 
 
 def read_config(source: Any) -> tuple[Any, str | None]:
@@ -92,7 +86,7 @@ def check_config(config: Any) -> None:
     variants = [
         field.name
         for field in dataclasses.fields(config)
-        if field.metadata.get("is_lora_variant") and field.name not in _LORA_VARIANTS
+        if field.metadata.get("is_lora_variant") and field.name != "use_dora"
     ]
     init = config.init_lora_weights
     if isinstance(init, str) and init not in _INITS and not init.startswith("pissa"):

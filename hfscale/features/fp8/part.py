@@ -27,14 +27,7 @@ from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import computing, module_at
 from ...train.runtime.shards import LocalWeights
-from .scaled_matmul import (
-    FORWARD,
-    Float8Groups,
-    Float8Projection,
-    Float8Weight,
-    compiled_linear,
-    weight_scales,
-)
+from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, compiled_linear, weight_scales
 
 
 class Float8(Part):
@@ -98,12 +91,13 @@ def compute(projection: Any, x: Tensor) -> Tensor:
         return _with_deferred_weight(projection, x)
     if is_transposed(projection) or isinstance(projection.weight, Float8Weight):
         return _uncompiled(projection, x)
-    products: Any = overlap.products_of(projection)
+    products: Any = overlap.multiplied_by(projection)()
     return compiled_linear(autocasted(x), projection.weight, projection.bias, products)
 
 
 def _with_deferred_weight(projection: Any, x: Tensor) -> Tensor:
-    later = overlap.DeferredWeightGrad(projection.weight, is_transposed(projection), overlap.products_of(projection))
+    products = overlap.multiplied_by(projection)()
+    later = overlap.DeferredWeightGrad(projection.weight, is_transposed(projection), products)
     return overlap.column_parallel_linear(x, later, projection.bias)
 
 

@@ -23,7 +23,9 @@ def plan_float8(draft: Draft) -> None:
     asked = draft.options.products
     if asked is None:
         return
-    inside = _projections(draft)
+    layers = tuple(f"{layer}." for layer in draft.layers)
+    found = {name: module for name, module in draft.modules.items() if layers and name.startswith(layers)}
+    inside = {name: module for name, module in found.items() if type(module) in PROJECTIONS}  # subclasses may differ
     for end in asked.leave_out:
         if not any(_ends(name, end) for name in inside):
             known = sorted({name.rpartition(".")[2] for name in inside})
@@ -41,20 +43,9 @@ def plan_float8(draft: Draft) -> None:
     draft.features.append(ProductsPlan(chosen, asked.recipe == "rowwise", left_out, asked.gathers))
 
 
-def _projections(draft: Draft) -> dict[str, Any]:
-    inside = tuple(f"{layer}." for layer in draft.layers)
-    found = {name: module for name, module in draft.modules.items() if inside and name.startswith(inside)}
-    # A subclass may compute something else.
-    return {name: module for name, module in found.items() if type(module) in PROJECTIONS}
-
-
 def _ends(name: str, end: str) -> bool:
-    return any(f".{name}.".endswith(f".{end}.") for name in _with_owners(name))
-
-
-def _with_owners(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    """Return whether ``end`` is the end of the projection's name, or of a module's around it."""
+    return f".{end}." in f".{name}."
 
 
 def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:

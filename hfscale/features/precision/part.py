@@ -127,15 +127,6 @@ class LossScaling(Part):
                 parameter.grad = None
             else:
                 add_back(parameter, gradient)
-        self._update(runtime)
-
-    def _expect(self, runtime: Runtime, scale: float | None) -> None:
-        """Set the gradient with which backward passes begin; ``None`` outside of a step."""
-        self._within = scale is not None
-        if runtime.loss is not None:  # a user's loss computes no gradients in the forward pass
-            runtime.loss.expected_gradient = 1.0 if scale is None else scale
-
-    def _update(self, runtime: Runtime) -> None:
         how = runtime.options.scaling
         if self.overflowed:
             self.scale, self.growth, self.skipped = self.scale * how.backoff_factor, 0, self.skipped + 1
@@ -144,6 +135,12 @@ class LossScaling(Part):
         if self.growth == how.growth_interval:
             grown = self.scale * how.growth_factor
             self.scale, self.growth = grown if math.isfinite(grown) else self.scale, 0
+
+    def _expect(self, runtime: Runtime, scale: float | None) -> None:
+        """Set the gradient with which backward passes begin; ``None`` outside of a step."""
+        self._within = scale is not None
+        if runtime.loss is not None:  # a user's loss computes no gradients in the forward pass
+            runtime.loss.expected_gradient = 1.0 if scale is None else scale
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """Return the scale, and the counts of skipped steps."""

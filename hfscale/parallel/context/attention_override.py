@@ -5,7 +5,7 @@ Inside :meth:`AttentionOverride.passing` the model computes its own tokens only.
 other state; attention with such a mask is computed here. Outside, and with any other mask, transformers computes it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -132,20 +132,16 @@ def _attention(
     own = mask.batch.split.length(mask.batch.rank)
     if not query.shape[2] == key.shape[2] == own:
         raise ConfigError(f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens")
-    output = mask.attend(module, query, key, value, mask, _call(module, query, kwargs))
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _call(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionCall:
     given = {name: value for name, value in kwargs.items() if value is not None}
     scale = given.pop("scaling", None)
     sinks = given.pop("s_aux", None)
     softcap, dropout = given.pop("softcap", None), float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
         raise ConfigError(f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}")
-    return AttentionCall(
+    call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
         dropout=dropout if module.training else 0.0,
         sinks=getattr(module, "sinks", None) if sinks is None else sinks,
     )
+    return mask.attend(module, query, key, value, mask, call).transpose(1, 2).contiguous(), None

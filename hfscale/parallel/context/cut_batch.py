@@ -84,11 +84,8 @@ def cut_batch(
     batch: Mapping[str, Any], size: int, rank: int, shift: int, takes_positions: bool, inside: bool = False
 ) -> tuple[CutBatch, dict[str, Any]]:
     """Return what context rank ``rank`` of ``size`` should know of the whole batch, and the arguments of its own
-    tokens, with ``labels`` shifted.
-
-    Args:
-        shift: how far behind its token a label is that it predicts: 1 for causal language models.
-        inside: whether only what the text model is not given is cut here, and the rest where the text begins.
+    tokens, with ``labels`` shifted by ``shift`` (1 for causal language models). ``inside``: only what the text model is
+    not given is cut here, and the rest where the text begins.
     """
     samples, total = tokens_of(batch)
     if total < size:
@@ -99,7 +96,10 @@ def cut_batch(
     split = Split(total, size)
     padding, positions = _padding(batch.get("attention_mask")), batch.get("position_ids")
     of_text = None if positions is None else text_positions(positions)
-    documents = None if of_text is None else _documents(of_text.expand(samples, -1), batch.get("attention_mask"))
+    documents = None  # every row is one
+    if of_text is not None:
+        begins = begins_anew(of_text.expand(samples, -1), batch.get("attention_mask"))
+        documents = F.pad(begins.cumsum(-1), (1, 0)) if bool(begins.any()) else None
     whole = dict(batch)
     if padding is None:
         whole.pop("attention_mask", None)
@@ -134,12 +134,6 @@ def _padding(mask: Any) -> Tensor | None:
             "or position_ids that begin anew with every packed example"
         )
     return None if bool(mask.all()) else mask.bool()
-
-
-def _documents(positions: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return which document of its row each token is in; ``None`` where every row is one."""
-    begins = begins_anew(positions, mask)
-    return F.pad(begins.cumsum(-1), (1, 0)) if bool(begins.any()) else None
 
 
 def _marked(rows: list[Tensor], marks: Tensor, places: Tensor) -> list[Tensor]:
@@ -220,10 +214,6 @@ class MaskBlocks:
         if _NO_IDLE not in self._others:  # every layer asks
             self._others[_NO_IDLE] = replace(self, idle=None, _kinds={}, _others={})
         return self._others[_NO_IDLE]
-
-    def of_one_rank(self, attend: Callable[..., Any]) -> "MaskBlocks":
-        """Return this mask for a rank that has all tokens, with attention computed by ``attend``."""
-        return replace(self.of_groups(self.batch.split.size), attend=attend)
 
     def of_groups(self, size: int) -> "MaskBlocks":
         """Return this mask for groups of ``size`` ranks, each group holding its tokens together."""

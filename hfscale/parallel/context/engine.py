@@ -12,6 +12,7 @@ their gradients go back through it. What is hidden is decided per pair of interv
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -218,7 +219,7 @@ class RingBlocks:
             kb, vb = block.split(widths, -1)
             yield source, kb, vb
             if following is not None:
-                block = following.result()
+                block = following()
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Pass each block's gradient around the ring, adding every rank's contribution."""
@@ -228,14 +229,14 @@ class RingBlocks:
             backward(source, kb, vb, dk, dv)
             gradient = torch.cat((dk, dv), -1)
             if travelling is not None:
-                gradient += travelling.result().to(gradient.dtype)
+                gradient += travelling().to(gradient.dtype)
             travelling = self._pass_on(gradient.to(k.dtype), source)
         assert travelling is not None
-        dk, dv = travelling.result().split(widths, -1)
+        dk, dv = travelling().split(widths, -1)
         return dk, dv
 
-    def _pass_on(self, block: Tensor, source: int) -> "_UnderWay":
-        """Send the block of rank ``source`` to the next rank, and receive that of the rank before ``source``."""
+    def _pass_on(self, block: Tensor, source: int) -> Callable[[], Tensor]:
+        """Send the block of rank ``source`` to the next rank; return what waits for that of the rank before it."""
         size = len(self._lengths)
         arriving = block.new_empty((*block.shape[:2], self._lengths[(source - 1) % size], block.shape[3]))
         block = block.contiguous()
@@ -243,17 +244,13 @@ class RingBlocks:
         before = dist.get_global_rank(self._group, (self._rank - 1) % size)
         send = dist.P2POp(dist.isend, block, after, self._group)
         receive = dist.P2POp(dist.irecv, arriving, before, self._group)
-        return _UnderWay(dist.batch_isend_irecv([send, receive]), arriving, block, waiting("recv", before, self._group))
+        works = dist.batch_isend_irecv([send, receive])
+        return partial(_arrived, works, arriving, block, waiting("recv", before, self._group))
 
 
-class _UnderWay:
-    """Hold a block being received, and one being sent that must not change until then."""
-
-    def __init__(self, works: list[Any], arriving: Tensor, sent: Tensor, known: AbstractContextManager[None]) -> None:
-        self._works, self._arriving, self._sent, self._known = works, arriving, sent, known
-
-    def result(self) -> Tensor:
-        with self._known:
-            for work in self._works:
-                work.wait()
-        return self._arriving
+def _arrived(works: list[Any], arriving: Tensor, _sent: Tensor, known: AbstractContextManager[None]) -> Tensor:
+    """Wait for a block; the one sent must live, and not change, until then."""
+    with known:
+        for work in works:
+            work.wait()
+    return arriving

@@ -56,7 +56,7 @@ class WholeSequences:
     def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
         own = batch.split.length(batch.rank)
         if isinstance(value, MaskBlocks):
-            return value.of_one_rank(_read_alone)
+            return replace(value.of_groups(batch.split.size), attend=_read_alone)
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
@@ -136,14 +136,11 @@ def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> 
             return None
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if "position_ids" in names and given.get("position_ids") is None:
-            given["position_ids"] = torch.arange(batch.split.total, device=_device(given))[None]
+            tokens = (given.get(name) for name in ("inputs_embeds", "input_ids"))
+            device = next((each.device for each in tokens if isinstance(each, Tensor)), None)
+            given["position_ids"] = torch.arange(batch.split.total, device=device)[None]
         learned(replace(batch, position_ids=given.get("position_ids")))
         passed_on = {name: given.pop(name) for name in CUT_FIRST if name in given}  # which are cut already
         return (), {**cut_inputs(batch, given), **passed_on}
 
     return text.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _device(given: dict[str, Any]) -> torch.device | None:
-    tokens = (given.get(name) for name in ("inputs_embeds", "input_ids"))
-    return next((each.device for each in tokens if isinstance(each, Tensor)), None)

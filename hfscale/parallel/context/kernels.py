@@ -167,19 +167,13 @@ class ScoreKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v; see :class:`Kernel`."""
-        found = []
-        dk: Tensor | None = None
-        dv: Tensor | None = None
+        found, sums = list[Tensor](), list[Tensor]()
         for rows in _row_blocks(q, k):
-            here = block.of(rows)
-            dq, more_k, more_v = self._backward(
-                grad[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows], k, v, here
-            )
+            own = (x[:, :, rows] for x in (grad, q, out, lse))
+            dq, *more = self._backward(*own, k, v, block.of(rows))
             found.append(dq)
-            dk, dv = (more_k, more_v) if dk is None or dv is None else (dk.add_(more_k), dv.add_(more_v))
-        assert dk is not None
-        assert dv is not None
-        return _joined(found), dk.to(k.dtype), dv.to(v.dtype)
+            sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
+        return _joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
     def _backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: ScoreBlock

@@ -28,9 +28,7 @@ class HeadExchange:
 
     ``[b, h, s/n, d] -> [b, h/n, s, d]``, and back in the backward pass. Where there are more ranks than heads, groups
     of ranks do that with their tokens, and keys and values travel around a ring of such groups (Fang and Zhao 2024).
-
-    Args:
-        members: for each rank of ``group``, the positions of its tokens in the group's tokens.
+    ``members`` are, for each rank of ``group``, the positions of its tokens in the group's tokens.
     """
 
     def __init__(self, members: Sequence[Tensor], group: dist.ProcessGroup) -> None:

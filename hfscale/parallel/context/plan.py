@@ -38,7 +38,8 @@ def plan_context(draft: Draft) -> None:
         draft.problem(f"{draft.layout.describe()} does not fit {family!r} with {UNWRITABLE[family]}: use one process")
         return
     text = find_text_model(draft.model) or ""
-    if uncut := _read_inside(draft, text):
+    given = other_inputs(draft.modules[text]) if text else []  # of the text model, besides embeddings
+    if uncut := [name for name in given if name not in CUT_INSIDE]:
         draft.problem(
             f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
             f"sharded ({', '.join(uncut)}): use cp_size=1"
@@ -62,11 +63,6 @@ def plan_context(draft: Draft) -> None:
     together = _share_out_heads(draft, size, heads, keys)
     method = str(draft.layout.cp_method)
     draft.features.append(ContextPlan(method, found.pads, whole, handing, together, text, heads, keys))
-
-
-def _read_inside(draft: Draft, text: str) -> list[str]:
-    """List the inputs of the text model ``text``, besides embeddings, that cannot be sharded."""
-    return [name for name in other_inputs(draft.modules[text]) if name not in CUT_INSIDE] if text else []
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ in 16 bits are factored in 32, in which their errors are kept too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,17 +30,11 @@ from ...plan.reductions import data_axes
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class NarrowMean:
-    """Average gradients over replicas in 16 bits."""
-
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-
-    def __call__(self, flat: Tensor) -> None:
-        """Average ``flat`` over the replicas in place."""
-        sent = (flat / dist.get_world_size(self._group)).to(self._dtype)
-        dist.all_reduce(sent, group=self._group)
-        flat.copy_(sent)
+def narrow_mean(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Average gradients over the replicas in place, sent in ``dtype``."""
+    sent = (flat / dist.get_world_size(group)).to(dtype)
+    dist.all_reduce(sent, group=group)
+    flat.copy_(sent)
 
 
 class PowerSGD:
@@ -141,7 +136,8 @@ def install_compression(model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable
         replicas = mesh.group(data_axes(f"{group.module}.".startswith(experts) if experts else False)[0])
         if replicas is not None:
             if plan.layout.gradient_compression != "powersgd":
-                group.average_by(NarrowMean(replicas, NARROW[str(plan.layout.gradient_compression)]))
+                dtype = NARROW[str(plan.layout.gradient_compression)]
+                group.average_by(partial(narrow_mean, group=replicas, dtype=dtype))
                 continue
             kept.append(PowerSGD(replicas, group.sizes, int(plan.layout.powersgd_rank or 1), number, unit))
             group.average_by(kept[-1])

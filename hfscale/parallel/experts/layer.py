@@ -134,6 +134,7 @@ class LayerRouting:
 
     def __post_init__(self) -> None:
         self.options, self.passes, self.mesh = self.routing.options, self.routing.passes, self.routing.mesh
+        self.is_first = self.mesh.tp_rank == 0  # which counts the tokens where all tensor ranks have the same ones
         self.fixed = not self.mesh.layout.slices_tokens  # whether a limited capacity uses buffers of fixed size
         self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
 
@@ -155,17 +156,12 @@ class LayerRouting:
 
     def count(self, counts: Sequence[int] | Tensor) -> None:
         """Count the routes that this rank sent to each expert."""
-        if not recomputing() and (self.mesh.layout.slices_tokens or self._first):
+        if not recomputing() and (self.mesh.layout.slices_tokens or self.is_first):
             self.counter.add(counts)
-
-    @property
-    def _first(self) -> bool:
-        """Return whether this rank counts the tokens, if all tensor ranks have the same ones."""
-        return self.mesh.tp_rank == 0
 
     def _choose(self, now: Pass, index: Tensor, weights: Tensor) -> Choice:
         options, own = self.options, self._own_tokens(now, index.shape[0])
-        counts = not recomputing() and (own.are_a_part or self._first)
+        counts = not recomputing() and (bool(own.lengths) or self.is_first)
         logits = None if self.logits is None else self.logits.take(len(index), self.planned.count, self.planned.name)
         if options.router != "model":
             assert logits is not None
@@ -247,7 +243,7 @@ class LayerRouting:
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
         if not recomputing():
             now.add(loss)
-            if self._first:
+            if self.is_first:
                 once = self.mesh.cp_rank == 0
                 self.counter.add_numbers(1, balance * once, z * once, now.real.sum())
         return loss
@@ -257,7 +253,7 @@ class LayerRouting:
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
         group = self.mesh.tp_group
-        if own.are_a_part and group is not None:
+        if own.lengths and group is not None:
             whole = all_gather(whole, own.lengths, 1, group)
         limits = router_functions.room(now.real.sum(1), factor, index.shape[2], count).view(-1, 1, 1)
         places = router_functions.queue_places(whole, count)
@@ -282,11 +278,6 @@ class _OwnTokens:
     lengths: list[int]  # tokens per sequence on each tensor rank; empty where every rank has all
     start: int  # the position of this rank's first token in each sequence
     real: Tensor  # ``[b, s]``, true for its tokens that are not padding
-
-    @property
-    def are_a_part(self) -> bool:
-        """Return whether other tensor ranks have other tokens of these sequences."""
-        return bool(self.lengths)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""

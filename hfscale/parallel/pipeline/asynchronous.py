@@ -52,8 +52,8 @@ class _Version:
                     if id(parameter) not in leaves:
                         leaves[id(parameter)] = parameter, nn.Parameter(parameter.data)
                     self._places.append((own_parameters(module), name, leaves[id(parameter)][1]))
-        self._leaves = list(leaves.values())
-        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self.leaves = list(leaves.values())  # parameters, each with the weight that microbatches compute with
+        self.kept: list[tuple[Tensor, Tensor]] = []
         self._casts = Casts()
         self.call = call
         self.left = microbatches  # number of backward passes still to come
@@ -71,30 +71,15 @@ class _Version:
             for parameters, name, parameter in newest:
                 parameters[name] = parameter
 
-    @torch.no_grad()
-    def stash(self) -> None:
-        """Keep these weights: move the parameters, which the optimizer is about to change, to new memory."""
-        for parameter, _ in self._leaves:
-            parameter.data = parameter.data.clone()
-
-    def weights(self) -> list[Tensor]:
-        """Return the weights that microbatches in flight will compute with again."""
-        return [leaf for _, leaf in self._leaves]
-
     def gradients(self) -> list[Tensor]:
         """Return the gradients that backward passes have made so far."""
-        made = [leaf.grad for _, leaf in self._leaves] or [gradient for _, gradient in self._gradients]
+        made = [leaf.grad for _, leaf in self.leaves] or [gradient for _, gradient in self.kept]
         return [gradient for gradient in made if gradient is not None]
 
     def retire(self) -> None:
         """Keep the gradients and free the weights, which no microbatch needs any more."""
-        self._gradients = [(parameter, leaf.grad) for parameter, leaf in self._leaves if leaf.grad is not None]
-        self._leaves, self._places, self._casts = [], [], Casts()
-
-    def expose(self) -> None:
-        """Add the gradients of this version to the parameters'."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self.kept = [(parameter, leaf.grad) for parameter, leaf in self.leaves if leaf.grad is not None]
+        self.leaves, self._places, self._casts = [], [], Casts()
 
 
 class AsynchronousPipeline(Pipeline):
@@ -141,7 +126,7 @@ class AsynchronousPipeline(Pipeline):
 
     def older_weights(self) -> list[Tensor]:
         """Return the weights of all versions in flight; the newest may share memory with the parameters."""
-        return [weight for version in self._versions.values() for weight in version.weights()]
+        return [leaf for version in self._versions.values() for _, leaf in version.leaves]
 
     def waiting_gradients(self) -> list[Tensor]:
         """Return the gradients of versions in flight, and of finished ones not handed out yet."""
@@ -169,7 +154,8 @@ class AsynchronousPipeline(Pipeline):
         """Add finished gradients to ``.grad``; none while the pipeline fills."""
         if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
             with self._ties.summed():
-                self._finished.popleft().expose()
+                for parameter, gradient in self._finished.popleft().kept:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _call(self, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         if self._broken:
@@ -211,8 +197,8 @@ class AsynchronousPipeline(Pipeline):
             raise
         finally:
             self._objective = None
-        if version.left:
-            version.stash()
+        for parameter, _ in version.leaves if version.left else ():  # the stash: the optimizer changes new memory
+            parameter.data = parameter.data.clone()
         self._calls += 1
         return self._reported(sum(self._losses, torch.zeros((), device=self._mesh.device)))
 

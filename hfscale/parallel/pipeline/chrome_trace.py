@@ -49,7 +49,13 @@ def read_runs(path: Path) -> dict[int, Timeline]:
             begin = float(event["ts"])
             end = begin + float(event["dur"])
             events.setdefault(run, []).append((int(event["tid"]), Span(action, begin * factor, end * factor)))
-        runs = {run: _timeline(events[run], _about(about, run)) for run in sorted(events)}
+        runs: dict[int, Timeline] = {}
+        for run in sorted(events):
+            told = _about(about, run)
+            count = max(int(told.get("ranks", 0)), 1 + max(rank for rank, _ in events[run]))
+            rows = [[span for of, span in events[run] if of == rank] for rank in range(count)]
+            how = told.get("schedule", ""), told.get("unit", "s"), told.get("microbatches", 0)
+            runs[run] = _from_zero(rows, *how)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}") from error
     if not runs:
@@ -75,12 +81,6 @@ def _about(runs: list[dict[str, Any]], run: int) -> dict[str, Any]:
     return runs[run] if 0 <= run < len(runs) else {}
 
 
-def _timeline(events: list[tuple[int, Span]], about: dict[str, Any]) -> Timeline:
-    count = max(int(about.get("ranks", 0)), 1 + max(rank for rank, _ in events))
-    rows = [[span for of, span in events if of == rank] for rank in range(count)]
-    return _from_zero(rows, about.get("schedule", ""), about.get("unit", "s"), about.get("microbatches", 0))
-
-
 @dataclass
 class Record:
     """Hold the recorded actions of one rank, as plain data to send to the rank that builds the timeline."""
@@ -95,12 +95,8 @@ class Recorder:
     """Record what this rank does while a schedule runs; about a microsecond per action.
 
     Call :meth:`start` on every rank right after a barrier: clocks of different machines are aligned there. Then
-    ``merge_records`` makes the measured timeline of all ranks' :attr:`record`, gathered by whatever means::
-
-        with recorder.run(Action(stage, "forward", microbatch)):
-            ...
-
-    Before the clock is read, ``wait`` synchronizes with the accelerator, which runs asynchronously.
+    ``merge_records`` makes the measured timeline of all ranks' :attr:`record`, gathered by whatever means. Before the
+    clock is read, ``wait`` synchronizes with the accelerator, which runs asynchronously.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:

@@ -5,7 +5,7 @@ Stage ``s`` lives on rank ``s % p``; in the V-shaped schedules (``zbv``, ``dualp
 classes, action for action.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -75,11 +75,7 @@ class _Row:
         self.down, self.up = rank, 2 * pp_size - 1 - rank
         self.actions: list[Action] = []
         self.waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) whose weight gradients are queued
-        self._done: dict[tuple[int, Kind], int] = {}
-
-    def done(self, stage: int, kind: Kind) -> int:
-        """Return how many microbatches have had an action of this stage and kind."""
-        return self._done.get((stage, kind), 0)
+        self.done = Counter[tuple[int, Kind]]()  # (stage, kind) -> microbatches that have had it
 
     def forward(self, stage: int, paired: bool = False) -> None:
         self.actions.append(Action(stage, "forward", self._next(stage, "forward"), paired))
@@ -101,8 +97,8 @@ class _Row:
             self.actions.append(Action(found[0], "backward_weight", found[1]))
 
     def _next(self, stage: int, kind: Kind) -> int:
-        self._done[stage, kind] = self.done(stage, kind) + 1
-        return self._done[stage, kind] - 1
+        self.done[stage, kind] += 1
+        return self.done[stage, kind] - 1
 
 
 def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
@@ -113,14 +109,15 @@ def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]
     for _i in range(rank):
         row.forward(row.up)
         row.forward(row.down)
-    for _i in range(pp_size - rank):
-        _forward_and_halves(row, row.up, row.up)
-    while row.done(row.up, "forward") < total:
-        if row.done(row.down, "forward") < total:
-            row.forward(row.down)
-        row.inputs(row.down)
-        row.weights(row.down)
-        _forward_and_halves(row, row.up, row.up)
+    while row.done[row.up, "forward"] < total:
+        if row.done[row.up, "forward"] >= pp_size:  # the V is full
+            if row.done[row.down, "forward"] < total:
+                row.forward(row.down)
+            row.inputs(row.down)
+            row.weights(row.down)
+        row.forward(row.up)
+        row.inputs(row.up)
+        row.weights(row.up)
     for _i in range(rank):
         row.inputs(row.down)
         row.inputs(row.up)
@@ -131,12 +128,6 @@ def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]
         while any(waiting == stage for waiting, _index in row.waiting):
             row.weights(stage)
     return [action for action in row.actions if action.microbatch < num_microbatches]
-
-
-def _forward_and_halves(row: _Row, forward: int, backward: int) -> None:
-    row.forward(forward)
-    row.inputs(backward)
-    row.weights(backward)
 
 
 def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
@@ -203,7 +194,15 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     """
     check(schedule, pp_size, num_microbatches, virtual_stages, steps)
     if schedule.endswith(".csv"):
-        return _from_file(schedule, pp_size, num_microbatches, virtual_stages)
+        found = read_csv(Path(schedule))
+        stages = 1 + max(action.stage for actions in found for action in actions)
+        count = 1 + max(action.microbatch for actions in found for action in actions if action.kind == "forward")
+        if (len(found), stages, count) != (pp_size, pp_size * virtual_stages, num_microbatches):
+            raise ConfigError(
+                f"{schedule} is a schedule of {len(found)} ranks, {stages} stages and {count} microbatches: use "
+                f"pp_size={len(found)}, virtual_stages={stages // len(found)}, num_microbatches={count}"
+            )
+        return found
     if schedule in ASYNCHRONOUS:
         return asynchronous_order(schedule, pp_size, num_microbatches, steps)
     if schedule == "gpipe":
@@ -302,15 +301,3 @@ def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps
                 actions.append(Action(stage, "update", action.microbatch // every))
         ranks.append(tuple(actions))
     return tuple(ranks)
-
-
-def _from_file(path: str, pp_size: int, num_microbatches: int, virtual_stages: int) -> Order:
-    found = read_csv(Path(path))
-    stages = 1 + max(action.stage for actions in found for action in actions)
-    microbatches = 1 + max(action.microbatch for actions in found for action in actions if action.kind == "forward")
-    if (len(found), stages, microbatches) != (pp_size, pp_size * virtual_stages, num_microbatches):
-        raise ConfigError(
-            f"{path} is a schedule of {len(found)} ranks, {stages} stages and {microbatches} microbatches: use "
-            f"pp_size={len(found)}, virtual_stages={stages // len(found)}, num_microbatches={microbatches}"
-        )
-    return found

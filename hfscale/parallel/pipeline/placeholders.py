@@ -215,7 +215,8 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     places = stages.places
     if stages.stacks is not None:
         passage.border = places[stages.stacks.first]
-        model.get_submodule(stages.stacks.encoder).register_forward_hook(functools.partial(_encoded, passage))
+        encoder = model.get_submodule(stages.stacks.encoder)
+        encoder.register_forward_hook(lambda _, args, output: setattr(passage, "memory", output[0]))
 
     @contextmanager
     def running(stage: Stage) -> Iterator[StageForward]:
@@ -238,11 +239,6 @@ def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
             yield loan, layers[0]
-
-
-def _encoded(passage: StageForward, _: nn.Module, args: Any, output: Any) -> None:
-    """Record the encoder's output (forward hook at its end)."""
-    passage.memory = output[0]
 
 
 def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _Placeholder]]:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..._compat.torch_device import device_module, is_accelerator
-from ...config.parallel import ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError, check_path
@@ -55,7 +54,10 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     workers = pipeline.workers
     if any(worker.recorder is not None for worker in workers):
         raise ConfigError("this model is being recorded already: leave the first record_schedule before the next")
-    _agree_on(target, runtime.mesh)
+    missing = [not target.absolute().parent.is_dir()]  # of rank 0, for which the others would wait at the end
+    dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
+    if missing[0]:
+        raise ConfigError(f"{target} cannot be written: {target.absolute().parent} is not a folder")
     device = runtime.mesh.device
     # Synchronize the compute stream, not the device: sends and receives in flight go on.
     recorder = Recorder(device_module(device).current_stream(device).synchronize if is_accelerator(device) else None)
@@ -71,8 +73,10 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
             worker.recorder = None
     records = _gather(recorder.record, runtime.mesh)
     if records:
-        layout = runtime.mesh.layout
-        whole = merge_records(records, str(layout.pipeline_schedule), _microbatches(layout))
+        layout, count = runtime.mesh.layout, 0
+        if layout.pipeline_schedule in ASYNCHRONOUS:  # where steps overlap, microbatches of one cannot be counted
+            count = 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
+        whole = merge_records(records, str(layout.pipeline_schedule), count)
         steps = split_steps(whole)
         write_trace(target, *steps, labels=[f"{whole.name}, step {number}" for number in range(1, len(steps) + 1)])
 
@@ -95,22 +99,6 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
         parts[-1].append(span)
         seen.add(span.action)
     return [tuple(part) for part in parts]
-
-
-def _microbatches(layout: ParallelConfig) -> int:
-    """Return the microbatches of one step where steps overlap, so that they cannot be counted; else 0."""
-    if layout.pipeline_schedule not in ASYNCHRONOUS:
-        return 0
-    return 1 if layout.pipeline_schedule == "pipedream" else int(layout.num_microbatches or 0)
-
-
-def _agree_on(target: Path, mesh: Mesh) -> None:
-    """Raise on every rank if rank 0 cannot write ``target``; otherwise the others would wait for it at the end."""
-    folder = target.absolute().parent
-    missing: list[bool] = [not folder.is_dir()]
-    dist.broadcast_object_list(missing, src=0, group=mesh.control)
-    if missing[0]:
-        raise ConfigError(f"{target} cannot be written: {folder} is not a folder")
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:

@@ -80,8 +80,8 @@ def _run(
             now = max(now, made + costs.communication * (home[need[0]] != home[action.stage]))
         spans.append(Span(action, now, now + duration))
         now += duration
-        if (result := _result(action)) is not None:
-            own[result] = now
+        if action.kind in ("forward", *GRADIENT):
+            own[action.stage, "activation" if action.kind == "forward" else "gradient", action.microbatch] = now
     ready.update(dict.fromkeys(own, now))  # results of a pair are sent when both actions are done
     return spans
 
@@ -93,9 +93,3 @@ def _needs(action: Action, last: int) -> list[_Result]:
     if kind in GRADIENT:
         return [(stage, "activation", index), *([(stage + 1, "gradient", index)] if stage < last else [])]
     return [(stage, "gradient", index)] if kind == "backward_weight" else []
-
-
-def _result(action: Action) -> _Result | None:
-    if action.kind == "forward":
-        return action.stage, "activation", action.microbatch
-    return (action.stage, "gradient", action.microbatch) if action.kind in GRADIENT else None

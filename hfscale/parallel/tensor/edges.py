@@ -26,8 +26,8 @@ from ...distributed.ops.overlap import (
     as_it_is,
     column_parallel_linear,
     enter_overlapped,
+    multiplied_by,
     narrowed,
-    products_of,
 )
 from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
@@ -61,7 +61,7 @@ class Overlap:
             return collectives.copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
         reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
-        weights = [(read(each.weight), is_transposed(each), products_of(each)) for each, read in reads.items()]
+        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):

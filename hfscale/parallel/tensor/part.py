@@ -15,6 +15,7 @@ from ...errors import ConfigError
 from ...models.fields import partial_output
 from ...models.module_kinds import follow_weight
 from ...plan import BlockPlan, ParameterPlan, Plan
+from ...plan.cut import share_evenly
 from ...plan.feature_plans import recomputed
 from ...plan.parameter import MODEL_AXES
 from ...train.runtime import Part, Runtime, local_tensor
@@ -159,7 +160,7 @@ class TensorParallel(Part, SequenceAxis):
 
     def local_seqlen(self, tokens: int) -> int:
         """Return how many of ``tokens`` this rank has, under sequence parallelism fewer than all."""
-        return self.regions[0].own_length(tokens) if self.regions else tokens
+        return share_evenly(tokens, self.regions[0].size)[self.regions[0].rank] if self.regions else tokens
 
     def is_seq_sharded(self, module: str) -> bool:
         """Return whether the hidden states of ``module`` are cut along the sequence in this pass."""

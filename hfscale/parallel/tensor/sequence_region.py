@@ -181,10 +181,6 @@ class SequenceRegion:
         if self._told_cut:
             self._told = self._pass_of(share, whole=False)
 
-    def own_length(self, total: int) -> int:
-        """Return how many of ``total`` tokens per sample this rank has."""
-        return share_evenly(total, self.size)[self.rank]
-
     def enter(self, x: Tensor) -> Tensor:
         """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
-from hfscale.parallel.data.gradient_compression import NarrowMean, PowerSGD, first_factor
+from hfscale.parallel.data.gradient_compression import PowerSGD, first_factor, narrow_mean
 from hfscale.testing import RankPool, count_traffic
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
@@ -65,7 +65,7 @@ def compressed(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
     partial = torch.full((5,), float(dist.get_rank()), dtype=torch.float64)
     hook(partial)  # not all have a gradient: the mean
     narrow = torch.full((5,), 1 / 3 + dist.get_rank(), dtype=torch.float32)
-    NarrowMean(group, torch.bfloat16)(narrow)
+    narrow_mean(narrow, group, torch.bfloat16)
     return found, {"partial": partial, "narrow": narrow}
 
 
