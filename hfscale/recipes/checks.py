@@ -120,6 +120,11 @@ def _check_learning(recipe: FinetuneRecipe) -> None:
         raise RecipeError("teacher.stored knows the texts of the data, not what the model generates: leave trl out")
     if recipe.trl and not (recipe.rewards or teacher.base):
         raise RecipeError("trl is about what the model generates, which rewards or teacher.base judge: give one")
+    _check_texts(recipe, data)
+
+
+def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
+    """Check that a recipe that learns from a teacher or rewards has texts to begin with, or to be taught on."""
     fitting = ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
     if (recipe.generates or recipe.distils) and (data.format not in fitting or data.images_column is not None):
         raise RecipeError(

@@ -60,7 +60,7 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
         return
     vocabulary = 0 if isinstance(recipe, FinetuneRecipe) else recipe.model.vocab_size
     tokenizer, data, validation, baseline = prepare(recipe.data, tokenizer, vocabulary, recipe.directory)
-    teacher = None
+    teacher: Any = None
     if isinstance(recipe, FinetuneRecipe) and recipe.teacher.stored:
         teacher = hfscale.Teacher.stored(recipe.teacher.stored, model, beta=recipe.teacher.beta)
     elif isinstance(recipe, FinetuneRecipe) and recipe.distils:

@@ -58,7 +58,7 @@ class RecipeTrainer(hfscale.Trainer):
         validation: Dataset,
         tokenizer: Any,
         baseline: float,
-        teacher: hfscale.Teacher | None = None,
+        teacher: Any = None,
     ) -> None:
         training, batch_world = recipe.training, hfscale.batch_world(model)
         self._recipe, self._task, self._baseline, self._teacher = recipe, task_of(recipe.data), baseline, teacher

@@ -6,7 +6,7 @@ logits. Its head is copied there once, cut over the vocabulary as the student's 
     batches --teacher's layout--> hidden states [b, s, h] --rows and tokens of this rank--+--> chunks of rows: both
     microbatches --student's layout--> hidden states of this rank's rows and tokens ------+    heads, divergence
 
-:meth:`Teacher.write` and :meth:`Teacher.stored` put files between the two: see :mod:`hfscale.train.stored_teacher`.
+:mod:`hfscale.train.stored_teacher` puts files between the two.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,23 +35,8 @@ from .runtime.batches import Microbatch
 from .runtime.full_tensors import full_tensors, tensors_to_save
 
 
-class Teacher:
-    """Teach a student the distribution of every labelled token, by a divergence over the full vocabulary.
-
-    It is the generalized Jensen-Shannon divergence (Agarwal et al. 2024) of logits divided by ``temperature``: forward
-    KL at ``beta=0``, reverse KL at ``beta=1``. Make it on every rank. It copies the teacher's head, so the teacher must
-    not train.
-
-    Args:
-        model: a parallelized causal language model, in any layout of these ranks. Or the student itself, where only
-            adapters train: its teacher is then the model without them.
-        student: the model that trains.
-        beta: weight of the teacher in the mixture of both distributions, 0 to 1.
-        temperature: divisor of both models' logits.
-
-    Raises:
-        ConfigError: the models have different vocabularies, or one of them has no head that a loss runs on.
-    """
+class ModelTeacher:
+    """Teach from a model on the same ranks; see :class:`hfscale.Teacher`."""
 
     def __init__(self, model: nn.Module, student: nn.Module, *, beta: float = 0.5, temperature: float = 1.0) -> None:
         check_number("beta", beta, least=0, most=1)
@@ -70,43 +54,6 @@ class Teacher:
             turns.setdefault(group, {})[batch] = None
         self._turns = list(turns[mesh.batch_rank])
         self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))  # as many on every rank
-
-    @staticmethod
-    def write(
-        model: nn.Module,
-        batches: Sequence[Batch],
-        directory: str | Path,
-        *,
-        top_k: int = 64,
-        temperature: float = 1.0,
-        batches_per_shard: int = 16,
-    ) -> None:
-        """Store a model's ``top_k`` most probable tokens of every position, for :meth:`stored`; call it on every rank.
-
-        A run that was cut short goes on behind the last shard that is whole.
-
-        Args:
-            model: a parallelized causal language model, in any layout.
-            batches: all batches, with ``labels``, the same on every rank; data ranks divide them.
-            directory: gets ``teacher.json`` and a file of safetensors for every ``batches_per_shard`` batches.
-            temperature: divisor of the logits.
-        """
-        from .stored_teacher import TeacherWriter
-
-        TeacherWriter(runtime_of(model), batches, Path(directory), top_k, temperature, batches_per_shard).write()
-
-    @staticmethod
-    def stored(directory: str | Path, student: nn.Module, *, beta: float = 0.5) -> "Teacher":
-        """Return a teacher that reads what :meth:`write` stored, at its temperature: the divergence of ``top_k + 1``
-        events, the last of which is any other token. It knows texts by their token ids, in any order of rows.
-
-        Raises:
-            ConfigError: the student has another vocabulary, or files are missing; in a step, on all ranks: a batch has
-                a text that is not stored.
-        """
-        from .stored_teacher import StoredTeacher
-
-        return StoredTeacher(Path(directory), student, beta)
 
     def check(self, runtime: Runtime) -> None:
         """Refuse to teach another model than the student."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
 from ..plan.feature_plans import PredictionPlan
-from .distillation import Teacher
+from .distillation import ModelTeacher
 from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -28,7 +28,7 @@ def train_step(
     score_loss: LossOfScores | None = None,
     temperature: float = 1.0,
     routes: Tensor | Sequence[Tensor] | None = None,
-    teacher: Teacher | None = None,
+    teacher: ModelTeacher | None = None,
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
@@ -87,7 +87,7 @@ def _check_losses(
     smoothing: float,
     items: Any,
     temperature: float,
-    teacher: Teacher | None,
+    teacher: ModelTeacher | None,
 ) -> None:
     """Refuse combinations of arguments that belong to different losses."""
     _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
@@ -104,10 +104,10 @@ def _check_losses(
         raise ConfigError(f"temperature={temperature} needs a score_loss, and there is none: leave it out")
 
 
-def _check_teacher(runtime: Runtime, teacher: Teacher | None, other: bool) -> None:
+def _check_teacher(runtime: Runtime, teacher: ModelTeacher | None, other: bool) -> None:
     if teacher is None:
         return
-    if not isinstance(teacher, Teacher):
+    if not isinstance(teacher, ModelTeacher):
         raise ConfigError(f"teacher must be hfscale.Teacher(teacher, model), got {type(teacher).__name__}")
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
@@ -146,7 +146,7 @@ def eval_step(
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
-    teacher: Teacher | None = None,
+    teacher: ModelTeacher | None = None,
 ) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
     that of multi-token prediction.
@@ -213,7 +213,7 @@ def _prepared(
     train: bool,
     items: Any,
     label_smoothing: float,
-    teacher: Teacher | None,
+    teacher: ModelTeacher | None,
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor, Objective]:
     """Return microbatches, the number of labels, and the objective: the model's own loss, or that of a teacher."""

@@ -23,7 +23,7 @@ from ..distributed.ops.divergence import StoredRows, TaughtRows, top_tokens
 from ..distributed.ops.head_cross_entropy import rows_per_chunk
 from ..distributed.ops.vocab_cross_entropy import VocabularySlice
 from ..errors import ConfigError, check_count, check_number
-from .distillation import Teacher, check_vocabulary, evaluating, loss_over_vocabulary, scored, vocabulary_of
+from .distillation import ModelTeacher, check_vocabulary, evaluating, loss_over_vocabulary, scored, vocabulary_of
 from .inputs import microbatches_of
 from .runtime import Batch, Runtime, runtime_of
 
@@ -32,7 +32,7 @@ _STORED = ("log_probs", "tokens", "rest")
 
 
 class TeacherWriter:
-    """Write a teacher's shards; see :meth:`Teacher.write`."""
+    """Write a teacher's shards; see :meth:`hfscale.Teacher.write`."""
 
     def __init__(
         self, runtime: Runtime, batches: Sequence[Batch], directory: Path, top_k: int, temperature: float, each: int
@@ -112,8 +112,8 @@ class TeacherWriter:
         return {name: each.view(*shape, *each.shape[1:]) for name, each in zip(_STORED, joined, strict=True)}
 
 
-class StoredTeacher(Teacher):
-    """Teach from files; see :meth:`Teacher.stored`."""
+class StoredTeacher(ModelTeacher):
+    """Teach from files; see :meth:`hfscale.Teacher.stored`."""
 
     def __init__(self, directory: Path, student: nn.Module, beta: float) -> None:
         check_number("beta", beta, least=0, most=1)

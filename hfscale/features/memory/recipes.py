@@ -120,7 +120,7 @@ class Operator:
         self.inputs: list[Filled] = [each.filled for each in reads if each.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (each.operator for each in self.inputs if each.kept is None)
-        self.steps = 1 + max((each.steps for each in repeated if each is not None), default=0)  # in a row
+        self.steps: int = 1 + max((each.steps for each in repeated if each is not None), default=0)  # in a row
         self._results: list[weakref.ref[Filled] | None] = []
 
     def fills(self, results: Sequence[Filled | None]) -> None:

@@ -169,8 +169,8 @@ class ScoreKernel:
         """Return the gradients of q, k and v; see :class:`Kernel`."""
         found, sums = list[Tensor](), list[Tensor]()
         for rows in _row_blocks(q, k):
-            own = (x[:, :, rows] for x in (grad, q, out, lse))
-            dq, *more = self._backward(*own, k, v, block.of(rows))
+            dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))
+            dq, *more = self._backward(dout, queries, answers, sizes, k, v, block.of(rows))
             found.append(dq)
             sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
         return _joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
