@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "examples"))
+sys.path.append(str(ROOT / "scripts" / "examples"))
 STEPS = 4
 EVALUATE = '''"""Stands for the library, whose metrics are downloaded."""
 

@@ -27,6 +27,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
         r"Brandon et al\. 2023": ("Brandon et al. 2023", "Striped attention", "2311.09431"),
         r"Llama Team 2024": ("Llama Team 2024", "The Llama 3 herd of models", "2407.21783"),
         r"Jacobs et al\. 2023": ("Jacobs et al. 2023", "DeepSpeed Ulysses", "2309.14509"),
+        r"Bekman et al\. 2025": ("Bekman et al. 2025", "Arctic long sequence training (ALST)", "2506.13996"),
         r"Fang and Zhao 2024": ("Fang and Zhao 2024", "USP: a unified sequence parallelism approach", "2405.07719"),
         r"Dao et al\. 2022": ("Dao et al. 2022", "FlashAttention", "2205.14135"),
         r"Dao 2023": ("Dao 2023", "FlashAttention-2", "2307.08691"),
