@@ -75,6 +75,11 @@ def is_compiled(model: nn.Module) -> bool:
 scaled_mm = torch._scaled_mm  # torch's compiler does not trace the public torch.nn.functional.scaled_mm before 2.13
 
 
+def operator_name(func: Any) -> str:
+    """Return the name of an operator, the same for all its overloads; empty for what is none."""
+    return getattr(func, "_opname", "")
+
+
 def allow_recompiles() -> None:
     """Let torch.compile keep 64 graphs of one function or kind of layer; beyond 8 it would run them uncompiled."""
     from torch._dynamo import config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.fp8 import Fp8Encoder
-from .._compat.transformers.saving import AsStored
+from .._compat.transformers.saving import AsStored, loaded_conversions
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters import Adapters
@@ -209,7 +209,7 @@ class _Stored:
                             f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: "
                             "choose another size, or name its module in modules_to_not_convert"
                         )
-        conversions = getattr(self._model, "_weight_conversions", None)
+        conversions = loaded_conversions(self._model)
         like = [(e.name, e.shape, e.dtype) for e in entries], None if conversions is None else id(conversions)
         known = runtime.stored_layout
         if known is None or known[0] != like:  # it takes transformers a third of a stream's time

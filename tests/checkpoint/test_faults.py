@@ -50,8 +50,8 @@ WRITING = {
     "checkpoint.state_save.write_tensors": (0, 1),
     "checkpoint.state_save.write_synced": (0, 1),
     "checkpoint.state_save.NewState": (0,),
-    "checkpoint.state_directory.sync_directory": (0,),
-    "checkpoint.state_directory.mark_complete": (0,),
+    "distributed.files.directories.sync_directory": (0,),
+    "distributed.files.complete.mark_complete": (0,),
     "checkpoint.state_save.prune": (0,),
 }
 BEHIND = {"checkpoint.state.on_host": (0, 1), **WRITING}
@@ -65,7 +65,7 @@ EXPORTING = {
     "checkpoint.save.CheckpointWriter.add": (0,),
     "checkpoint.save.CheckpointWriter.finish": (0,),
     "checkpoint.save.write_configs": (0,),
-    "distributed.files.replace.sync_file": (0,),
+    "distributed.files.directories.sync_file": (0,),
 }
 ADAPTERS = {
     "features.adapters.storage.stored_names": (0,),
@@ -76,7 +76,7 @@ ADAPTERS = {
 }
 READING = {
     "checkpoint.state_directory.candidates": (0,),
-    "checkpoint.state_directory.content_problems": (0, 1),
+    "distributed.files.complete.content_problems": (0, 1),
     "checkpoint.state_load.StateIndex.read": (0, 1),
     "checkpoint.state_load._Found._rest": (0, 1),
     "checkpoint.state_format.StateReader.read": (0, 1),

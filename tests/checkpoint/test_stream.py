@@ -89,7 +89,7 @@ class Engine:
 
 def filled(path: str, adapter: str | None, layout: dict[str, int], files: str) -> bool:
     """The function of the guide fills an engine on rank 0."""
-    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "grpo.md").read_text()
     found = {"hfscale": hfscale}
     exec(next(block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "def fill" in block), found)
     model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), peft_config=adapter, dtype=torch.float32)

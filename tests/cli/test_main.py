@@ -296,7 +296,7 @@ def test_with_debug_an_error_is_raised(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_what_nobody_foresaw_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
-        "import hfscale.cli as c, sys; sys.argv = ['hfscale', 'plan', 'm'{}]; c.plan.run = lambda _: {{}}['no']; "
+        "import hfscale.cli as c, sys; sys.argv = ['hfscale', 'plan', 'm'{}]; c.cmd_plan.run = lambda _: {{}}['no']; "
         "c.main()"
     )
     said = [

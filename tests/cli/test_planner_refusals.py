@@ -51,8 +51,6 @@ WRONG = {
     "plan MODEL --dry-run --tokens 0": "at least 1",
     "plan MODEL --dry-run --quantize nf4": "leave --quantize out",
     "plan MODEL --dry-run --tp 3": "tp_size",
-    "explain MODEL --tp 0": "at least 1",
-    "explain MODEL --data-ranks 0": "at least 1",
     "calibrate --seconds 0": "at most 5",
     "calibrate --like v100": "known are a100-40",
     "calibrate --out FOLDER/no/mine.json": "is not a folder",

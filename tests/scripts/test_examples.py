@@ -94,7 +94,8 @@ def test_every_example_is_on_the_page_of_tasks() -> None:
 
 
 def test_code_on_the_page_is_the_examples_own() -> None:
-    page = (EXAMPLES.parents[1] / "docs" / "tasks.md").read_text()
+    pages = [(EXAMPLES.parents[1] / "docs" / f"{name}.md").read_text() for name in ("tasks", "grpo", "distillation")]
+    page = "".join(pages)
     shown = re.findall(r"(?ms)^<!-- not run: lines of scripts/examples/(\w+)\.py, [^\n]*\n```python\n(.*?)^```", page)
     assert sorted(name for name, _ in shown) == NAMES
     for name, code in shown:

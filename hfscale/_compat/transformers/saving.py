@@ -123,10 +123,14 @@ def _after_another(
     return found
 
 
+def loaded_conversions(model: Any) -> list[Any] | None:
+    """Return the conversions that transformers noted as it loaded the model; ``None`` if it noted none."""
+    return getattr(model, "_weight_conversions", None)
+
+
 def _conversions(model: Any) -> list[Any]:
     """Return the conversions noted at loading, or else those of the model's class, whose name FSDP2 changes."""
-    loaded: list[Any] | None = getattr(model, "_weight_conversions", None)
-    if loaded is not None:
+    if (loaded := loaded_conversions(model)) is not None:
         return loaded
     own = type(model) is stock_class(model)
     found = get_model_conversion_mapping(model if own else empty_copy(model), add_legacy=False)

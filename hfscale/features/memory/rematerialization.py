@@ -24,7 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import TorchDispatchMode, saved_tensor_hooks, storage_key, tree_leaves, tree_map, written_by
+from ..._compat.torch import (
+    TorchDispatchMode,
+    operator_name,
+    saved_tensor_hooks,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    written_by,
+)
 from ..._compat.transformers.hidden_states import hidden_states_of
 from .recipes import Filled, Layout, Operator, Read, Recipe, is_dense, is_plain, is_whole
 
@@ -104,7 +112,7 @@ class Rematerialization(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], written: list[Tensor]
     ) -> Operator | None:
         """Return an operator as it is to be called again; ``None`` for one whose results must be kept."""
-        name, tags = getattr(func, "_opname", ""), getattr(func, "tags", ())  # compiled code has none
+        name, tags = operator_name(func), getattr(func, "tags", ())  # compiled code has none
         fills = name in _FILLING and len(tensors) == 1 and is_whole(tensors[0])
         repeated = (torch.Tag.pointwise in tags or name in _REPEATED) and any(map(self._find, tensors))
         into = Layout.of(tensors[0]) if fills else self._find(written[0]) if written else None

@@ -189,7 +189,7 @@ def test_a_weight_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     memory = MemoryConfig(compress_activations=True, recompute="full")
-    with pytest.raises(PlanError, match="may send tokens to other experts: use recompute='none' or"):
+    with pytest.raises(PlanError, match="may send tokens to other experts: use recompute='none', "):
         hfscale.plan(qwen3_moe(), memory=memory)
     switched = hfscale.from_config(qwen3_moe(), memory=MemoryConfig(compress_activations=True)).train()
     enable_checkpointing(switched)

@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(
     ("given", "message"),
     [
         ({"recompute": "fulll"}, "did you mean 'full'"),
-        ({"recompute": "8 bits"}, "use one of none, full, selective, a number n"),
+        ({"recompute": "8 bits"}, "use one of none, full, selective, elementwise, a number n"),
         ({"recompute": 0}, "use a whole number of at least 1"),
         ({"recompute": True}, "is unknown"),
         ({"recompute": []}, "must have at least one name"),

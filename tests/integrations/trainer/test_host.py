@@ -14,6 +14,7 @@ from hfscale.integrations.trainer.files import Checkpoints
 OWN = {
     *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
     *("put_back_random_states", "check_loss", "around_inputs", "_run_step", "arguments_of_data", "written_aside"),
+    "forget_engine",
     "_divisor",
     "check_cached",
     "scored",

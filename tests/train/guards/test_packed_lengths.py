@@ -63,7 +63,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama", {}, "mask", ""),
     ("gpt2", {}, "mask", "a mask, without position_ids.*or give position_ids"),
     ("llama", _dynamic(8), "mask", r"in rows of more than 8 tokens \(max_position_embeddings\)"),
-    ("qwen3_next", {}, "positions", "they do"),
+    ("minimax", {}, "positions", "they do"),
 ]
 
 
