@@ -298,8 +298,12 @@ def _line(values: dict[str, Any]) -> bytes:
 
 def _first_line(connection: socket.socket) -> bytes:
     """Return what one message holds, and read no further; empty if the connection has ended."""
-    line = connection.makefile("rb", buffering=0).readline()
-    return line if line.endswith(b"\n") else b""
+    line = b""
+    while not line.endswith(b"\n"):  # no makefile(), which would keep the connection open in forked processes
+        if not (more := connection.recv(1)):
+            return b""
+        line += more
+    return line
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:

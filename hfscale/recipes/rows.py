@@ -81,17 +81,18 @@ class Rows:
 
 
 class RowBatches(Sequence[dict[str, Tensor]]):
-    """Provide all rows in batches of ``size``, made when they are asked for."""
+    """Provide all rows in batches of ``size``, the last filled up with the first; made when they are asked for."""
 
     def __init__(self, every: Sequence[Rows], size: int) -> None:
-        self._spans = [(rows, range(len(rows))[at : at + size]) for rows in every for at in range(0, len(rows), size)]
+        self._starts = [(rows, at) for rows in every for at in range(0, len(rows), size)]
+        self._size = size
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._starts)
 
     def __getitem__(self, place: Any) -> Any:
-        rows, span = self._spans[place]
-        return rows.batch(list(span))
+        rows, at = self._starts[place]
+        return rows.batch([each % len(rows) for each in range(at, at + self._size)])
 
 
 class PairRows(Rows):

@@ -5,7 +5,7 @@
     batches --teacher's layout--> chunks of rows: head, top k of all slices --> DIR/00000.safetensors, ... by data rank
     microbatches --digest of each text's token ids--> its rows of the files --> divergence of k + 1 events
 
-A text is what a row's last label reads: its attended tokens up to there, and their positions where they restart.
+A text is what a row's last label reads: its attended tokens before it, and their positions where they restart.
 """
 
 import hashlib
@@ -72,13 +72,17 @@ class TeacherWriter:
     def _missing(self) -> list[int] | str:
         """Return the shards to write, or why the directory is not to be written."""
         path = self._directory / _ABOUT
-        self._directory.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            then = json.loads(path.read_text())
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            then = json.loads(path.read_text()) if path.is_file() else self._about
             apart = [f"{name}={then.get(name)!r}" for name, value in self._about.items() if then.get(name) != value]
             if apart:
                 return f"{self._directory} holds another teacher ({', '.join(apart)}): write to another directory"
-        path.write_text(json.dumps(self._about, indent=2) + "\n")
+            if not path.is_file():
+                path.with_suffix(".part").write_text(json.dumps(self._about, indent=2) + "\n")
+                path.with_suffix(".part").replace(path)
+        except (OSError, ValueError) as error:
+            return f"{self._directory} cannot be written: {error}"
         return [shard for shard in range(self._about["shards"]) if not _shard_file(self._directory, shard).is_file()]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:
@@ -92,9 +96,9 @@ class TeacherWriter:
             made = scored(self._runtime, batch, self._read)[0]
             for row, digest, places in _texts(batch) if counts else ():
                 digests.append(digest)
-                lengths.append(len(places) - 1)  # the last token predicts none
+                lengths.append(len(places))
                 for name, parts in found.items():
-                    parts.append(made[name][row, places[:-1].to(made[name].device)].cpu())
+                    parts.append(made[name][row, places.to(made[name].device)].cpu())
         if not digests:
             return {}
         joined = {name: torch.cat(parts) for name, parts in found.items()}
@@ -161,7 +165,7 @@ class StoredTeacher(ModelTeacher):
     def _read(self, batch: Mapping[str, Any], texts: list[tuple[int, str, Tensor]]) -> tuple[Tensor, ...]:
         shape, device, made = batch["input_ids"].shape, self._student.mesh.device, list[Tensor]()
         for name in _STORED:
-            found = [(row, places[:-1], self._places[digest]) for row, digest, places in texts]
+            found = [(row, places, self._places[digest]) for row, digest, places in texts]
             parts = [file.get_slice(name)[start:stop] for _, _, (file, start, stop) in found]
             whole = torch.zeros(*shape, *parts[0].shape[1:], dtype=parts[0].dtype) if parts else torch.zeros(*shape, 1)
             for (row, places, _), part in zip(found, parts, strict=True):
@@ -187,8 +191,8 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
         raise ConfigError("a stored teacher predicts no label behind padding: the token after it needs the label -100")
     texts = []
-    for row in labelled.any(1).nonzero().flatten().tolist():
-        places = attended[row, : int(labelled[row].nonzero()[-1]) + 1].nonzero().flatten()
+    for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():
+        places = attended[row, : int(labelled[row].nonzero()[-1])].nonzero().flatten()  # of what predicts a label
         parts = [ids[row, places]]
         if positions is not None and positions.ndim == 2:
             own = positions.cpu().expand(len(ids), -1)[row, places]

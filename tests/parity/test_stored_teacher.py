@@ -16,6 +16,7 @@ from hfscale import ParallelConfig
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.parity import Batch
+from hfscale.train.stored_teacher import _texts
 
 from ..distributed.ops.test_divergence import bucketed
 from ..refusals import refusal_of
@@ -134,3 +135,10 @@ def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: 
     padded = {**given[0], "attention_mask": torch.ones_like(given[0]["input_ids"]).index_fill(1, torch.tensor(0), 0)}
     padded["labels"] = given[0]["input_ids"]
     assert "predicts no label behind padding" in refusal_of(lambda: write({}, [padded], tmp_path / "left", 4))
+
+
+def test_what_predicts_a_label_on_padding_is_stored() -> None:
+    ids = torch.tensor([[5, 6, 7, 9, 9], [5, 6, 9, 9, 9]])  # 9 ends a text and pads it
+    labels = torch.tensor([[-100, 6, 7, 9, -100], [-100] * 5])
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": (ids != 9).long()}
+    assert [(row, places.tolist()) for row, _, places in _texts(batch)] == [(0, [0, 1, 2])]

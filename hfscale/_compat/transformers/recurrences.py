@@ -40,16 +40,31 @@ class Scan:
     pairs: bool = False  # whether a final state, or ``None``, is returned beside the output whether asked for or not
     # the output and the final state that an initial state adds, for functions that take none
     adds: Callable[[Named, Tensor], tuple[Tensor, Tensor]] | None = None
+    # the final state from one of zeros, for functions of which a kernel gives it without a gradient
+    makes: Callable[[Named], Tensor] | None = None
+
+
+def _mamba_steps(given: Named, dtype: torch.dtype) -> Tensor:
+    """Return the step sizes ``[b, d, s]`` of ``mamba_selective_scan``."""
+    dt = given["dt"]
+    if given.get("delta_bias") is not None:
+        dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
+    return (F.softplus(dt) if given.get("delta_softplus") else dt).to(dtype)
+
+
+def _mamba_makes(given: Named) -> Tensor:
+    """Return the state ``[b, d, n]`` after the tokens of ``mamba_selective_scan``, from one of zeros."""
+    x = given["hidden_states"]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    steps = _mamba_steps(given, wide)
+    total = steps.cumsum(-1)
+    left = torch.exp(given["A"].to(wide)[None, :, None] * (total[..., -1:] - total)[..., None])  # [b, d, s, n]
+    return torch.einsum("bdsn,bds,bns->bdn", left, steps * x.to(wide), given["B"].to(wide))
 
 
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
     """Let ``state [b, d, n]`` decay and be read as in ``mamba_selective_scan`` (Gu and Dao 2023, equation 2)."""
-    dt, c, gate = given["dt"], given["C"], given.get("z")
-    if given.get("delta_bias") is not None:
-        dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
-    if given.get("delta_softplus"):
-        dt = F.softplus(dt)
-    total = dt.to(state.dtype).cumsum(-1)
+    c, gate, total = given["C"], given.get("z"), _mamba_steps(given, state.dtype).cumsum(-1)
     there = torch.exp(given["A"].to(state.dtype)[None, :, None] * total[..., None]) * state[:, :, None]  # [b, d, s, n]
     read = torch.einsum("bdsn,bns->bds", there, c.to(state.dtype))
     return (read if gate is None else read * F.silu(gate)), there[:, :, -1]
@@ -79,6 +94,7 @@ SCANS: dict[str, Scan] = {
         "return_last_state",
         lambda given: (*given["hidden_states"].shape[:2], given["A"].shape[1]),
         adds=_mamba_adds,
+        makes=_mamba_makes,
     ),
 }
 """The scans that are known, by name."""

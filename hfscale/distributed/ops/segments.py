@@ -10,7 +10,7 @@ from piece to piece, which a :class:`.rank_chain.RankChain` carries between rank
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -32,6 +32,7 @@ from ...errors import ConfigError
 from .rank_chain import RankChain
 
 Interval = tuple[int, int]
+_READ_ALONE = ("query", "C", "D", "z")  # arguments of scans that read states, and enter none
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,15 @@ def _wrap(module: nn.Module, segments: Callable[[], Replacing | None]) -> None:
 
     @wraps(host)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        known = None if torch.compiler.is_compiling() else segments()
+        known = segments()
         if known is None:
             return host(self, *args, **kwargs)
         args, kwargs = without_states(args, kwargs)
         with functions_replaced(kind, known.replacement):
             return host(self, *args, **kwargs)
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]  # which a deep copy binds to the copy
+    # Not compiled, which would trace the stock functions. Bound, so that a deep copy's is bound to the copy.
+    module.forward = MethodType(torch.compiler.disable(forward), module)  # type: ignore[method-assign]
 
 
 def _convolved(
@@ -127,20 +129,19 @@ def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: An
     x, dim = given[scan.output], scan.tokens[scan.output]
     chain, ties = segments.chain, list[Tensor]()
     wide = torch.promote_types(x.dtype, torch.float32)
-    anchor = next(filter(lambda each: isinstance(each, Tensor) and each.requires_grad, given.values()), x)
+    entering = (value for name, value in given.items() if name not in _READ_ALONE)
+    anchor = next(filter(lambda each: isinstance(each, Tensor) and each.requires_grad, entering), x.detach())
 
     def run(rows: slice, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         part = dict(given)
         for name in scan.tokens.keys() & given.keys():
             if isinstance(given[name], Tensor):
                 part[name] = given[name][rows].narrow(scan.tokens[name], start, stop - start)
-        named = {**part, scan.initial: state, scan.final: chain is not None}
+        named = {**part, scan.initial: state, scan.final: chain is not None and scan.makes is None}
         named.pop("", None)  # of a function that takes no initial state
         result = host(*[named.pop(name) for name in by_place], **named)
         y, after = result if isinstance(result, tuple) else (result, None)
-        if state is not None and scan.adds is not None:
-            read, kept = scan.adds(part, state)
-            y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+        y, after = _with_state(scan, part, state, y, after, chain is not None)
         return y, None if after is None else after.to(wide)
 
     def before(index: int, state: Tensor | None) -> Tensor | None:
@@ -156,6 +157,18 @@ def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: An
 
     output = tied(_by_segments(segments, x, dim, run, before, after), ties)
     return (output, None) if scan.pairs else output
+
+
+def _with_state(
+    scan: Scan, given: Mapping[str, Any], state: Tensor | None, y: Tensor, after: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Complete the output and the ``final`` state of a scan by what its function neither takes nor gives."""
+    if final and scan.makes is not None:
+        after = scan.makes(given)
+    if state is not None and scan.adds is not None:
+        read, kept = scan.adds(given, state)
+        y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+    return y, after
 
 
 def _by_segments(

@@ -6,6 +6,7 @@ autocast and function modes of the original forward pass.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -128,7 +129,7 @@ def _in_tiles(run: Callable[..., Any], tile: int, args: tuple[Any, ...], kwargs:
     x = hidden_states_of(args, kwargs)
     if sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) != 1 or x.ndim < 2:
         return run(*args, **kwargs)
-    rows = max(1, x.numel() // (x.shape[-2] * x.shape[-1]))
+    rows = max(1, math.prod(x.shape[:-2]))
     done = []
     for piece in x.split(max(1, tile // rows), dim=-2):
         some, more = with_hidden_states(args, kwargs, piece.contiguous())

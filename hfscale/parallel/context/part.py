@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -65,10 +64,7 @@ class ContextParallel(Part, ContextAxis):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.handing):
-            mixer = model.get_submodule(name)
-            keep_states_apart(mixer, partial(self._segments, group))
-            if runtime.options.compile:
-                mixer.forward = torch.compiler.disable(mixer.forward)
+            keep_states_apart(model.get_submodule(name), partial(self._segments, group))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 

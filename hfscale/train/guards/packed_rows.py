@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import is_compiled_in_place
 from ..._compat.transformers.classes import stock_class
 from ..._compat.transformers.computing import (
     documents_here,
@@ -27,7 +26,6 @@ from ..._compat.transformers.computing import (
     told_apart_by,
     uses_flash_attention,
 )
-from ..._compat.transformers.recurrences import reads_by_functions
 from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
 from ...errors import ConfigError
 from ...models.facts import ask
@@ -59,12 +57,6 @@ def check_packed_rows(
             "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
         )
     longest = max([batch_tokens(batch) for batch in batches], default=tokens or 0)
-    if any(map(is_compiled_in_place, model.modules())) and any(map(reads_by_functions, model.modules())):
-        raise ConfigError(
-            f"documents in one row must not affect each other, and in compiled layers the recurrences of "
-            f"{stock_class(model).__name__} go on from one to the next: leave compile= out, or give every document its "
-            "own row (packing=False)"
-        )
     for kind in sorted(kinds):
         positions = [text_positions(each["position_ids"]) for each in batches if told_apart_by(each) == "positions"]
         given = [each for each in positions if each is not None and kind == "positions"]
