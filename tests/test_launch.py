@@ -79,6 +79,7 @@ def test_two_ranks_start(tmp_path: Path, launcher: str, options: list[str], argu
     assert len({line.split(" LOSS ")[1] for line in lines}) == 1
 
 
+@pytest.mark.slow
 def test_the_wrong_number_is_refused(tmp_path: Path) -> None:
     """`--cpu --num_processes 2` starts one process, silently: the message gives the line that starts two."""
     done = launch(tmp_path, ["--cpu", "--num_processes", "2"])

@@ -99,6 +99,7 @@ print("the end")
 """
 
 
+@pytest.mark.slow
 def test_exit_waits(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "state")], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

@@ -22,6 +22,7 @@ def rungs(*names: str) -> list[Rung]:
     return [rung for rung in LADDER if rung.name in names]
 
 
+@pytest.mark.slow
 def test_on_one_rank() -> None:
     check(climb(tiny("llama"), 256, rungs("float32", "8-bit optimizer", "offload", "QLoRA")))
 

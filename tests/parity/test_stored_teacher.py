@@ -65,7 +65,9 @@ def batches(case: Stored, world: int) -> list[Batch]:
 @pytest.mark.parametrize(
     ("writer", "layout", "top_k"),
     [
-        *((writer, layout, 5) for writer, layout in ((TP2, PP2), (PP2, TP2), (DP2, CP2), (CP2, DP2))),
+        (PP2, TP2, 5),
+        (CP2, DP2, 5),
+        *(pytest.param(writer, layout, 5, marks=pytest.mark.slow) for writer, layout in ((TP2, PP2), (DP2, CP2))),
         (TP2, TP2, SIZE),
         ({}, TP2, SIZE - 1),
     ],

@@ -13,6 +13,7 @@ from tests.fuzz.resume_compared import differences, further_off, not_bit_by_bit
 from tests.fuzz.resume_levers import are_exact
 
 
+@pytest.mark.slow
 def test_draws_follow_from_seed_and_index() -> None:
     draws = [choose_resume(5, index) for index in range(30)]
     assert draws == [choose_resume(5, index) for index in range(30)]
@@ -22,6 +23,7 @@ def test_draws_follow_from_seed_and_index() -> None:
     assert all(draw.first != draw.second for draw in draws if not draw.levers)
 
 
+@pytest.mark.slow
 def test_levers_are_drawn_in_layouts_that_they_fit() -> None:
     draws = [choose_resume(5, index) for index in range(80)]
     assert {name for draw in draws for name in draw.levers} == set(LEVERS)
