@@ -108,7 +108,7 @@ def join_group(rank: int, world: int, directory: Path, timeout: float) -> None:
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
-    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0")
     store = torch.distributed.FileStore(str(directory / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout)
