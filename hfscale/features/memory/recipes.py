@@ -49,6 +49,7 @@ class Filled:
         storage = tensor.untyped_storage()
         self.layout, self.operator, self.given = Layout.of(tensor), operator, given
         self.kept: Callable[[], Tensor] | None = None
+        self.rewritten = False  # whether the same memory was kept with another content before
         self.saved = 0  # saved tensors that are views of it and have not been read
         self.waiting = 0  # saved tensors for which it may be read and that have not been
         self.value: Tensor | None = None

@@ -58,6 +58,7 @@ class Rematerialization(TorchDispatchMode):
         self._constants: dict[int, dict[Layout, Filled]] = {}  # storage -> its parts that operators have read
         self._held: list[Tensor | None] = []  # what products returned, until the layer is done: it may have to be kept
         outer = saved_tensor_hooks()
+        self._is_hooked = outer is not None
         self._outer_pack: Callable[[Tensor], Any] = torch.detach if outer is None else outer[0]
         self._outer_unpack: Callable[[Any], Tensor] = _same if outer is None else outer[1]
         self._paused = False
@@ -142,10 +143,11 @@ class Rematerialization(TorchDispatchMode):
 
     def _fill(self, tensor: Tensor, operator: Operator | None) -> Filled | None:
         """Record that an operator that reads activations has filled a tensor."""
-        self._known.pop(storage_key(tensor), None)
+        before = self._known.pop(storage_key(tensor), None)
         if not is_whole(tensor):
             return None
         found = self._known[storage_key(tensor)] = Filled(tensor, operator)
+        found.rewritten = before is not None and (before.rewritten or before.kept is not None)
         own = torch.is_grad_enabled() and saved_tensor_hooks() == (self.pack, self.unpack)  # of no tile in the layer
         self._held += [found.now()] if operator is None and own else []
         return found
@@ -176,7 +178,8 @@ class Rematerialization(TorchDispatchMode):
         if filled.kept is None and own <= sum(each.cost(costs) for each in inputs):
             now = filled.now()
             assert now is not None, "memory that must be kept is gone"
-            filled.kept = self._keep(now)
+            # Hooks around tell contents of one place in memory apart by its version, which a new alias does not have.
+            filled.kept = self._keep(now.clone() if filled.rewritten and self._is_hooked else now)
         for each in inputs if filled.kept is None else ():
             self._secure(each, needed, costs)
 

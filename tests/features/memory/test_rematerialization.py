@@ -126,6 +126,43 @@ def test_memory_that_is_written_into_is_kept_before() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+class Twice(nn.Module):
+    """Something is made of one place in memory, which is then written into, and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        place = self.first(hidden_states)
+        found = place.double().pow(2).sin()
+        place.add_(self.second(hidden_states))
+        return (found + place.double().pow(2).sin()).float()
+
+
+def kept_by_version(tensor: Tensor, known: dict[Any, Tensor]) -> Tensor:
+    """Copy memory once, as the hooks of offloaded and compressed activations do."""
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+    return known.setdefault(key, tensor.detach().clone())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_contents_of_one_place_are_kept_apart(again: bool) -> None:
+    gradients, known = [], dict[Any, Tensor]()
+    for kept in (False, True):
+        torch.manual_seed(0)
+        layer, x = Twice().train(), torch.randn(4, 8, requires_grad=True)
+        if kept and again:
+            rematerialize(layer)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, kept=kept: kept_by_version(tensor, known) if kept else tensor, lambda tensor: tensor
+        ):
+            output = layer(x)
+        output.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
 @pytest.mark.parametrize("how", ["full", "elementwise"])
 @pytest.mark.parametrize("family", cases(["llama", "gpt2"], daily=["gpt2"]))
 def test_tiles_change_nothing_and_hooks_fire_once(family: str, how: str) -> None:
