@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._compat.transformers.conversions import loaded_conversions
 from .._compat.transformers.fp8 import Fp8Encoder
-from .._compat.transformers.saving import AsStored, loaded_conversions
+from .._compat.transformers.saving import AsStored
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters import Adapters

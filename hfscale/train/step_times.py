@@ -27,8 +27,8 @@ _SLOW, _SHARE = 1.3, 0.05  # a rank is named from so many times the median on, a
 _CALLS = 64_000  # times that are exchanged, over all ranks
 
 Span = tuple[float, float]
+# From a rank, in seconds before the end of a window: its steps' starts, its collectives, its receives.
 Told = tuple[list[float], list[Call], list[Span]]
-"""What a rank tells at the end of a window, in seconds before it: its steps' starts, its collectives, its receives."""
 
 
 class StepTimes(Part):

@@ -50,9 +50,14 @@ def checkpoint_targets(model: Any, keys: list[str], weight_mapping: list[Any]) -
     return result
 
 
+def loaded_conversions(model: Any) -> list[Any] | None:
+    """Return the conversions that transformers noted as it loaded the model; ``None`` if it noted none."""
+    return getattr(model, "_weight_conversions", None)
+
+
 def loaded_targets(model: Any, keys: list[str], names: Collection[str]) -> dict[str, Destination]:
     """Return the destinations, among ``names``, of the keys of the checkpoint that ``model`` came from or went to."""
-    used = getattr(model, "_weight_conversions", None)  # recorded by loading, for saving
+    used = loaded_conversions(model)
     used = copy.deepcopy(get_model_conversion_mapping(model, add_legacy=False) if used is None else used)
     return _destinations(keys, used, model.base_model_prefix, dict.fromkeys(names, True))
 

@@ -24,6 +24,9 @@ _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Convolution, scan and projections as one kernel; a mixer goes on with its parts where it returns nothing."""
 _BORDERS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
+READING = ("query", "C", "D", "z")
+"""Arguments of scans that read states, and enter none."""
+
 Named = Mapping[str, Any]
 """Arguments of a call, by name."""
 

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ...errors import CheckpointError
 from ..replaced import attribute_replaced
 from .classes import class_name, empty_copy, stock_class
+from .conversions import loaded_conversions
 from .prediction import stored_names
 
 
@@ -121,11 +122,6 @@ def _after_another(
         pair = next((pair for pair in pairs if expected.issuperset(revert_weight_conversion(model, pair))), {})
         found |= dict.fromkeys(pair, tuple(pair))
     return found
-
-
-def loaded_conversions(model: Any) -> list[Any] | None:
-    """Return the conversions that transformers noted as it loaded the model; ``None`` if it noted none."""
-    return getattr(model, "_weight_conversions", None)
 
 
 def _conversions(model: Any) -> list[Any]:

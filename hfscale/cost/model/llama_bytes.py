@@ -114,7 +114,7 @@ class Llama:
 
     @cached_property
     def again(self) -> RecomputePlan:
-        """What is computed again."""
+        """Return what is computed again of a layer."""
         return recomputed(self.plan)
 
     def _is_alone(self, output: str) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.recurrences import (
     CONVOLUTION,
+    READING,
     SCANS,
     Scan,
     functions_replaced,
@@ -32,7 +33,6 @@ from ...errors import ConfigError
 from .rank_chain import RankChain
 
 Interval = tuple[int, int]
-_READ_ALONE = ("query", "C", "D", "z")  # arguments of scans that read states, and enter none
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: An
     x, dim = given[scan.output], scan.tokens[scan.output]
     chain, ties = segments.chain, list[Tensor]()
     wide = torch.promote_types(x.dtype, torch.float32)
-    entering = (value for name, value in given.items() if name not in _READ_ALONE)
+    entering = (value for name, value in given.items() if name not in READING)
     anchor = next(filter(lambda each: isinstance(each, Tensor) and each.requires_grad, entering), x.detach())
 
     def run(rows: slice, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
