@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 _COUNTS = (
     *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
+    *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 

@@ -62,7 +62,8 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
         due = 1 + int((number + chance.random()) * 0.9 * (steps - 1) / kills)
         strikes.append(struck.strike(chance.choice(KINDS), due, chance))
     disturbed = struck.finish()
-    wrong = [name for name, value in plain.end().items() if struck.end().get(name) != value]
+    found = struck.end()
+    wrong = [name for name, value in plain.end().items() if found.get(name) != value]
     return _report(strikes, undisturbed, disturbed, wrong), not wrong
 
 
