@@ -169,7 +169,10 @@ class ContextPlan(Feature):
 
     method: str  # one of :data:`hfscale.names.CP_METHODS`
     pads: bool  # whether rows may have padding; some families count positions, or chunks, from where it ends
-    whole: tuple[str, ...] = ()  # modules besides attention that mix tokens; every rank runs them on full sequences
+    # modules that mix tokens, besides attention by transformers' interface; every rank runs them on full sequences
+    whole: tuple[str, ...] = ()
+    reads_masks: tuple[str, ...] = ()  # and of those, attention in code of their own, which needs masks as tensors
+    whole_mask: bool = False  # whether the model makes biases for them of the attention_mask of all tokens
     # likewise, but each rank runs them on its own tokens, and hands their states on to the rank of the next ones
     handing: tuple[str, ...] = ()
     # for ``heads_ring``, size of the groups of ranks that exchange tokens for heads; 1 for other methods
@@ -182,7 +185,7 @@ class ContextPlan(Feature):
     def describe(self, plan: PlanContents) -> list[str]:
         mixers = f"; states handed from rank to rank: {_counted(self.handing)}" if self.handing else ""
         if self.whole:
-            mixers += f"; run on whole sequences by each, in code that takes no state: {_counted(self.whole)}"
+            mixers += f"; run on whole sequences by each, in code of their own: {_counted(self.whole)}"
         padding = "" if self.pads else "; rows without padding only"
         inside = f"; cut where {self.text} begins, which each makes whole" if self.text else ""
         return [

@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache, masking_utils
 from transformers.modeling_outputs import BaseModelOutput
 
 from .attention import keep_documents_apart
+from .classes import takes_argument
 
 _within = ContextVar("within packing", default=False)
 _documents: ContextVar[Tensor | None] = ContextVar("the documents of a packed pass", default=None)
@@ -28,6 +30,29 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
     if position_ids.ndim == 2:
         return position_ids
     return position_ids[0] if len(position_ids) == 4 else None
+
+
+def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor | None]:
+    """Return the function from a batch to the positions ``[1 or b, s]`` that the model counts by itself: from 0, or, in
+    RoBERTa's kind, from the token after ``padding_idx``; ``None`` for a model that takes no positions.
+    """
+    takes_positions = takes_argument(model, "position_ids")
+    names = {
+        "input_ids": "create_position_ids_from_input_ids",
+        "inputs_embeds": "create_position_ids_from_inputs_embeds",
+    }
+    own = next((module for module in model.modules() if all(hasattr(module, name) for name in names.values())), None)
+
+    def count(batch: Mapping[str, Any]) -> Tensor | None:
+        name = next((name for name in names if isinstance(batch.get(name), Tensor)), None)
+        if name is None or not takes_positions:
+            return None
+        if own is None:
+            return torch.arange(batch[name].shape[1])[None]
+        found: Tensor = getattr(own, names[name])(batch[name], own.padding_idx)
+        return found
+
+    return count
 
 
 def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.attention import (
     answer,
     asks_for_attention,
+    causal_mask_function,
     implementation_of,
     masks_made_here,
     place_by_place,
@@ -51,6 +52,7 @@ Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall]
 class _Passage:
     batch: CutBatch
     attend: Attend
+    alone: bool = False
 
 
 _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequences", default=None)
@@ -93,6 +95,13 @@ def attending() -> Attend | None:
     return None if passage is None else passage.attend
 
 
+def set_alone(alone: bool) -> None:
+    """Say whether the stock code that runs now has all tokens, and masks and attention of its own, inside of a pass."""
+    passage = _passage.get()
+    if passage is not None:
+        passage.alone = alone
+
+
 def learn(batch: CutBatch) -> None:
     """Replace the batch of the current pass by one with more information."""
     passage = _passage.get()
@@ -113,12 +122,19 @@ def attention_configs(model: Any) -> list[Any]:
 
 def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
     passage = _passage.get()
-    if passage is None:
+    if passage is None or passage.alone:
         return host(*args, **kwargs)
     function = kwargs["mask_function"]
     if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
         function = place_by_place(function)
-    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend)
+    total = passage.batch.split.total
+    whole = {**kwargs, "q_length": total, "kv_length": total, "attention_mask": None, "use_vmap": False}
+
+    def dense(function: Callable[..., Tensor]) -> Any:
+        skips = kwargs.get("allow_is_causal_skip", False) and function is causal_mask_function
+        return host(*args, **{**whole, "mask_function": function, "allow_is_causal_skip": skips})
+
+    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, dense)
     return found.filled() if fills and passage.batch.padding is not None else found
 
 
@@ -126,7 +142,7 @@ def _attention(
     host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> Any:
     if not isinstance(mask, MaskBlocks):
-        if _passage.get() is not None:
+        if (passage := _passage.get()) is not None and not passage.alone:
             raise ConfigError(f"{class_name(module)} attends with a mask of its own ({type(mask).__name__})")
         return host(module, query, key, value, mask, **kwargs)
     own = mask.batch.split.length(mask.batch.rank)

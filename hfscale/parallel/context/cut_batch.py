@@ -7,6 +7,7 @@ gets all ids and pictures, computes the embeddings of all tokens, and is cut at 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,11 +82,19 @@ class CutBatch:
 
 
 def cut_batch(
-    batch: Mapping[str, Any], size: int, rank: int, shift: int, takes_positions: bool, inside: bool = False
+    batch: Mapping[str, Any],
+    size: int,
+    rank: int,
+    shift: int,
+    counted: Tensor | None,
+    inside: bool = False,
+    whole_mask: bool = False,
 ) -> tuple[CutBatch, dict[str, Any]]:
     """Return what context rank ``rank`` of ``size`` should know of the whole batch, and the arguments of its own
-    tokens, with ``labels`` shifted by ``shift`` (1 for causal language models). ``inside``: only what the text model is
-    not given is cut here, and the rest where the text begins.
+    tokens, with ``labels`` shifted by ``shift`` (1 for causal language models). ``counted``: the positions that the
+    model counts where the batch has none. ``inside``: only what the text model is not given is cut here, and the rest
+    where the text begins. ``whole_mask``: the model is given the ``attention_mask`` of all tokens, of which it makes
+    biases (ALiBi, Press et al. 2022) for attention that runs on full sequences.
     """
     samples, total = tokens_of(batch)
     if total < size:
@@ -108,9 +117,13 @@ def cut_batch(
     known = CutBatch(split, rank, padding, positions, documents)
     if inside:
         return known, {**whole, **cut_inputs(known, {name: whole[name] for name in CUT_FIRST if name in whole})}
-    if takes_positions and positions is None:
-        whole["position_ids"] = torch.arange(total)[None]
-    return known, cut_inputs(known, whole)
+    if counted is not None and positions is None:
+        whole["position_ids"] = counted
+    part = cut_inputs(known, whole)
+    if whole_mask:
+        mask, device = batch.get("attention_mask"), next(iter(part.values())).device
+        part["attention_mask"] = torch.ones(samples, total, dtype=torch.long, device=device) if mask is None else mask
+    return known, part
 
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,6 +189,8 @@ class MaskBlocks:
     samples: int
     device: torch.device
     attend: Callable[..., Any]  # computes the attention of calls with this mask: ``(module, q, k, v, mask, call)``
+    # makes transformers' own mask of all tokens, from the function, for attention in a family's own code
+    host: Callable[[Callable[..., Tensor]], Any]
     # ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing
     idle: Tensor | None = None
     _kinds: dict[tuple[Interval, Interval], str] = field(default_factory=dict)
@@ -189,6 +204,7 @@ class MaskBlocks:
         samples: int,
         device: torch.device,
         attend: Callable[..., Any],
+        host: Callable[[Callable[..., Tensor]], Any],
     ) -> "MaskBlocks":
         """Return the mask of transformers' ``function``, without padding and separate for each document."""
         if batch.documents is not None:
@@ -198,7 +214,16 @@ class MaskBlocks:
             function = keep_documents_apart(function, positions, batch.documents)
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))
-        return cls(batch, function, samples, device, attend)
+        return cls(batch, function, samples, device, attend, host)
+
+    @cached_property
+    def dense(self) -> Any:
+        """The mask of all tokens as transformers makes it for the model."""
+        return self.host(self.function)
+
+    def to(self, dtype: torch.dtype) -> "MaskBlocks":
+        """Return this mask with another ``dtype`` of its tensor."""
+        return replace(self, host=lambda function: self.host(function).to(dtype))
 
     def filled(self) -> "MaskBlocks":
         """Return this mask with ``idle`` set: queries without any key (left padding) then read all keys alike."""

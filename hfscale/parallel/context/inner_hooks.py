@@ -1,7 +1,8 @@
 """Hooks on modules inside a model whose sequences are cut: where its text begins, rotary embeddings, token mixers.
 
-Mixers other than attention (convolutions, recurrences) run on full sequences: each rank runs them on all tokens and
-keeps its own tokens of the output. The result is exact; the work is repeated on every rank. Weight gradients are
+Mixers other than attention (convolutions, recurrences), and attention in a family's own code, which reads masks and
+biases by itself, run on full sequences: each rank runs them on all tokens and keeps its own tokens of the output. The
+result is exact; the work is repeated on every rank. Weight gradients are
 partial, since only a rank's own outputs have a gradient. Rotary embeddings whose frequencies depend on how long a
 sequence is are asked for all positions. A model of more than text is cut where its model of text begins::
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
-from .attention_override import AttentionCall, current_batch, learn
+from .attention_override import AttentionCall, current_batch, learn, set_alone
 from .cut_batch import CUT_FIRST, CutBatch, MaskBlocks, cut_inputs
 from .engine import OwnBlocks
 from .methods import read
@@ -35,8 +36,8 @@ class WholeSequences:
     def __init__(self, gather: Gather, recomputed: Callable[[], CutBatch | None]) -> None:
         self._gather, self._recomputed = gather, recomputed
 
-    def install(self, module: nn.Module) -> list[Any]:
-        """Install hooks on a mixer; returns the handles of the hooks."""
+    def install(self, module: nn.Module, reads_masks: bool = False) -> list[Any]:
+        """Install hooks on a mixer, or on attention that ``reads_masks`` in code of its own; return their handles."""
         running: list[CutBatch | None] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,19 +45,22 @@ class WholeSequences:
             running.append(batch)
             if batch is None:
                 return None
-            whole = tuple(self._whole("", value, batch) for value in args)
-            return whole, {name: self._whole(name, value, batch) for name, value in kwargs.items()}
+            whole = tuple(self._whole("", value, batch, reads_masks) for value in args)
+            named = {name: self._whole(name, value, batch, reads_masks) for name, value in kwargs.items()}
+            set_alone(reads_masks)
+            return whole, named
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             batch = running.pop()
+            set_alone(False)
             return output if batch is None else own_tokens(output, batch)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
-    def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
+    def _whole(self, name: str, value: Any, batch: CutBatch, reads_masks: bool) -> Any:
         own = batch.split.length(batch.rank)
         if isinstance(value, MaskBlocks):
-            return replace(value.of_groups(batch.split.size), attend=_read_alone)
+            return value.dense if reads_masks else replace(value.of_groups(batch.split.size), attend=_read_alone)
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
@@ -65,6 +69,8 @@ class WholeSequences:
         def gathered(x: Any) -> Any:
             if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own:
                 return self._gather(x, batch)
+            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1:3] == (1, own):  # rotary tables for all heads
+                return self._gather(x.transpose(1, 2), batch).transpose(1, 2)
             return x
 
         return tree_map(gathered, value) if isinstance(value, (Tensor, tuple, list)) else value

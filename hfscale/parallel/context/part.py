@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.transformers.classes import takes_argument
+from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.rank_chain import RankChain
 from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
 from ...errors import ConfigError
@@ -40,7 +40,6 @@ class ContextParallel(Part, ContextAxis):
         self._attend: ContextAttention | None = None
         self._stack: list[ExitStack] = []
         self._passes: ForwardPasses[CutBatch | None] | None = None  # where a recomputed layer has to know its own
-        self._takes_positions = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention; its other modules run unchanged."""
@@ -52,7 +51,7 @@ class ContextParallel(Part, ContextAxis):
         planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)
-        self._takes_positions = takes_argument(model, "position_ids")
+        self._count = position_counter(model)
         text = model.get_submodule(planned.text)
         ask_for_all_positions(text)
         if planned.text:
@@ -62,7 +61,7 @@ class ContextParallel(Part, ContextAxis):
         mixers = WholeSequences(partial(gather_sequences, group=group), self._recomputed)
         for name in filter(runtime.is_local, planned.whole):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
-            mixers.install(model.get_submodule(name))
+            mixers.install(model.get_submodule(name), name in planned.reads_masks)
         for name in filter(runtime.is_local, planned.handing):
             keep_states_apart(model.get_submodule(name), partial(self._segments, group))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -100,7 +99,8 @@ class ContextParallel(Part, ContextAxis):
         rank, inside = runtime.mesh.cp_rank, bool(planned.text)
         if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
             batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
-        whole, part = cut_batch(batch, size, rank, runtime.loss.shift, self._takes_positions, inside)
+        shift, counted = runtime.loss.shift, self._count(batch)
+        whole, part = cut_batch(batch, size, rank, shift, counted, inside, planned.whole_mask)
         if self._passes is not None and whole.documents is not None:
             whole = replace(whole, starts=starts_of(whole.documents))
         if whole.padding is not None and not planned.pads:

@@ -50,9 +50,9 @@ def plan_context(draft: Draft) -> None:
     if found.mixing:
         draft.problem(f"cp_size={size} does not fit {family!r}: {found.mixing}: use cp_size=1")
         return
-    whole, handing = (
+    whole, handing, reads_masks = (
         tuple(name for name, module in layers.items() if type(module).__name__ in kinds)
-        for kinds in (found.kinds, found.handing)
+        for kinds in (found.kinds, found.handing, found.reads_masks)
     )
     if (mixers := whole + handing) and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
@@ -62,7 +62,8 @@ def plan_context(draft: Draft) -> None:
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)
     method = str(draft.layout.cp_method)
-    draft.features.append(ContextPlan(method, found.pads, whole, handing, together, text, heads, keys))
+    own = (whole, reads_masks, found.whole_mask, handing)
+    draft.features.append(ContextPlan(method, found.pads, *own, together, text, heads, keys))
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class _Reading:
     pads: bool = False
     kinds: Collection[str] = ()  # names of classes of modules that mix tokens, and can be run on full sequences
     handing: Collection[str] = ()  # and of those that can be run on parts, given the state of what is before
+    reads_masks: Collection[str] = ()  # and of ``kinds`` that are attention in code of its own
+    whole_mask: bool = False
     seen: Collection[str] = ()
 
 

@@ -7,7 +7,7 @@ the output must be what it is over the whole one. Where it is not, something els
 a recurrence in code of a family's own, positions made of local shapes.
 """
 
-import inspect
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._compat.torch import tree_map
 from ..._compat.transformers.classes import takes_argument
+from ..._compat.transformers.computing import position_counter
 from ..._compat.transformers.experts import use_eager_experts
 from ..._compat.transformers.hidden_states import hidden_states_of
-from ..._compat.transformers.recurrences import CONVOLUTION, SCANS, reads_by_functions
+from ..._compat.transformers.recurrences import reads_by_functions
 from ...distributed.ops.segments import keep_states_apart
 from ...errors import ConfigError
 from ...models.fields import field
@@ -29,13 +31,14 @@ from ...parallel.context.attention_override import (
     AttentionOverride,
     attending,
     attention_configs,
+    set_alone,
 )
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
 from ...parallel.context.engine import OwnBlocks
 from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
 from ...parallel.context.methods import read
 from ...parallel.context.plan import modules_in_layers
-from .probe import apart, perturb, tiny_model_of, without_cache
+from .probe import TokenByToken, apart, perturb, tiny_model_of, without_cache
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WINDOW = 5
@@ -59,30 +62,40 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
-    keep_states_apart(clone, lambda: _TokenByToken() if isinstance(attending(), _OneToken) else None)
-    mixing, kinds = _find_mixing(clone, False, candidates, text)
+    keep_states_apart(clone, lambda: TokenByToken() if isinstance(attending(), _OneToken) else None)
+    mixers = _Mixers(candidates)
+    mixing = _find_mixing(clone, False, mixers, text)
+    if mixing and mixers.read_masks and not text and takes_argument(clone, "attention_mask"):
+        mixers.whole_mask = True
+        mixing = _find_mixing(clone, False, mixers, text)
     if mixing:
         return {"mixing": mixing}, True
-    with_padding, more = _find_mixing(clone, True, candidates, text)
-    pads, seen = not with_padding and more <= kinds, set(map(type, candidates))
+    kinds, seen = set(mixers.mix), set(map(type, candidates))
+    pads = not _find_mixing(clone, True, mixers, text) and mixers.mix <= kinds
     handing = {type(module) for module in candidates if any(map(reads_by_functions, module.modules()))} - kinds
-    names = [sorted({kind.__name__ for kind in each}) for each in (kinds, seen, handing)]
-    answer = {"mixing": "", "pads": pads, "kinds": names[0], "seen": names[1]}
-    return {**answer, "handing": names[2]} if handing else answer, True
+    found = {"kinds": kinds, "seen": seen, "handing": handing, "reads_masks": mixers.read_masks}
+    names = {name: sorted({kind.__name__ for kind in each}) for name, each in found.items()}
+    answer = {"mixing": "", "pads": pads, "kinds": names.pop("kinds"), "seen": names.pop("seen")}
+    answer |= {name: each for name, each in names.items() if each}
+    return {**answer, "whole_mask": True} if mixers.whole_mask else answer, True
 
 
-def _find_mixing(model: Any, padded: bool, candidates: Sequence[nn.Module], text: str) -> tuple[str, set[type]]:
-    """Return why a tiny model's sequences cannot be cut (empty if they can), and which ``candidates`` mix tokens."""
+def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
+    """Return why a tiny model's sequences cannot be cut (empty if they can); ``mixers`` then know which mix tokens."""
+    mixers.mix = set(mixers.read_masks)
     try:
-        with keep_float64(), torch.no_grad(), _as_in_training(model), _Mixers(candidates) as mixers:
-            return _compare(_Subject(model, text), _batch(model, padded, bool(text)), mixers), mixers.mix
+        with keep_float64(), torch.no_grad(), _as_in_training(model), mixers:
+            return _compare(_Subject(model, text, mixers.whole_mask), _batch(model, padded, bool(text)), mixers)
     except ConfigError as error:
-        return str(error), set()
+        return str(error)
     except Exception as error:  # whatever stock code says of a part of a sequence
         said = (str(error).splitlines() or [""])[0][:100]
-        if MaskBlocks.__name__ in said:
-            return "it attends by code of its own, which reads the mask, and not through transformers' interface", set()
-        return f"it cannot run on a part of a sequence ({type(error).__name__}: {said})", set()
+        if MaskBlocks.__name__ not in said:
+            return f"it cannot run on a part of a sequence ({type(error).__name__}: {said})"
+        if (kind := mixers.raised_in(error)) is None:
+            return "it computes with masks in code of its own, outside of its attention"
+        mixers.read_masks.add(kind)
+        return _find_mixing(model, padded, mixers, text)
 
 
 class _Mixers:
@@ -95,10 +108,44 @@ class _Mixers:
         self._part: CutBatch | None = None
         self._records = False
         self.mix: set[type] = set()
+        self.read_masks: set[type] = set()  # of attention in code of its own, which needs masks as tensors
+        self.whole_mask = False  # whether the model is given the attention_mask of all tokens
+        self.gathers = False
+        self._given: dict[int, list[tuple[Any, Any]]] = {}
 
     def __enter__(self) -> "_Mixers":
+        self._calls_of, self._given, self.gathers = {}, {}, False
+        self.begin()
         self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._candidates]
+        for module in self._candidates:
+            if type(module) in self.read_masks:
+                self._handles.append(module.register_forward_pre_hook(self._run_alone, with_kwargs=True))
         return self
+
+    def raised_in(self, error: BaseException) -> type | None:
+        """Return the class of the candidate in whose forward pass an error was raised."""
+        objects = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return next((type(each) for each in objects if any(each is module for module in self._candidates)), None)
+
+    def _run_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run attention in code of its own as outside of a pass, on all tokens, also where its input is a part of them.
+
+        Where sequences are gathered, :class:`WholeSequences` does it.
+        """
+        if self.gathers:
+            return None
+        if self._part is None:
+            args = tuple(_as_tensor(value) for value in args)
+            kwargs = {name: _as_tensor(value) for name, value in kwargs.items()}
+            if self._records:
+                self._given.setdefault(id(module), []).append((args, kwargs))
+        else:
+            given = hidden_states_of(args, kwargs)
+            args, kwargs = self._given[id(module)][self._calls.get(id(module), -1) + 1]
+            if apart(given, own_tokens(hidden_states_of(args, kwargs), self._part)) > _TOLERANCE:
+                raise ConfigError("something before its attention reads other tokens of a sequence, or counts them")
+        set_alone(True)
+        return args, kwargs
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
@@ -112,14 +159,18 @@ class _Mixers:
         self._records, self._part, self._calls = records, part, {}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        set_alone(False)
         given = hidden_states_of(args, kwargs)
         if self._records:
-            self._calls_of.setdefault(id(module), []).append((given, output))
+            kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)  # code may add to it in place
+            self._calls_of.setdefault(id(module), []).append((given, kept))
             return output
         if self._part is None:
             return output
         call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
         whole_given, whole = self._calls_of[id(module)][call]
+        if type(module) in self.read_masks:
+            return own_tokens(whole, self._part)
         first, every = (x[0] if isinstance(x, (tuple, list)) else x for x in (output, whole))
         if not _of_tokens(whole_given) or not _of_tokens(every):
             return output  # of tokens that are laid out in another way, the model's output tells
@@ -131,6 +182,10 @@ class _Mixers:
         return own_tokens(whole, self._part)
 
 
+def _as_tensor(value: Any) -> Any:
+    return value.dense if isinstance(value, MaskBlocks) else value
+
+
 def _of_tokens(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 2 and x.shape[1] == _TOKENS
 
@@ -138,14 +193,14 @@ def _of_tokens(x: Any) -> bool:
 class _Subject:
     """Hold a model whose attention is computed here, and whose sequences are cut as in a run."""
 
-    def __init__(self, model: Any, text: str) -> None:
+    def __init__(self, model: Any, text: str, whole_mask: bool) -> None:
+        self._whole_mask, self._count = whole_mask, position_counter(model)
         self.model, self.seam = model, AttentionOverride(attention_configs(model))
         inner = model.get_submodule(text)
         self._handles = ask_for_all_positions(inner)
         self._inside = bool(text)
         if self._inside:
             self._handles.append(cut_inside(inner))
-        self._takes_positions = takes_argument(model, "position_ids")
 
     def restore(self) -> None:
         self.seam.remove()
@@ -153,7 +208,7 @@ class _Subject:
             handle.remove()
 
     def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
-        return cut_batch(batch, parts, rank, 0, self._takes_positions, self._inside)
+        return cut_batch(batch, parts, rank, 0, self._count(batch), self._inside, self._whole_mask)
 
     def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: Attend) -> Tensor:
         with self.seam.passing(part[0], attend):
@@ -184,6 +239,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     """Compare again with mixers run on full sequences, as in a run: their inputs must have a token dim."""
     mixers.begin()
+    mixers.gathers = True
     tape, tape_place = list[Tensor](), [0]
 
     def record_or_play(x: Tensor, part: CutBatch) -> Tensor:
@@ -194,7 +250,8 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
         return whole
 
     gathered = WholeSequences(record_or_play, lambda: None)
-    handles = [handle for module in mixers.found() for handle in gathered.install(module)]
+    own = mixers.read_masks
+    handles = [handle for module in mixers.found() for handle in gathered.install(module, type(module) in own)]
     try:
         wanted = subject.passed(subject.part(batch), _whole_attention)
         if _differ(wanted, _run(subject.model, batch), batch):
@@ -249,27 +306,6 @@ class _OneToken:
     def sees_as(self, other: "_OneToken") -> bool:
         """Return whether all calls masked the same entries of the full sequence."""
         return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
-
-
-class _TokenByToken:
-    """Replace convolutions and scans by functions of each token's own arguments."""
-
-    def replacement(self, name: str, function: Any) -> Any:
-        """Return what a mixer calls instead of the ``function`` of this name."""
-        if name == CONVOLUTION:
-            return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
-        scan = SCANS[name]
-
-        def scanned(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
-            y = given[scan.output]
-            for argument, dim in scan.tokens.items():
-                if (x := given.get(argument)) is not None:
-                    token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
-                    y = y * (1 + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim))))
-            return (y, None) if scan.pairs else y
-
-        return scanned
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:

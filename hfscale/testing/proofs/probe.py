@@ -1,5 +1,6 @@
 """Build tiny clones, and run a model on two tokens, mostly without memory, to record the order of its modules."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ..._compat.torch import TorchDispatchMode, tree_leaves
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import from_config, takes_argument
+from ..._compat.transformers.recurrences import CONVOLUTION, SCANS
 from ...models.clone import tiny_clone
 from ...models.fields import text_config
 from ...models.module_kinds import takes_routes
@@ -149,3 +151,24 @@ def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in skipped:
             del module.forward
+
+
+class TokenByToken:
+    """Replace convolutions and scans by functions of each token's own arguments."""
+
+    def replacement(self, name: str, function: Any) -> Any:
+        """Return what a mixer calls instead of the ``function`` of this name."""
+        if name == CONVOLUTION:
+            return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
+        scan = SCANS[name]
+
+        def scanned(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+            y = given[scan.output]
+            for argument, dim in scan.tokens.items():
+                if (x := given.get(argument)) is not None:
+                    token = x.transpose(1, dim).flatten(2).mean(-1) if x.ndim > 2 else x
+                    y = y * (1 + token.view(len(token), *(-1 if d == dim else 1 for d in range(1, y.ndim))))
+            return (y, None) if scan.pairs else y
+
+        return scanned

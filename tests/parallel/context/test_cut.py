@@ -7,6 +7,7 @@ from hfscale import ConfigError
 from hfscale.parallel.context.cut_batch import cut_batch
 
 IDS = torch.arange(22).view(2, 11)
+POSITIONS = torch.arange(11)[None]
 
 
 def test_labels_are_shifted_before_they_are_cut() -> None:
