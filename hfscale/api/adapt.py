@@ -59,7 +59,7 @@ def get_peft_model(
     plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
     training = runtime.model.training
     shares = take_apart(runtime)
-    before = shares.copy()
+    before = LocalWeights(dict(shares.tensors), list(shares.quantized))
     try:
         adapters, planned = attach_adapters(
             runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed

@@ -52,8 +52,8 @@ def token_scores(
 
     if torch.is_grad_enabled() and runtime.plan.stages is None:
         return _scores(runtime, model, microbatches[0], count, temperature)
-    with torch.no_grad(), runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-        runtime.executor.run(model, microbatches, Objective(keep), backward=False)
+    with torch.no_grad():
+        runtime.run_step(model, microbatches, Objective(keep), backward=False)
     parts = [kept[index].each() for index in sorted(kept)]
     joined = dict(enumerate(torch.cat(each) for each in zip(*parts, strict=True)))
     return TokenScores(*from_last_stage(runtime, [joined])[0].values())

@@ -72,10 +72,8 @@ def refuse_without_flush(runtime: Runtime, loss: str) -> None:
 def _takes(function: Callable[..., Any], count: int) -> bool:
     try:
         inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # compiled functions may have no signature
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # compiled functions may have no signature
     return True
 
 
@@ -119,13 +117,13 @@ class UserLoss:
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
         if not train:
             with torch.no_grad():
-                total = self._passes(model, inputs, train)
+                total = runtime.run_step(model, inputs, Objective(self._loss), train)
                 self._loss_fn.agree()
                 return (total / self._total_count()).to(total.dtype)
         runtime.release()  # or weights that FSDP2 has gathered would be listed as parameters
         parameters = list(runtime.model.parameters())
         with gradients_aside(parameters) as before:
-            total = self._passes(model, inputs, train)
+            total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
             count = self._total_count()
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -134,12 +132,6 @@ class UserLoss:
                 made.div_(count.to(made.device, made.dtype))
             add_back(parameter, gradient)
         return (total / count).to(total.dtype)
-
-    def _passes(self, model: nn.Module, inputs: list[Microbatch], train: bool) -> Tensor:
-        """Return the sum over all microbatches and distinct batches; with ``train``, leave gradients in ``.grad``."""
-        runtime = self._runtime
-        with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
-            return runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
         with packing(inputs.packed, inputs):

@@ -39,7 +39,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
-from .loaders import OneOrder, agreed, seed_workers_alike
+from .loaders import OneOrder, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -141,6 +141,7 @@ class Accelerator(accelerate.Accelerator):
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
         self._agree_on_order(data_loader)
+        seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         dealt = isinstance(data_loader.dataset, IterableDatasetShard)  # to distinct batches already
         prepared = prepare_data_loader(
             data_loader,
@@ -153,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
             dispatch_batches=False,
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=agreed(self.mesh, self.dataloader_config.data_seed or torch.random.initial_seed()),
+            data_seed=self.mesh.all_gather_object(seed)[0],
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
@@ -327,4 +328,4 @@ class Accelerator(accelerate.Accelerator):
             (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = self._orders[-1]
         else:
             seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
-            sampler.generator = torch.Generator().manual_seed(agreed(self.mesh, seed))
+            sampler.generator = torch.Generator().manual_seed(self.mesh.all_gather_object(seed)[0])
