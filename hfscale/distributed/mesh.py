@@ -71,16 +71,6 @@ class Mesh:
         return self.ranks["tp"]
 
     @property
-    def pp_group(self) -> dist.ProcessGroup | None:
-        """The group of the pipeline ranks; ``None`` for one rank."""
-        return self.group("pp")
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        """The group of the context ranks; ``None`` for one rank."""
-        return self.group("cp")
-
-    @property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The group of the tensor ranks; ``None`` for one rank."""
         return self.group("tp")

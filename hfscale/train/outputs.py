@@ -16,7 +16,7 @@ _LOSS = "loss"
 
 def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
     """Return what the last stage has ``made``, by key, on all ranks of its pipeline, without a graph; collective."""
-    group, stages = runtime.mesh.pp_group, runtime.plan.stages
+    group, stages = runtime.mesh.group("pp"), runtime.plan.stages
     own = [{name: tensor.detach() for name, tensor in each.items()} for each in made]
     if group is None or stages is None:
         return own

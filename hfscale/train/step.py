@@ -14,8 +14,7 @@ from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .token_log_probabilities import LossOfScores, loss_of_scores
-from .user_loss import LossOfOutputs, UserFunction, UserLoss, refuse_without_flush
+from .user_loss import LossOfOutputs, LossOfScores, UserFunction, UserLoss, loss_of_scores, refuse_without_flush
 
 
 def train_step(
