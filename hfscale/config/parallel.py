@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     @property
     def total_size(self) -> int:
         """The number of processes that this layout needs."""
-        total = 1
-        for axis in AXES:
-            total *= self.asked(axis) if axis != "ep" else 1  # expert ranks are ranks of the other axes
-        return total
+        return prod(self.asked(axis) for axis in AXES if axis != "ep")  # expert ranks are ranks of the other axes
 
     @property
     def batch_world(self) -> int:
