@@ -13,7 +13,7 @@ POSITIONS = torch.arange(11)[None]
 def test_labels_are_shifted_before_they_are_cut() -> None:
     found = torch.full((2, 11), -1)
     for rank in range(2):
-        whole, part = cut_batch({"input_ids": IDS, "labels": IDS}, 2, rank, 1, takes_positions=True)
+        whole, part = cut_batch({"input_ids": IDS, "labels": IDS}, 2, rank, 1, POSITIONS)
         assert torch.equal(part["input_ids"], IDS[:, whole.places])
         assert torch.equal(part["position_ids"], whole.places[None])
         found[:, whole.places] = part["labels"]
@@ -23,15 +23,15 @@ def test_labels_are_shifted_before_they_are_cut() -> None:
 
 def test_padding_and_documents_are_known_whole() -> None:
     mask = torch.ones_like(IDS)
-    whole, part = cut_batch({"input_ids": IDS, "attention_mask": mask}, 2, 0, 1, takes_positions=True)
+    whole, part = cut_batch({"input_ids": IDS, "attention_mask": mask}, 2, 0, 1, POSITIONS)
     assert whole.padding is None
     assert "attention_mask" not in part
     mask[0, :2] = 0
-    whole, part = cut_batch({"input_ids": IDS, "attention_mask": mask}, 2, 0, 1, takes_positions=True)
+    whole, part = cut_batch({"input_ids": IDS, "attention_mask": mask}, 2, 0, 1, POSITIONS)
     assert torch.equal(whole.padding, mask.bool())
     assert torch.equal(part["attention_mask"], mask[:, whole.places])
     packed = torch.cat((torch.arange(4), torch.arange(7)))[None]
-    whole, part = cut_batch({"input_ids": IDS, "position_ids": packed}, 2, 1, 1, takes_positions=True)
+    whole, part = cut_batch({"input_ids": IDS, "position_ids": packed}, 2, 1, 1, POSITIONS)
     assert whole.documents.tolist() == [[0] * 4 + [1] * 7] * 2
     assert torch.equal(part["position_ids"], packed[:, whole.places])
 
@@ -48,4 +48,4 @@ def test_padding_and_documents_are_known_whole() -> None:
 )
 def test_what_cannot_be_cut_is_refused(batch: dict[str, torch.Tensor], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        cut_batch(batch, 2, 0, 1, takes_positions=True)
+        cut_batch(batch, 2, 0, 1, POSITIONS)
