@@ -3,7 +3,7 @@
 A function returns no lines if the plan does not have its feature.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ..models.names import wild_name
 from .contents import PlanContents
@@ -61,11 +61,6 @@ def describe_sequence(plan: PlanContents) -> list[str]:
     return lines
 
 
-def describe_features(plan: PlanContents) -> list[str]:
-    """Return the lines of all :class:`~.contents.Feature` entries of the plan."""
-    return [line for feature in plan.features for line in feature.describe(plan)]
-
-
 def describe_experts(plan: PlanContents) -> list[str]:
     """Return the number of experts per rank, and how tokens are dispatched to them."""
     size = plan.layout.ep
@@ -111,21 +106,10 @@ def describe_quantization(plan: PlanContents) -> list[str]:
     return lines
 
 
-def describe_pipeline(plan: PlanContents) -> list[str]:
-    """Return the table of stages: layers, parameters and cost."""
-    return str(plan.stages).splitlines() if plan.stages else []
-
-
-_Describe = Callable[[PlanContents], list[str]]
-
-SECTIONS: tuple[tuple[_Describe, ...], ...] = (
-    (describe_tensor, describe_sequence, describe_features, describe_experts, describe_data, describe_quantization),
-    (describe_pipeline,),
-)
-"""The describing functions by section; an empty line follows each section that is not empty."""
-
-
 def describe_parts(plan: PlanContents) -> list[str]:
-    """Return the lines of all features that the plan has."""
-    sections = ([line for describe in section for line in describe(plan)] for section in SECTIONS)
-    return [line for lines in sections if lines for line in (*lines, "")]
+    """Return the lines of all that the plan has, and those of its stages, with an empty line behind both."""
+    features = [line for feature in plan.features for line in feature.describe(plan)]
+    parts = [*describe_tensor(plan), *describe_sequence(plan), *features, *describe_experts(plan)]
+    parts += [*describe_data(plan), *describe_quantization(plan)]
+    stages = str(plan.stages).splitlines() if plan.stages else []
+    return [line for lines in (parts, stages) if lines for line in (*lines, "")]

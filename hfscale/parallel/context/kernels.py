@@ -84,13 +84,11 @@ class ByPair:
     masked: Kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
         return self._of(block).forward(q, k, v, block)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
         return self._of(block).backward(grad, q, k, v, out, lse, block)
 
     def _of(self, block: ScoreBlock) -> Kernel:
@@ -104,7 +102,6 @@ class FlashOnCpu:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
         out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
         if block.bias is not None:
             nothing = torch.isneginf(block.bias).all(-1)
@@ -114,7 +111,6 @@ class FlashOnCpu:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
         return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
 
 
@@ -125,7 +121,6 @@ class FlashOnCuda:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
@@ -134,7 +129,6 @@ class FlashOnCuda:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
@@ -150,7 +144,6 @@ class ScoreKernel:
     dropout: float = 0.0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
         out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
         return _joined(out), _joined(lse)
 
@@ -166,7 +159,6 @@ class ScoreKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
         found, sums = list[Tensor](), list[Tensor]()
         for rows in _row_blocks(q, k):
             dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))

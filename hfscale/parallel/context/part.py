@@ -59,7 +59,7 @@ class ContextParallel(Part, ContextAxis):
             cut_inside(text, self._learn)
         if planned.whole or planned.handing:
             self._passes = ForwardPasses()
-        mixers = WholeSequences(partial(gather_sequences, group=group), self._recomputed)
+        mixers = WholeSequences(partial(gather_sequences, group=group), self._current)
         for name in filter(runtime.is_local, planned.whole):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name))
@@ -138,18 +138,20 @@ class ContextParallel(Part, ContextAxis):
         if self._passes is not None:
             self._passes.begin(batch)
 
-    def _recomputed(self) -> CutBatch | None:
-        return self._passes.current() if self._passes is not None and recomputing() else None
+    def _current(self) -> CutBatch | None:
+        """Return the full sequences of the current pass, or of the one that a layer is recomputed for."""
+        recomputed = self._passes.current() if self._passes is not None and recomputing() else None
+        return current_batch() or recomputed
 
     def _segments(self, group: dist.ProcessGroup) -> Segments | None:
-        batch = current_batch() or self._recomputed()
+        batch = self._current()
         if batch is None:
             return None
         chain = RankChain(batch.split, batch.rank, batch.starts, group)
         return Segments(batch.split.pieces(batch.rank), batch.starts, chain)
 
     def _whole_segments(self) -> Segments | None:
-        batch = current_batch() or self._recomputed()
+        batch = self._current()
         return None if batch is None or batch.starts is None else Segments(((0, batch.split.total),), batch.starts)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -163,7 +163,25 @@ def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[A
     return row.actions
 
 
+def _gpipe(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
+    kinds: tuple[Kind, Kind] = ("forward", "backward")
+    return [Action(rank, kind, index) for kind in kinds for index in range(num_microbatches)]
+
+
+def one_forward_one_backward(stage: int, pp_size: int, total: int, _: int = 1) -> list[Action]:
+    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
+    warmup = min(pp_size - stage, total)
+    actions = [Action(stage, "forward", index) for index in range(warmup)]
+    for index in range(total):
+        actions.append(Action(stage, "backward", index))
+        if warmup + index < total:
+            actions.append(Action(stage, "forward", warmup + index))
+    return actions
+
+
 _ROWS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": one_forward_one_backward,  # torch's own listing starts the last stage at microbatch 1; it runs this one
     "interleaved1f1b": _interleaved,
     "looped_bfs": _breadth_first,
     "interleaved_zero_bubble": _interleaved_zero_bubble,
@@ -205,14 +223,6 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         return found
     if schedule in ASYNCHRONOUS:
         return asynchronous_order(schedule, pp_size, num_microbatches, steps)
-    if schedule == "gpipe":
-        kinds: tuple[Kind, Kind] = ("forward", "backward")
-        return tuple(
-            tuple(Action(stage, kind, index) for kind in kinds for index in range(num_microbatches))
-            for stage in range(pp_size)
-        )
-    if schedule == "1f1b":  # torch's own listing starts the last stage at microbatch 1; what it runs is this
-        return tuple(tuple(one_forward_one_backward(stage, pp_size, num_microbatches)) for stage in range(pp_size))
     row = _ROWS[schedule]
     return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
 
@@ -274,17 +284,6 @@ def _why_virtual(schedule: str) -> str:
 
 def _whole_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
-
-
-def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Action]:
-    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
-    warmup = min(pp_size - stage, total)
-    actions = [Action(stage, "forward", index) for index in range(warmup)]
-    for index in range(total):
-        actions.append(Action(stage, "backward", index))
-        if warmup + index < total:
-            actions.append(Action(stage, "forward", warmup + index))
-    return actions
 
 
 def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:

@@ -193,7 +193,7 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
         whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
         return whole
 
-    gathered = WholeSequences(record_or_play, lambda: None)
+    gathered = WholeSequences(record_or_play)
     handles = [handle for module in mixers.found() for handle in gathered.install(module)]
     try:
         wanted = subject.passed(subject.part(batch), _whole_attention)

@@ -9,24 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ....models.module_kinds import PROJECTIONS
 from .subject import Subject, run
 
-
-class _Tag(torch.autograd.Function):
-    """Return the input unchanged, with a name to find in the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.tag = name
-        return x.clone()  # not a view: what follows may change it in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+_TAG = "hfscale projection"  # in the autograd graph
 
 
 @dataclass
@@ -57,7 +45,10 @@ def trace(subject: Subject) -> Trace:
     model, result, endings, repeated = subject.model, Trace(), dict[str, Tensor](), set[str]()
 
     def projected(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        output = _Tag.apply(output, name)
+        output = output.clone()  # not a view: what follows may change it in place
+        node: Any = output.grad_fn
+        if node is not None:
+            node.metadata[_TAG] = name
         if name in result.calls:
             repeated.add(name)
         result.calls[name] = Call(args[0], output)
@@ -118,8 +109,8 @@ def _walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], f
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(getattr(node, "tag", None), str):
-            tags.add(node.tag)
+        if _TAG in node.metadata:
+            tags.add(node.metadata[_TAG])
         elif hasattr(node, "variable"):
             parameters.add(names.get(id(node.variable), ""))
         else:
