@@ -156,18 +156,16 @@ DECODERS: dict[str, Blueprint] = {
         self_attn=replace(_LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads")),
         mlp=_LLAMA_MLP,
     ),
-}
-
-# ... with mixtures of experts, latent attention or several kinds of layers that transformers' plan does not cover
-MIXTURES: dict[str, Blueprint] = {
+    # Mixtures of experts, latent attention and kinds of layers that transformers' plan does not cover.
     # The norm behind the mixture reads what is summed. The attention stays whole, as in the host's plan.
     "axk1": in_layers(
         "layers",
         mlp=_mixture("shared_experts", _EXPERTS, leave=("experts", "shared_experts"), outside=("post_mlp_layernorm",)),
     ),
-    "gemma4_text": Blueprint(
-        layers="layers",
-        blocks={"self_attn": _GEMMA_ATTENTION, "mlp": _LLAMA_MLP},
+    "gemma4_text": in_layers(
+        "layers",
+        self_attn=_GEMMA_ATTENTION,
+        mlp=_LLAMA_MLP,
         unfit=lambda config: "enable_moe_block has a router beside its experts" if config.enable_moe_block else None,
     ),
     "gpt_oss": in_layers(

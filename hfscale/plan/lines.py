@@ -3,7 +3,7 @@
 A function returns no lines if the plan does not have its feature.
 """
 
-from collections.abc import Iterable
+from collections import Counter
 
 from ..models.names import wild_name
 from .contents import PlanContents
@@ -17,10 +17,7 @@ def describe_tensor(plan: PlanContents) -> list[str]:
     talk = "one all-reduce forward, one backward"
     if plan.sequence_regions:
         talk = "an all-gather and a reduce-scatter each way"
-    counted: dict[tuple[str, str], int] = {}
-    for block in plan.blocks:
-        like = wild_name(block.name), _roles(block)
-        counted[like] = counted.get(like, 0) + 1
+    counted = Counter((wild_name(block.name), _roles(block)) for block in plan.blocks)
     entries = [(f"{name} x{count}", roles) for (name, roles), count in counted.items()]
     if plan.embedding is not None:
         entries.append((plan.embedding, f"all-reduce forward, {_tokens(plan, plan.embedding)}"))
@@ -34,11 +31,8 @@ def describe_tensor(plan: PlanContents) -> list[str]:
 
 def _roles(block: BlockPlan) -> str:
     roles = {"column": block.column, "row": block.row, "shared": block.shared}
-    return "; ".join(f"{role} {_inside(block.name, names)}" for role, names in roles.items() if names)
-
-
-def _inside(block: str, names: Iterable[str]) -> str:
-    return ", ".join(name.removeprefix(f"{block}.") for name in names)
+    inside = {role: [name.removeprefix(f"{block.name}.") for name in names] for role, names in roles.items()}
+    return "; ".join(f"{role} {', '.join(names)}" for role, names in inside.items() if names)
 
 
 def _tokens(plan: PlanContents, module: str) -> str:

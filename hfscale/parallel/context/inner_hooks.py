@@ -55,7 +55,7 @@ class WholeSequences:
 
     def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
         if isinstance(value, MaskBlocks):
-            return replace(value.of_groups(batch.split.size), attend=_read_alone)
+            return replace(value.of_groups(batch.split.size), attend=read_alone)
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
@@ -85,7 +85,8 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
 
 
-def _read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+def read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+    """Return the attention of full sequences, which need no other rank."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
 

@@ -30,8 +30,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a
 
 @dataclass(frozen=True)
 class _Report:
-    """Hold the report of one rank."""
-
     rank_in_stage: int  # ranks of different stages with the same one hold the same shards of tied tensors
     trains: list[int]  # per stage, whether an untied parameter of this rank trains in it
     # per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed since

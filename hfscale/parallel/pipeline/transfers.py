@@ -70,7 +70,7 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
         elif kind in GRADIENT:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:
-                workers[stage - 1].take_gradient(worker.hand_out_gradient(microbatch), microbatch)
+                workers[stage - 1].take_gradient(worker, microbatch)
         else:
             getattr(worker, _CALLS[kind])(microbatch)
 

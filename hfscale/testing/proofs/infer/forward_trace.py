@@ -4,7 +4,6 @@ Every projection's output is tagged in the autograd graph. Walking back from a p
 gives the projections that feed it, and the parameters on the way.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,7 +64,7 @@ def trace(subject: Subject) -> Trace:
     def ended(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         endings[name] = output if isinstance(output, Tensor) else output[0]
 
-    run_hooked(model, subject.inputs, lambda: _install(subject, projected, dropped, called, ended))
+    run_hooked(model, subject.inputs, _install(subject, projected, dropped, called, ended))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for call in result.calls.values():
         call.feeds, call.parameters = _walk_back(call.input, names)
@@ -75,9 +74,8 @@ def trace(subject: Subject) -> Trace:
     return result
 
 
-def run_hooked(model: Any, inputs: dict[str, Tensor], install: Callable[[], list[Any]]) -> None:
-    """Run a model with the hooks that ``install`` returns the handles of, and remove them."""
-    handles = install()
+def run_hooked(model: Any, inputs: dict[str, Tensor], handles: list[Any]) -> None:
+    """Run a model, and remove the hooks with these handles."""
     try:
         run(model, inputs)
     finally:
