@@ -97,7 +97,7 @@ class ContextParallel(Part, ContextAxis):
         if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
             batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
         shift, counted = runtime.loss.shift, self._count(batch)
-        whole, part = cut_batch(batch, size, rank, shift, counted, inside, planned.whole_mask)
+        whole, part = cut_batch(batch, size, rank, shift, counted, inside, self._planned.whole_mask)
         if self._passes is not None and whole.documents is not None:
             whole = replace(whole, starts=starts_of(whole.documents))
         if whole.padding is not None and not self._planned.pads:
