@@ -29,6 +29,7 @@ class TrainerAccelerator(Accelerator):
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
             kwargs["mixed_precision"] = "no"  # the model has its own casts, and train_step scales the loss
+        kwargs.pop("dynamo_plugin", None)  # the Trainer compiles layers itself
         super().__init__(**kwargs)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from hfscale import ParallelConfig
@@ -32,6 +33,7 @@ CASES = {
     "loss_only": Case({"num_train_epochs": 1, "train_sampling_strategy": "group_by_length"}, metrics=False),
     "once": Case({"num_train_epochs": 1}),
     "bf16": Case({"num_train_epochs": 1, "bf16": True}),
+    "compiled": Case({"num_train_epochs": 1, "torch_compile_backend": "aot_eager"}),
     "lora": Case({"num_train_epochs": 1}),
     "qlora": Case({"num_train_epochs": 1}, load={"quantization_config": four_bits()}),
 }
@@ -120,6 +122,26 @@ def test_mixed_precision_rounds_as_in_one_process(
                 assert abs(ours[name] - theirs[name]) <= allowed, (theirs["step"], name, ours[name], theirs[name])
                 compared += ours[name] != whole[name]
     assert compared > 3  # it did round
+
+
+def run_compiled(case: Case, path: str, out: str, layout: Layout) -> tuple[dict[str, Any], int]:
+    """What is logged, and how many graphs torch made of the layers."""
+    torch.compiler.reset()
+    counters.clear()
+    found = run(case, path, out, layout), int(counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.daily("layout0")
+@pytest.mark.parametrize("layout", [TP2, *(pytest.param(each, marks=pytest.mark.slow) for each in (PP2, DP2))])
+def test_compiled_layers_log_what_plain_ones_do(
+    pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
+) -> None:
+    stock = expected("once", "llama")
+    for found, graphs in pools(2).run(run_compiled, CASES["compiled"], paths["llama"], str(tmp_path), layout):
+        assert_equal(found, stock, layout)
+        assert graphs > 0
 
 
 @pytest.mark.daily("layout1")

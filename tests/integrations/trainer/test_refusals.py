@@ -22,7 +22,8 @@ from .script import Rows, collate
 
 Pools = Callable[[int], RankPool]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"torch_compile": True}, "leave it out"),
+    ({"torch_compile_mode": "reduce-overhead"}, "CUDA graphs"),
+    ({"torch_compile_backend": "cudagraphs"}, "use compile=True"),
     ({"neftune_noise_alpha": 5.0}, "leave it out"),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"bf16_full_eval": True}, "sharded"),
