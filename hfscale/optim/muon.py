@@ -1,19 +1,34 @@
 """Muon (Jordan et al. 2024) over shards, as in ``torch.optim.Muon``: momentum, then the nearest orthogonal matrix.
 
-Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix, so it is
-gathered over the ranks of the parameter's cuts, in bfloat16; each of them orthogonalizes it and applies its shard.
+Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix: one rank of
+those that hold shards of it gets them all, orthogonalizes it and sends each rank its shard back, in two all-to-alls
+over each axis for all matrices together, in bfloat16. Matrices are shared out by their cost::
+
+    4 matrices over 2 ranks     rank 0: [a0 b0 c0 d0]  -->  [a0 a1] [d0 d1]  -->  [a0' b0' c0' d0']
+                                rank 1: [a1 b1 c1 d1]  -->  [b0 b1] [c0 c1]  -->  [a1' b1' c1' d1']
+
+Each expert of a stack is a matrix of its own, and so is each matrix that is fused in a projection, if asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..plan import ParameterPlan
-from ..train.runtime.shards import gather_full
-from .sharded import Groups, State, Stepper, gradients_present
+from ..distributed.mesh import Mesh
+from ..distributed.ops.collectives import all_to_all
+from ..errors import ConfigError
+from ..models.module_kinds import is_transposed
+from ..plan import Cut, ParameterPlan
+from ..plan.balance import share_by_cost
+from ..plan.cut import cut_shape, share_spans, write_share
+from ..plan.parameter import MODEL_AXES
+from .sharded import Groups, Member, State, Stepper, gradients_present
 
 _EPS = 1e-7
 DEFAULTS: dict[str, Any] = {
@@ -29,33 +44,168 @@ ADJUSTMENTS = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """``adjust_lr_fn`` -> factor on the learning rate of a matrix."""
+NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+Split = Mapping[str, int | Sequence[int]]
+"""Name of a projection -> how many equal matrices are fused in it along its outputs (heads, say), or their lengths."""
 
 
-def is_hidden_matrix(planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str]) -> bool:
-    """Return whether a parameter is a matrix of a layer: not an embedding, head, stack of experts or vector."""
-    if len(planned.shape) != 2 or any(isinstance(owner, nn.Embedding) for owner in owners):
+def is_hidden_matrix(
+    planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str], stacks: Collection[str] = ()
+) -> bool:
+    """Return whether a parameter is a matrix of a layer, or a stack of them in one of the modules ``stacks``: not an
+    embedding, head or vector.
+    """
+    dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
+    if len(planned.shape) != dims or any(isinstance(owner, nn.Embedding) for owner in owners):
         return False
     return any(planned.name.startswith(f"{layer}.") for layer in layers)
 
 
+def projection_of(planned: ParameterPlan) -> str:
+    """Return the last name of the projection that a parameter is the weight of."""
+    return planned.name.removesuffix(".weight").rpartition(".")[2]
+
+
+def borders_of(planned: ParameterPlan, owners: Sequence[nn.Module], split: Split) -> tuple[int, list[int]]:
+    """Return the dim of a parameter's matrix along which matrices are fused in it, and where they begin and end: one,
+    unless ``split`` names its projection.
+    """
+    asked = split.get(projection_of(planned), 1)
+    across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
+    length = planned.shape[-1 if across else -2]
+    lengths = [length // asked] * asked if isinstance(asked, int) else list(asked)
+    if sum(lengths) != length or min(lengths) < 1:
+        raise ConfigError(
+            f"split={dict(split)!r} does not fit {planned.name}, which has {length} outputs: give a number of equal "
+            "matrices that divides them, or the lengths of all"
+        )
+    return int(across), list(accumulate(lengths, initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A matrix of a parameter, or of a stack, in which several may be fused along ``dim``."""
+
+    member: Member
+    index: tuple[int, ...]  # among this rank's matrices of a stack; else empty
+    shape: tuple[int, int]
+    cuts: tuple[Cut, ...]
+    dim: int
+    borders: Sequence[int]
+
+    @property
+    def cost(self) -> float:
+        """What a step of its iterations costs, up to a factor."""
+        return sum(min(size) ** 2 * max(size) for size in self.sizes)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices fused in it."""
+        rows, columns = self.shape
+        lengths = [stop - start for start, stop in pairwise(self.borders)]
+        return [(rows, length) if self.dim else (length, columns) for length in lengths]
+
+    def place_of(self, axis: str) -> int:
+        """Return the index of its cut over an axis, or -1."""
+        return next((index for index, cut in enumerate(self.cuts) if cut.axis == axis), -1)
+
+    def split(self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[Tensor, ...]:
+        """Return what a shard, made by ``cuts``, has of each of the matrices fused in it."""
+        spans = share_spans(self.shape, cuts, ranks)[self.dim]
+        before = [sum(max(0, min(stop, border) - start) for start, stop in spans) for border in self.borders]
+        return tensor.split([stop - start for start, stop in pairwise(before)], self.dim)
+
+
 class MuonStepper(Stepper):
-    """A stepper that updates ``members``, which are matrices, by Muon."""
+    """A stepper that updates ``members``, which are matrices or stacks of them, by Muon; iterations compute in
+    ``dtype``, and ``borders`` says, by name, what :func:`borders_of` found.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], mesh: Mesh, borders: Mapping[str, tuple[int, list[int]]], dtype: torch.dtype
+    ) -> None:
+        super().__init__(members, mesh)
+        self._nothing = torch.empty(0, dtype=dtype, device=mesh.device)
+        self._matrices = [list(_matrices_of(member, mesh, *borders[member.planned.name])) for member in members]
+        axes = {cut.axis for matrices in self._matrices for matrix in matrices for cut in matrix.cuts}
+        # the last cut is undone first: that of the data axes
+        self._axes = [axis for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis)) if mesh.group(axis)]
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
-        for member, with_gradient in zip(self.members, present, strict=True):
+        pieces = dict[Matrix, Tensor]()
+        for member, matrices, with_gradient in zip(self.members, self._matrices, present, strict=True):
             if not with_gradient:
                 continue
-            planned, weight, grad, group = member.planned, member.weight, member.gradient, groups[member.group]
+            grad, group = member.gradient, groups[member.group]
             average = state.setdefault(member.parameter, {}).setdefault("momentum_buffer", torch.zeros_like(grad))
             average.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
-            whole = gather_full(update.to(torch.bfloat16, copy=True), planned.shape, planned.cuts, self._mesh)
-            orthogonal = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"])
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*planned.shape)
-            weight.add_(planned.take(orthogonal, self._mesh.ranks), alpha=-group["lr"] * ratio)
+            pieces |= {matrix: update[matrix.index].to(self._nothing.dtype) for matrix in matrices}
+            member.weight.mul_(1 - group["lr"] * group["weight_decay"])
+        for matrix, update in self._orthogonal(pieces, self._axes, groups).items():
+            group, weight = groups[matrix.member.group], matrix.member.weight[matrix.index]
+            shares = (matrix.split(each, matrix.cuts, self._mesh.ranks) for each in (weight, update))
+            for size, share, orthogonal in zip(matrix.sizes, *shares, strict=True):
+                share.add_(orthogonal, alpha=-group["lr"] * ADJUSTMENTS[group["adjust_lr_fn"]](*size))
+
+    def _orthogonal(self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups) -> dict[Matrix, Tensor]:
+        """Return this rank's pieces of the orthogonal matrices, given those of the updates, cut over ``axes``."""
+        if not axes:
+            return {matrix: _each(matrix, whole, groups[matrix.member.group]) for matrix, whole in pieces.items()}
+        axis, ranks, group = axes[0], self._mesh.ranks, self._mesh.group(axes[0])
+        moving = {matrix: place for matrix in pieces if (place := matrix.place_of(axis)) >= 0}
+        if not moving or group is None:
+            return self._orthogonal(pieces, axes[1:], groups)
+        others = range(dist.get_world_size(group))
+        owners = share_by_cost([matrix.cost for matrix in moving], len(others))
+        owned = [[m for m, owner in zip(moving, owners, strict=True) if owner == rank] for rank in others]
+        mine = owned[ranks[axis]]
+
+        def shape(matrix: Matrix, rank: int) -> tuple[int, ...]:
+            return cut_shape(matrix.shape, matrix.cuts[: moving[matrix] + 1], {**ranks, axis: rank})
+
+        sent = [[pieces.pop(matrix) for matrix in each] for each in owned]
+        arrived = self._swapped(sent, [[shape(matrix, rank) for matrix in mine] for rank in others], group)
+        for matrix, *shares in zip(mine, *arrived, strict=True):
+            cuts = matrix.cuts[: moving[matrix]]
+            pieces[matrix] = shares[0].new_empty(cut_shape(matrix.shape, cuts, ranks))
+            for rank, share in enumerate(shares):
+                write_share(pieces[matrix], share, [matrix.cuts[moving[matrix]]], {axis: rank})
+        done = self._orthogonal(pieces, axes[1:], groups)
+        whole = [(matrix.cuts[moving[matrix]], done.pop(matrix)) for matrix in mine]
+        back = [[cut.take(orthogonal, rank) for cut, orthogonal in whole] for rank in others]
+        got = self._swapped(back, [[shape(m, ranks[axis]) for m in each] for each in owned], group)
+        return done | dict(zip(chain(*owned), chain(*got), strict=True))
+
+    def _swapped(
+        self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
+    ) -> list[list[Tensor]]:
+        """Send the tensors ``sent[rank]`` to each rank; return from each those of ``shapes[rank]``."""
+        flat = torch.cat([self._nothing, *(tensor.flatten() for tensor in chain(*sent))])
+        sizes = [[math.prod(shape) for shape in each] for each in shapes]
+        got = all_to_all(flat, [sum(tensor.numel() for tensor in each) for each in sent], list(map(sum, sizes)), group)
+        parts = iter(got.split(list(chain(*sizes))))
+        return [[next(parts).view(shape) for shape in each] for each in shapes]
+
+
+def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -> Iterator[Matrix]:
+    """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
+    shape = member.planned.shape
+    lead = len(shape) - 2
+    cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)
+    for index in product(*map(range, member.planned.local_shape(mesh.ranks)[:lead])):
+        yield Matrix(member, index, (shape[-2], shape[-1]), cuts, dim, borders)
+
+
+def _each(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Orthogonalize each of the matrices fused in a whole one."""
+    found = [
+        orthogonalized(each.contiguous(), group["ns_coefficients"], group["ns_steps"])
+        for each in matrix.split(whole, (), {})
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, matrix.dim)
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
