@@ -25,7 +25,7 @@ from ..distributed.ops.collectives import all_to_all
 from ..errors import ConfigError
 from ..models.module_kinds import is_transposed
 from ..plan import Cut, ParameterPlan
-from ..plan.balance import share_by_cost
+from ..plan.cost_shares import share_by_cost
 from ..plan.cut import cut_shape, share_spans, write_share
 from ..plan.parameter import MODEL_AXES
 from .sharded import Groups, Member, State, Stepper, gradients_present

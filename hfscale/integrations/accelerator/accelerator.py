@@ -39,7 +39,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
-from .loaders import OneOrder, agreed, seed_workers_alike
+from .loaders import REBALANCES, OneOrder, agreed, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -141,7 +141,10 @@ class Accelerator(accelerate.Accelerator):
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
         self._agree_on_order(data_loader)
-        dealt = isinstance(data_loader.dataset, IterableDatasetShard)  # to distinct batches already
+        # to distinct batches already
+        dealt = isinstance(data_loader.dataset, IterableDatasetShard) or isinstance(
+            data_loader.batch_sampler, REBALANCES
+        )
         prepared = prepare_data_loader(
             data_loader,
             self.device,

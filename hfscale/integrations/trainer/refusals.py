@@ -70,11 +70,6 @@ def _check_arguments(arguments: Any) -> None:
             "torch_compile=True compiles each layer"
         )
     Options(compile=arguments.torch_compile and arguments.torch_compile_backend)  # or it refuses the backend
-    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
-        raise ConfigError(
-            "TrainingArguments(train_sampling_strategy='batch_rebalance') distributes rows by process: use "
-            "'group_by_length'"
-        )
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
             "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "

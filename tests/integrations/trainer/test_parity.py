@@ -23,6 +23,7 @@ Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
 TP2, DP2, CP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
+BALANCED_PP2 = {"pp_size": 2, "num_microbatches": 2}  # of rows as they come
 ZBV = {"pp_size": 2, "pipeline_schedule": "zbv", "virtual_stages": 2, "num_microbatches": 4}
 EP2 = {"ep_size": 2, "dp_shard_size": 2}
 
@@ -33,6 +34,7 @@ CASES = {
     "loss_only": Case({"num_train_epochs": 1, "train_sampling_strategy": "group_by_length"}, metrics=False),
     "once": Case({"num_train_epochs": 1}),
     "bf16": Case({"num_train_epochs": 1, "bf16": True}),
+    "balanced": Case({"train_sampling_strategy": "batch_rebalance"}, rows=20, batch=8),
     "compiled": Case({"num_train_epochs": 1, "torch_compile_backend": "aot_eager"}),
     "lora": Case({"num_train_epochs": 1}),
     "qlora": Case({"num_train_epochs": 1}, load={"quantization_config": four_bits()}),
@@ -83,7 +85,7 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     return find
 
 
-@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10")
+@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10", "balanced-layout11")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -92,6 +94,8 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         ("own", DP2),
         *(("smoothed", layout) for layout in (PP2, DP2)),
         ("loss_only", TP2),
+        ("balanced", DP2),
+        *(pytest.param("balanced", layout, marks=pytest.mark.slow) for layout in (TP2, CP2, BALANCED_PP2)),
         *(pytest.param(name, layout, marks=pytest.mark.slow) for name, layout in RARER),
     ],
 )

@@ -29,7 +29,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bf16_full_eval": True}, "sharded"),
     ({"eval_use_gather_object": True}, "share a batch"),
     ({"save_on_each_node": True}, "all nodes see"),
-    ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
     ({"average_tokens_across_devices": False}, "mean over all tokens"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
