@@ -52,7 +52,13 @@ class Options:
         self._check_liger()
         if self.mtp_loss_weight is not None:
             check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
-        self._check_compile()
+        if self.compile == "cudagraphs":
+            raise ConfigError(
+                "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "
+                "gathered weights and rows of any length: use compile=True"
+            )
+        if not isinstance(self.compile, bool) and self.compile not in (known := torch.compiler.list_backends(())):
+            raise ConfigError(f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}")
 
     @property
     def memory_levers(self) -> MemoryConfig:
@@ -73,15 +79,6 @@ class Options:
     def products(self) -> Float8Config | None:
         """The options of 8-bit products of weights; ``None`` if there are none."""
         return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
-
-    def _check_compile(self) -> None:
-        if self.compile == "cudagraphs":
-            raise ConfigError(
-                "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "
-                "gathered weights and rows of any length: use compile=True"
-            )
-        if not isinstance(self.compile, bool) and self.compile not in (known := torch.compiler.list_backends(())):
-            raise ConfigError(f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}")
 
     def _check_liger(self) -> None:
         given = self.use_liger_kernel

@@ -17,7 +17,6 @@ from itertools import accumulate, chain, pairwise, product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed.mesh import Mesh
@@ -94,11 +93,6 @@ class Matrix:
     borders: Sequence[int]
 
     @property
-    def cost(self) -> float:
-        """What a step of its iterations costs, up to a factor."""
-        return sum(min(size) ** 2 * max(size) for size in self.sizes)
-
-    @property
     def sizes(self) -> list[tuple[int, int]]:
         """Rows and columns of the matrices fused in it."""
         rows, columns = self.shape
@@ -154,40 +148,51 @@ class MuonStepper(Stepper):
         """Return this rank's pieces of the orthogonal matrices, given those of the updates, cut over ``axes``."""
         if not axes:
             return {matrix: _each(matrix, whole, groups[matrix.member.group]) for matrix, whole in pieces.items()}
-        axis, ranks, group = axes[0], self._mesh.ranks, self._mesh.group(axes[0])
-        moving = {matrix: place for matrix in pieces if (place := matrix.place_of(axis)) >= 0}
-        if not moving or group is None:
+        axis, own = axes[0], self._mesh.ranks[axes[0]]
+        moving = [matrix for matrix in pieces if matrix.place_of(axis) >= 0]
+        if not moving:
             return self._orthogonal(pieces, axes[1:], groups)
-        others = range(dist.get_world_size(group))
-        owners = share_by_cost([matrix.cost for matrix in moving], len(others))
-        owned = [[m for m, owner in zip(moving, owners, strict=True) if owner == rank] for rank in others]
-        mine = owned[ranks[axis]]
-
-        def shape(matrix: Matrix, rank: int) -> tuple[int, ...]:
-            return cut_shape(matrix.shape, matrix.cuts[: moving[matrix] + 1], {**ranks, axis: rank})
-
-        sent = [[pieces.pop(matrix) for matrix in each] for each in owned]
-        arrived = self._swapped(sent, [[shape(matrix, rank) for matrix in mine] for rank in others], group)
-        for matrix, *shares in zip(mine, *arrived, strict=True):
-            cuts = matrix.cuts[: moving[matrix]]
-            pieces[matrix] = shares[0].new_empty(cut_shape(matrix.shape, cuts, ranks))
-            for rank, share in enumerate(shares):
-                write_share(pieces[matrix], share, [matrix.cuts[moving[matrix]]], {axis: rank})
+        owned = _dealt(moving, moving[0].cuts[moving[0].place_of(axis)].size)
+        ranks = range(len(owned))
+        parcels = [[pieces.pop(matrix) for matrix in each] for each in owned]
+        arrived = self._swapped(parcels, [owned[own]] * len(owned), ranks, axis)
+        for matrix, *shares in zip(owned[own], *arrived, strict=True):
+            pieces[matrix] = self._complete(matrix, shares, axis)
         done = self._orthogonal(pieces, axes[1:], groups)
-        whole = [(matrix.cuts[moving[matrix]], done.pop(matrix)) for matrix in mine]
-        back = [[cut.take(orthogonal, rank) for cut, orthogonal in whole] for rank in others]
-        got = self._swapped(back, [[shape(m, ranks[axis]) for m in each] for each in owned], group)
-        return done | dict(zip(chain(*owned), chain(*got), strict=True))
+        whole = [(matrix.cuts[matrix.place_of(axis)], done.pop(matrix)) for matrix in owned[own]]
+        parcels = [[cut.take(orthogonal, rank) for cut, orthogonal in whole] for rank in ranks]
+        returned = self._swapped(parcels, owned, [own] * len(owned), axis)
+        return done | dict(zip(chain(*owned), chain(*returned), strict=True))
+
+    def _complete(self, matrix: Matrix, shares: Sequence[Tensor], axis: str) -> Tensor:
+        """Undo a matrix's cut over ``axis``, given the shares of all its ranks."""
+        place = matrix.place_of(axis)
+        made = shares[0].new_empty(cut_shape(matrix.shape, matrix.cuts[:place], self._mesh.ranks))
+        for rank, share in enumerate(shares):
+            write_share(made, share, [matrix.cuts[place]], {axis: rank})
+        return made
 
     def _swapped(
-        self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
+        self, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Matrix]], at: Sequence[int], axis: str
     ) -> list[list[Tensor]]:
-        """Send the tensors ``sent[rank]`` to each rank; return from each those of ``shapes[rank]``."""
+        """Send ``sent[rank]`` to each rank; return what they send: shares of rank ``at[rank]`` of ``wanted[rank]``."""
         flat = torch.cat([self._nothing, *(tensor.flatten() for tensor in chain(*sent))])
+        ranks = [{**self._mesh.ranks, axis: rank} for rank in at]
+        shapes = [
+            [cut_shape(m.shape, m.cuts[: m.place_of(axis) + 1], each) for m in matrices]
+            for each, matrices in zip(ranks, wanted, strict=True)
+        ]
         sizes = [[math.prod(shape) for shape in each] for each in shapes]
-        got = all_to_all(flat, [sum(tensor.numel() for tensor in each) for each in sent], list(map(sum, sizes)), group)
-        parts = iter(got.split(list(chain(*sizes))))
+        counts = [sum(tensor.numel() for tensor in each) for each in sent]
+        parts = iter(all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axis)).split([*chain(*sizes)]))
         return [[next(parts).view(shape) for shape in each] for each in shapes]
+
+
+def _dealt(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
+    """Share matrices out over ranks by the work that they are."""
+    costs = [sum(min(size) ** 2 * max(size) for size in matrix.sizes) for matrix in matrices]
+    owners = share_by_cost(costs, ranks)
+    return [[m for m, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in range(ranks)]
 
 
 def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -> Iterator[Matrix]:
@@ -201,11 +206,9 @@ def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -
 
 def _each(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Orthogonalize each of the matrices fused in a whole one."""
-    found = [
-        orthogonalized(each.contiguous(), group["ns_coefficients"], group["ns_steps"])
-        for each in matrix.split(whole, (), {})
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found, matrix.dim)
+    options = group["ns_coefficients"], group["ns_steps"]
+    parts = matrix.split(whole, (), {})
+    return torch.cat([orthogonalized(part.contiguous(), *options) for part in parts], matrix.dim)
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

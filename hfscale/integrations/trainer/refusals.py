@@ -27,6 +27,8 @@ from .trainer_optimizers import check_optimizer
 
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
+    "torch_compile_mode": "is for whole models, and most modes record CUDA graphs, which replay the addresses of one "
+    "batch: leave it out; torch_compile=True compiles each layer in torch's default mode",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
@@ -63,12 +65,6 @@ def _check_arguments(arguments: Any) -> None:
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
-    if arguments.torch_compile_mode not in (None, "default"):
-        raise ConfigError(
-            f"TrainingArguments(torch_compile_mode={arguments.torch_compile_mode!r}) records CUDA graphs, or tunes "
-            "products of one shape, and layers here meet collectives, and rows of any length: leave it out; "
-            "torch_compile=True compiles each layer"
-        )
     Options(compile=arguments.torch_compile and arguments.torch_compile_backend)  # or it refuses the backend
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
