@@ -110,6 +110,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
         r"Shazeer (?:and|&) Stern 2018": ("Shazeer and Stern 2018", "Adafactor", "1804.04235"),
         r"Jordan et al\. 2024": ("Jordan et al. 2024", "Muon", "kellerjordan.github.io/posts/muon"),
         r"Pagliardini et al\. 2024": ("Pagliardini et al. 2024", "AdEMAMix", "2409.03137"),
+        r"Graham 1969": ("Graham 1969", "Bounds on multiprocessing timing anomalies", "doi.org/10.1137/0117039"),
     },
     "Losses and estimates": {
         r"Szegedy et al\. 2016": ("Szegedy et al. 2016", "Label smoothing, in Rethinking Inception", "1512.00567"),

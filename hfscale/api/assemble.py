@@ -4,6 +4,7 @@ No other file of this room names one.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,15 +111,21 @@ def assemble(
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()
-    routed = {planned.layer for planned in plan.mixtures}  # in so many graphs that compiling takes minutes
     if options.compile:
-        allow_recompiles()
-    for layer in plan.layers if options.compile else ():
-        if runtime.is_local(layer) and layer not in routed:
-            backend = options.compile if isinstance(options.compile, str) else "inductor"
-            model.get_submodule(layer).compile(backend=backend)
+        compile_layers(runtime, options.compile)
     runtime.restore = look_again()
     return runtime
+
+
+def compile_layers(runtime: Runtime, asked: bool | str) -> None:
+    """Compile each dense layer of this rank by itself, as :attr:`Options.compile` asks."""
+    runtime.options = replace(runtime.options, compile=asked)
+    routed = {planned.layer for planned in runtime.plan.mixtures}  # in so many graphs that compiling takes minutes
+    allow_recompiles()
+    for layer in runtime.plan.layers:
+        if runtime.is_local(layer) and layer not in routed:
+            backend = asked if isinstance(asked, str) else "inductor"
+            runtime.model.get_submodule(layer).compile(backend=backend)
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:

@@ -50,6 +50,11 @@ class Options:
         self._check_liger()
         if self.mtp_loss_weight is not None:
             check_number("mtp_loss_weight", self.mtp_loss_weight, above=0)
+        if self.compile == "cudagraphs":
+            raise ConfigError(
+                "compile='cudagraphs' replays kernels on the addresses of one batch, and layers here meet collectives, "
+                "gathered weights and rows of any length: use compile=True"
+            )
         if not isinstance(self.compile, bool) and self.compile not in (known := torch.compiler.list_backends(())):
             raise ConfigError(f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}")
 

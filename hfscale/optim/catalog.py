@@ -133,7 +133,10 @@ CHOICES: dict[str, OptimizerChoice] = {
             "ns_coefficients": _floats,
             "ns_steps": int,
             "adjust_lr_fn": _or_none(str),
+            "ns_dtype": str,
             "adamw_lr": _or_none(float),
+            "experts": _truth,  # each matrix of a stack of experts too
+            "split": dict,  # projections -> how many matrices are fused in each
         },
         _ADAM,
     ),

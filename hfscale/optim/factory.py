@@ -76,9 +76,9 @@ def create_optimizer(
 
     Names are HF Trainer's, plus ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process,
     ``adafactor`` averages rows and columns of full matrices, ``muon`` orthogonalizes full matrices of the layers
-    (embeddings, head, vectors and stacks of experts use AdamW). Results equal those of one process bit by bit, except
-    for sums over ranks (``adafactor``, up to rounding) and for CPU kernels that round the ends of a tensor differently
-    (torch's fused AdamW in float32, SGD in bfloat16).
+    (embeddings, head and vectors use AdamW, as do stacks of experts without ``experts=True``). Results equal those of
+    one process bit by bit, except for sums over ranks (``adafactor``, up to rounding) and for CPU kernels that round
+    the ends of a tensor differently (torch's fused AdamW in float32, SGD in bfloat16).
 
     No optimizer here keeps a float32 copy of 16-bit weights: updates smaller than about 1/512 of a bfloat16 weight are
     lost. Train with float32 weights and ``mixed_precision="bf16"``, or with ``stochastic_rounding``. Under
@@ -196,20 +196,26 @@ def _muon(order: _Order) -> ShardedOptimizer:
     """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
     runtime, given = order.runtime, dict(order.options)
     adam = {key: given.pop(key) for key in order.choice.adam}
-    other_lr = given.pop("adamw_lr", None)
+    other_lr, split = given.pop("adamw_lr", None), given.pop("split", {})
+    dtype = given.pop("ns_dtype", "bfloat16")
+    stacks = {mixture.name for mixture in runtime.plan.mixtures} if given.pop("experts", False) else set()
     stock: Any = partial(torch.optim.AdamW, lr=order.lr if other_lr is None else other_lr, **adam)
     ours, theirs = {"lr": order.lr, **muon.DEFAULTS, **given}, stock([{"params": []}]).defaults
     if ours["adjust_lr_fn"] not in muon.ADJUSTMENTS:
         raise ConfigError(
             f"adjust_lr_fn={ours['adjust_lr_fn']!r} is unknown: use {', '.join(map(repr, muon.ADJUSTMENTS))}"
         )
+    if dtype not in muon.NS_DTYPES:
+        raise ConfigError(f"ns_dtype={dtype!r} is unknown: use {', '.join(muon.NS_DTYPES)}")
+    if unknown := split.keys() - {muon.projection_of(planned) for planned in runtime.plan.parameters}:
+        raise ConfigError(f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}")
     owners = owners_of(runtime.model)
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
     for group in order.groups:
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for parameter in group["params"]:
             planned = order.plans[id(parameter)]
-            hidden = muon.is_hidden_matrix(planned, owners.get(id(parameter), []), runtime.plan.layers)
+            hidden = muon.is_hidden_matrix(planned, owners.get(id(parameter), []), runtime.plan.layers, stacks)
             parts["muon" if hidden else "adamw"].append(parameter)
         for kind, defaults in (("muon", ours), ("adamw", theirs)):
             groups[kind].append({**defaults, **group, "params": parts[kind]})
@@ -217,7 +223,9 @@ def _muon(order: _Order) -> ShardedOptimizer:
     def steppers(members: Any, groups_of_both: Any) -> Any:
         matrices = [member for member in members if member.group < len(order.groups)]
         rest = [member for member in members if member.group >= len(order.groups)]
-        return [muon.MuonStepper(matrices, runtime.mesh), LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
+        borders = {m.planned.name: muon.borders_of(m.planned, owners[id(m.parameter)], split) for m in matrices}
+        first = muon.MuonStepper(matrices, runtime.mesh, borders, muon.NS_DTYPES[dtype])
+        return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
 
     return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
 

@@ -1,19 +1,33 @@
 """Muon (Jordan et al. 2024) over shards, as in ``torch.optim.Muon``: momentum, then the nearest orthogonal matrix.
 
-Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix, so it is
-gathered over the ranks of the parameter's cuts, in bfloat16; each of them orthogonalizes it and applies its shard.
+Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix: one rank of
+those that hold shards of it gets them all, orthogonalizes it and sends each rank its shard back, in two all-to-alls
+over each axis for all matrices together, in bfloat16. Matrices are shared out by their cost::
+
+    4 matrices over 2 ranks     rank 0: [a0 b0 c0 d0]  -->  [a0 a1] [d0 d1]  -->  [a0' b0' c0' d0']
+                                rank 1: [a1 b1 c1 d1]  -->  [b0 b1] [c0 c1]  -->  [a1' b1' c1' d1']
+
+Each expert of a stack is a matrix of its own, and so is each matrix that is fused in a projection, if asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..plan import ParameterPlan
-from ..train.runtime.shards import gather_full
-from .sharded import Groups, State, Stepper, gradients_present
+from ..distributed.mesh import Mesh
+from ..distributed.ops.collectives import all_to_all
+from ..errors import ConfigError
+from ..models.module_kinds import is_transposed
+from ..plan import Cut, ParameterPlan
+from ..plan.cost_shares import share_by_cost
+from ..plan.cut import cut_shape, share_spans, write_share
+from ..plan.parameter import MODEL_AXES
+from .sharded import Groups, Member, State, Stepper, gradients_present
 
 _EPS = 1e-7
 DEFAULTS: dict[str, Any] = {
@@ -29,33 +43,172 @@ ADJUSTMENTS = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """``adjust_lr_fn`` -> factor on the learning rate of a matrix."""
+NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+Split = Mapping[str, int | Sequence[int]]
+"""Name of a projection -> how many equal matrices are fused in it along its outputs (heads, say), or their lengths."""
 
 
-def is_hidden_matrix(planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str]) -> bool:
-    """Return whether a parameter is a matrix of a layer: not an embedding, head, stack of experts or vector."""
-    if len(planned.shape) != 2 or any(isinstance(owner, nn.Embedding) for owner in owners):
+def is_hidden_matrix(
+    planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str], stacks: Collection[str] = ()
+) -> bool:
+    """Return whether a parameter is a matrix of a layer, or a stack of them in one of the modules ``stacks``: not an
+    embedding, head or vector.
+    """
+    dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
+    if len(planned.shape) != dims or any(isinstance(owner, nn.Embedding) for owner in owners):
         return False
     return any(planned.name.startswith(f"{layer}.") for layer in layers)
 
 
+def projection_of(planned: ParameterPlan) -> str:
+    """Return the last name of the projection that a parameter is the weight of."""
+    return planned.name.removesuffix(".weight").rpartition(".")[2]
+
+
+def borders_of(planned: ParameterPlan, owners: Sequence[nn.Module], split: Split) -> tuple[int, list[int]]:
+    """Return the dim of a parameter's matrix along which matrices are fused in it, and where they begin and end: one,
+    unless ``split`` names its projection.
+    """
+    asked = split.get(projection_of(planned), 1)
+    across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
+    length = planned.shape[-1 if across else -2]
+    lengths = [length // asked] * asked if isinstance(asked, int) else list(asked)
+    if sum(lengths) != length or min(lengths) < 1:
+        raise ConfigError(
+            f"split={dict(split)!r} does not fit {planned.name}, which has {length} outputs: give a number of equal "
+            "matrices that divides them, or the lengths of all"
+        )
+    return int(across), list(accumulate(lengths, initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A matrix of a parameter, or of a stack, in which several may be fused along ``dim``."""
+
+    member: Member
+    index: tuple[int, ...]  # among this rank's matrices of a stack; else empty
+    shape: tuple[int, int]
+    cuts: tuple[Cut, ...]
+    dim: int
+    borders: Sequence[int]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices fused in it."""
+        rows, columns = self.shape
+        lengths = [stop - start for start, stop in pairwise(self.borders)]
+        return [(rows, length) if self.dim else (length, columns) for length in lengths]
+
+    def place_of(self, axis: str) -> int:
+        """Return the index of its cut over an axis, or -1."""
+        return next((index for index, cut in enumerate(self.cuts) if cut.axis == axis), -1)
+
+    def split(self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[Tensor, ...]:
+        """Return what a shard, made by ``cuts``, has of each of the matrices fused in it."""
+        spans = share_spans(self.shape, cuts, ranks)[self.dim]
+        before = [sum(max(0, min(stop, border) - start) for start, stop in spans) for border in self.borders]
+        return tensor.split([stop - start for start, stop in pairwise(before)], self.dim)
+
+
 class MuonStepper(Stepper):
-    """A stepper that updates ``members``, which are matrices, by Muon."""
+    """A stepper that updates ``members``, which are matrices or stacks of them, by Muon; iterations compute in
+    ``dtype``, and ``borders`` says, by name, what :func:`borders_of` found.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], mesh: Mesh, borders: Mapping[str, tuple[int, list[int]]], dtype: torch.dtype
+    ) -> None:
+        super().__init__(members, mesh)
+        self._nothing = torch.empty(0, dtype=dtype, device=mesh.device)
+        self._matrices = [list(_matrices_of(member, mesh, *borders[member.planned.name])) for member in members]
+        axes = {cut.axis for matrices in self._matrices for matrix in matrices for cut in matrix.cuts}
+        # the last cut is undone first: that of the data axes
+        self._axes = [axis for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis)) if mesh.group(axis)]
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; communicates over the axes of the parameters' cuts."""
         present = gradients_present(self.members, self._mesh)
-        for member, with_gradient in zip(self.members, present, strict=True):
+        pieces = dict[Matrix, Tensor]()
+        for member, matrices, with_gradient in zip(self.members, self._matrices, present, strict=True):
             if not with_gradient:
                 continue
-            planned, weight, grad, group = member.planned, member.weight, member.gradient, groups[member.group]
+            grad, group = member.gradient, groups[member.group]
             average = state.setdefault(member.parameter, {}).setdefault("momentum_buffer", torch.zeros_like(grad))
             average.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
-            whole = gather_full(update.to(torch.bfloat16, copy=True), planned.shape, planned.cuts, self._mesh)
-            orthogonal = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"])
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*planned.shape)
-            weight.add_(planned.take(orthogonal, self._mesh.ranks), alpha=-group["lr"] * ratio)
+            pieces |= {matrix: update[matrix.index].to(self._nothing.dtype) for matrix in matrices}
+            member.weight.mul_(1 - group["lr"] * group["weight_decay"])
+        for matrix, update in self._orthogonal(pieces, self._axes, groups).items():
+            group, weight = groups[matrix.member.group], matrix.member.weight[matrix.index]
+            shares = (matrix.split(each, matrix.cuts, self._mesh.ranks) for each in (weight, update))
+            for size, share, orthogonal in zip(matrix.sizes, *shares, strict=True):
+                share.add_(orthogonal, alpha=-group["lr"] * ADJUSTMENTS[group["adjust_lr_fn"]](*size))
+
+    def _orthogonal(self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups) -> dict[Matrix, Tensor]:
+        """Return this rank's pieces of the orthogonal matrices, given those of the updates, cut over ``axes``."""
+        if not axes:
+            return {matrix: _each(matrix, whole, groups[matrix.member.group]) for matrix, whole in pieces.items()}
+        axis, own = axes[0], self._mesh.ranks[axes[0]]
+        moving = [matrix for matrix in pieces if matrix.place_of(axis) >= 0]
+        if not moving:
+            return self._orthogonal(pieces, axes[1:], groups)
+        owned = _dealt(moving, moving[0].cuts[moving[0].place_of(axis)].size)
+        ranks = range(len(owned))
+        parcels = [[pieces.pop(matrix) for matrix in each] for each in owned]
+        arrived = self._swapped(parcels, [owned[own]] * len(owned), ranks, axis)
+        for matrix, *shares in zip(owned[own], *arrived, strict=True):
+            pieces[matrix] = self._complete(matrix, shares, axis)
+        done = self._orthogonal(pieces, axes[1:], groups)
+        whole = [(matrix.cuts[matrix.place_of(axis)], done.pop(matrix)) for matrix in owned[own]]
+        parcels = [[cut.take(orthogonal, rank) for cut, orthogonal in whole] for rank in ranks]
+        returned = self._swapped(parcels, owned, [own] * len(owned), axis)
+        return done | dict(zip(chain(*owned), chain(*returned), strict=True))
+
+    def _complete(self, matrix: Matrix, shares: Sequence[Tensor], axis: str) -> Tensor:
+        """Undo a matrix's cut over ``axis``, given the shares of all its ranks."""
+        place = matrix.place_of(axis)
+        made = shares[0].new_empty(cut_shape(matrix.shape, matrix.cuts[:place], self._mesh.ranks))
+        for rank, share in enumerate(shares):
+            write_share(made, share, [matrix.cuts[place]], {axis: rank})
+        return made
+
+    def _swapped(
+        self, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Matrix]], at: Sequence[int], axis: str
+    ) -> list[list[Tensor]]:
+        """Send ``sent[rank]`` to each rank; return what they send: shares of rank ``at[rank]`` of ``wanted[rank]``."""
+        flat = torch.cat([self._nothing, *(tensor.flatten() for tensor in chain(*sent))])
+        ranks = [{**self._mesh.ranks, axis: rank} for rank in at]
+        shapes = [
+            [cut_shape(m.shape, m.cuts[: m.place_of(axis) + 1], each) for m in matrices]
+            for each, matrices in zip(ranks, wanted, strict=True)
+        ]
+        sizes = [[math.prod(shape) for shape in each] for each in shapes]
+        counts = [sum(tensor.numel() for tensor in each) for each in sent]
+        parts = iter(all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axis)).split([*chain(*sizes)]))
+        return [[next(parts).view(shape) for shape in each] for each in shapes]
+
+
+def _dealt(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
+    """Share matrices out over ranks by the work that they are."""
+    costs = [sum(min(size) ** 2 * max(size) for size in matrix.sizes) for matrix in matrices]
+    owners = share_by_cost(costs, ranks)
+    return [[m for m, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in range(ranks)]
+
+
+def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -> Iterator[Matrix]:
+    """Yield a parameter's matrix, or those that this rank has some of, in a stack."""
+    shape = member.planned.shape
+    lead = len(shape) - 2
+    cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)
+    for index in product(*map(range, member.planned.local_shape(mesh.ranks)[:lead])):
+        yield Matrix(member, index, (shape[-2], shape[-1]), cuts, dim, borders)
+
+
+def _each(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Orthogonalize each of the matrices fused in a whole one."""
+    options = group["ns_coefficients"], group["ns_steps"]
+    parts = matrix.split(whole, (), {})
+    return torch.cat([orthogonalized(part.contiguous(), *options) for part in parts], matrix.dim)
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

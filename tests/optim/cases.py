@@ -43,6 +43,51 @@ OWN: dict[str, dict[str, Any]] = {
     "rmsprop_bnb_8bit": {"min_8bit_size": 256},
     "muon": {"adamw_lr": 3e-3},
 }
+SPLIT: dict[str, dict[str, Any]] = {
+    "ragged": {"q_proj": 4, "k_proj": [3, 13], "gate_proj": 5},  # by head, unevenly, by row
+    "rows": {"gate_proj": [200, 312], "o_proj": 2},
+    "fused": {"c_attn": 3, "c_fc": [100, 28]},
+    "experts": {"gate_up_proj": 2, "q_proj": 4},
+    "biased_experts": {"gate_up_proj": [20, 12], "down_proj": 2},
+}
+ALONG_COLUMNS = ("c_attn", "c_fc")  # and gpt_oss's experts
+
+
+class PerMatrix:
+    """torch's Muon over the matrices that are stacked or fused in parameters, each a parameter of its own."""
+
+    def __init__(self, kind: str, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
+        self.whole = [parameter for group in groups for parameter in group["params"]]
+        self.kind, self.names = kind, names
+        self.apart = {id(p): [nn.Parameter(each.clone()) for each in self.matrices(p.detach(), p)] for p in self.whole}
+        for group in groups:
+            group["params"] = [each for parameter in group["params"] for each in self.apart[id(parameter)]]
+        self.muon = torch.optim.Muon(groups, lr=LR)
+
+    def matrices(self, tensor: Tensor, parameter: Tensor) -> list[Tensor]:
+        name = self.names[id(parameter)].removesuffix(".weight").rpartition(".")[2]
+        split = SPLIT[self.kind].get(name, 1)
+        dim = int(name in ALONG_COLUMNS or (self.kind == "biased_experts" and tensor.ndim == 3))
+        pieces = [tensor] if tensor.ndim == 2 else list(tensor.unbind())
+        sizes = [tensor.shape[tensor.ndim - 2 + dim] // split] * split if isinstance(split, int) else split
+        return [part for piece in pieces for part in piece.split(sizes, dim)]
+
+    def step(self) -> None:
+        for parameter in self.whole:
+            grad = parameter.grad
+            grads = [None] * len(self.apart[id(parameter)]) if grad is None else self.matrices(grad, parameter)
+            for apart, part in zip(self.apart[id(parameter)], grads, strict=True):
+                apart.grad = None if part is None else part.clone()
+        self.muon.step()
+        with torch.no_grad():
+            for parameter in self.whole:
+                places = self.matrices(parameter.detach(), parameter)
+                for place, apart in zip(places, self.apart[id(parameter)], strict=True):
+                    place.copy_(apart)
+
+    def zero_grad(self) -> None:
+        for parameter in self.whole:
+            parameter.grad = None
 
 
 def build(kind: str, dtype: torch.dtype, layout: ParallelConfig | None = None) -> Any:
@@ -83,25 +128,31 @@ def run(model: Any, kind: str, optimizer: torch.optim.Optimizer, steps: range) -
 
 
 def make(model: Any, name: str, **changes: Any) -> Any:
+    if name.startswith("muon_whole"):  # of a kind
+        changes = {"experts": True, "split": SPLIT[name.partition(" ")[2]], **OWN["muon"], **changes}
+        name = "muon"
     return hfscale.create_optimizer(model, name, lr=LR, weight_decay=DECAY, **{**OWN.get(name, {}), **changes})
 
 
-def reference(name: str, model: Any) -> list[torch.optim.Optimizer]:
+def reference(name: str, model: Any) -> list[Any]:
     """Stock optimizers over a whole model, as HF Trainer makes them of a name."""
     from transformers import Trainer  # slow to import, and ranks do without
 
     decaying = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     own = dict(OWN.get(name, {}))
-    if name == "muon":
+    if name.startswith("muon"):
         owners = owners_of(model)
         layers = runtime_of(model).plan.layers
         plans = runtime_of(model).plan.by_name
-        hidden = {n for n, p in named.items() if is_hidden_matrix(plans[n], owners[id(p)], layers)}
+        kind = name.partition(" ")[2]
+        stacks = [mixture.name for mixture in runtime_of(model).plan.mixtures] if kind else []
+        hidden = {n for n, p in named.items() if is_hidden_matrix(plans[n], owners[id(p)], layers, stacks)}
         rest = named.keys() - hidden
+        groups = split({n: named[n] for n in named if n in hidden}, decaying)
         return [
-            torch.optim.Muon(split({n: named[n] for n in named if n in hidden}, decaying), lr=LR),
-            torch.optim.AdamW(split({n: named[n] for n in named if n in rest}, decaying), lr=own["adamw_lr"]),
+            PerMatrix(kind, groups, {id(p): n for n, p in named.items()}) if kind else torch.optim.Muon(groups, lr=LR),
+            torch.optim.AdamW(split({n: named[n] for n in named if n in rest}, decaying), lr=OWN["muon"]["adamw_lr"]),
         ]
     optim_args = own.pop("optim_args", None)
     if isinstance(optim_args, dict):

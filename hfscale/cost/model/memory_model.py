@@ -107,7 +107,9 @@ def estimate_memory(
     training = [planned for planned in held if planned.name in chosen]
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, mixed=mixed, trained=chosen, **further)
     kept, again, away, notes = activation_bytes(plan, situation)
-    state = optimizer_bytes(training, here, optimizer, options, plan.layers)
+    state = optimizer_bytes(
+        training, here, optimizer, options, plan.layers, [mixture.name for mixture in plan.mixtures]
+    )
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
         notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]

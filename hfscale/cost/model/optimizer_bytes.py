@@ -67,10 +67,11 @@ def optimizer_bytes(
     name: str,
     options: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
+    stacks: Sequence[str] = (),
 ) -> int:
     """Return the bytes of the optimizer's state after its first step on the rank at ``ranks``, which holds ``trained``.
-    ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``; ``layers`` are the names
-    of the layers, whose matrices Muon takes.
+    ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``, ``experts``; ``layers``
+    are the names of the layers, whose matrices Muon takes, and ``stacks`` of the modules of stacked experts.
     """
     given = dict(options or {})
     if given.get("stochastic_rounding"):  # steps copies in 32 bits
@@ -80,7 +81,8 @@ def optimizer_bytes(
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
-        return sum(_muon_bytes(planned, ranks, tuple(f"{layer}." for layer in layers)) for planned in trained)
+        inside, chosen = tuple(f"{layer}." for layer in layers), stacks if given.get("experts") else ()
+        return sum(_muon_bytes(planned, ranks, inside, chosen) for planned in trained)
     if name not in _TORCH:
         raise ConfigError(f"optimizer {name!r} is unknown: use one of {', '.join(sorted(NAMES))}")
     if name == "sgd":
@@ -95,8 +97,9 @@ def _like(planned: ParameterPlan, ranks: dict[str, int], tensors: int, counts: b
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 
 
-def _muon_bytes(planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...]) -> int:
-    hidden = len(planned.shape) == 2 and planned.name.startswith(layers)
+def _muon_bytes(planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str, ...], stacks: Sequence[str]) -> int:
+    dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
+    hidden = len(planned.shape) == dims and planned.name.startswith(layers)
     return _like(planned, ranks, 1, counts=False) if hidden else _like(planned, ranks, 2)
 
 

@@ -18,10 +18,12 @@ term is that of one of them: ``sum(t_r) / v`` (Narayanan et al. 2021).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from .job import Job, Place
+from ...plan import Plan
+from .job import Job, Place, job_of
 from .machines_known import Constants, Machine
-from .model_shape import ModelShape
+from .model_shape import ModelShape, shape_of_plan
 from .traffic import data_bus, data_traffic, edge_traffic, layer_traffic, sent, tensor_bus
 
 
@@ -79,6 +81,16 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
         exchange=exchange,
         host=constants.layer_host * (1 + repeated / 3),
     )
+
+
+def pair_cost(plan: Plan, config: Any, machine: Machine, constants: Constants) -> float:
+    """Return what a pair of tokens of one row costs in attention, where everything else costs a token 1: a row of ``n``
+    tokens takes a time like ``n + n * n * pair_cost``.
+    """
+    shape, job = shape_of_plan(plan, config), job_of(plan, sequence=1, batch=1, microbatches=1)
+    layer, head = (seconds(shape, job, machine, constants) for seconds in (layer_seconds, head_seconds))
+    rest = layer.products + layer.elementwise + head.loss / len(plan.layers)
+    return layer.attention / rest
 
 
 def head_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:

@@ -31,7 +31,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
-from .loaders import OneOrder, seed_workers_alike
+from .loaders import REBALANCES, OneOrder, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -134,7 +134,8 @@ class Accelerator(accelerate.Accelerator):
             )
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
-        dealt = isinstance(data_loader.dataset, IterableDatasetShard)  # to distinct batches already
+        shards = isinstance(data_loader.dataset, IterableDatasetShard)
+        dealt = shards or isinstance(data_loader.batch_sampler, REBALANCES)  # to distinct batches already
         loader = prepare_data_loader(
             data_loader,
             self.device,

@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 from ..._compat.transformers import trainer
 from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, pairs_rows_of_a_batch
 from ...api import build
+from ...api.assemble import compile_layers
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
@@ -125,7 +126,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         return model
 
     def _adopt(self, model: Any) -> None:
-        check_model(runtime_of(model), self.args)
+        check_model(runtime := runtime_of(model), self.args)
+        if self.args.torch_compile and not runtime.options.compile:
+            compile_layers(runtime, self.args.torch_compile_backend)
         self.accelerator.adopt(model)
 
     @property

@@ -15,6 +15,7 @@ from ..._compat.transformers.classes import class_name, is_causal_lm
 from ..._compat.transformers.trainer import count_processes_on_cpu, has_stock_loss, use_one_gpu
 from ..._compat.trl import DistillationHooks, distils, has_engine
 from ...config.environment import started_processes
+from ...config.options import Options
 from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...config.schedules import ASYNCHRONOUS
 from ...errors import ConfigError
@@ -26,8 +27,8 @@ from .trainer_optimizers import check_optimizer
 
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
-    "torch_compile": "would compile the model around its collectives: leave it out, and load the model with "
-    "hfscale.from_pretrained(..., compile=True), which compiles each layer",
+    "torch_compile_mode": "is for whole models, and most modes record CUDA graphs, which replay the addresses of one "
+    "batch: leave it out; torch_compile=True compiles each layer in torch's default mode",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
@@ -64,11 +65,7 @@ def _check_arguments(arguments: Any) -> None:
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
-    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
-        raise ConfigError(
-            "TrainingArguments(train_sampling_strategy='batch_rebalance') distributes rows by process: use "
-            "'group_by_length'"
-        )
+    Options(compile=arguments.torch_compile and arguments.torch_compile_backend)  # or it refuses the backend
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
             "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "

@@ -116,7 +116,8 @@ def options_of(arguments: Any) -> dict[str, Any]:
     if arguments is None:
         return {}
     kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
-    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels}
+    compiled = arguments.torch_compile and arguments.torch_compile_backend
+    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels, "compile": compiled}
 
 
 def reference_of(policy: Runtime) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..._compat.accelerate import is_prepared
 from ..._compat.transformers.trainer import seed_workers_by
+from ...cost.model.machines_known import find_machine, fitted
+from ...cost.model.step_time import pair_cost
 from ...parallel.pipeline.microbatches import rows_of
 from ...train import metrics
 from ..accelerator import Accelerator
-from .trainer_batches import Collator, DealtStream, Marked, dealt
+from ..accelerator.loaders import REBALANCES
+from .trainer_batches import Collator, DealtStream, Marked, balanced, dealt
 
 
 class TrainerAccelerator(Accelerator):
@@ -29,6 +32,7 @@ class TrainerAccelerator(Accelerator):
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
             kwargs["mixed_precision"] = "no"  # the model has its own casts, and train_step scales the loss
+        kwargs.pop("dynamo_plugin", None)  # the Trainer compiles layers itself
         super().__init__(**kwargs)
 
     @property
@@ -48,6 +52,9 @@ class TrainerAccelerator(Accelerator):
     ) -> Any:
         """Prepare as :class:`hfscale.Accelerator` does; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
+        if isinstance(data_loader.batch_sampler, REBALANCES) and self._runtime is not None:
+            cost = pair_cost(self._runtime.plan, self._runtime.model.config, find_machine("h100"), fitted())
+            data_loader = balanced(data_loader, self.num_processes, self.process_index, cost)
         if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
             if isinstance(data_loader.dataset, IterableDataset):
                 data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)

@@ -64,6 +64,18 @@ def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
     return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
 
 
+def balanced(loader: Any, batches: int, index: int, pair_cost: float) -> Any:
+    """Return a copy of a loader that transformers' ``batch_rebalance`` made for processes: it shares a step's rows out
+    over distinct batches and microbatches by their cost, padding counted.
+    """
+    given = loader.batch_sampler
+    rows = given.effective_batch_size // given.dp_size * batches
+    sampler = type(given)(given.lengths, rows, batches, given.grad_accum, rank=index, drop_last=given.drop_last)
+    sampler.QUADRATIC_COST_COEF = pair_cost
+    kept = {name: getattr(loader, name) for name in _KEPT if name != "drop_last"}
+    return DataLoader(loader.dataset, batch_sampler=sampler, **kept)
+
+
 class Marked(dict[str, Any]):
     """A batch with the numbers of the examples in it."""
 
@@ -103,6 +115,8 @@ def cut_by_schedule(
     labels, and change neither loss nor gradients; for a loss that ignores no label, see :func:`pieces`.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
+    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
+        rows = 1  # batches of few long rows are as long as those of many short ones
     if ignores:
         full = [with_rows(batch, rows) for batch in batches]
         yield full + [_unlabelled(full[-1])] * (count - len(full))

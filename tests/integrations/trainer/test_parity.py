@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from hfscale import ParallelConfig
@@ -22,6 +23,7 @@ Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
 TP2, DP2, CP2 = {"tp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
+BALANCED_PP2 = {"pp_size": 2, "num_microbatches": 2}  # of rows as they come
 ZBV = {"pp_size": 2, "pipeline_schedule": "zbv", "virtual_stages": 2, "num_microbatches": 4}
 EP2 = {"ep_size": 2, "dp_shard_size": 2}
 
@@ -32,6 +34,8 @@ CASES = {
     "loss_only": Case({"num_train_epochs": 1, "train_sampling_strategy": "group_by_length"}, metrics=False),
     "once": Case({"num_train_epochs": 1}),
     "bf16": Case({"num_train_epochs": 1, "bf16": True}),
+    "balanced": Case({"train_sampling_strategy": "batch_rebalance"}, rows=20, batch=8),
+    "compiled": Case({"num_train_epochs": 1, "torch_compile_backend": "aot_eager"}),
     "lora": Case({"num_train_epochs": 1}),
     "qlora": Case({"num_train_epochs": 1}, load={"quantization_config": four_bits()}),
 }
@@ -81,7 +85,7 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     return find
 
 
-@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10")
+@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10", "balanced-layout11")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -90,6 +94,8 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         ("own", DP2),
         *(("smoothed", layout) for layout in (PP2, DP2)),
         ("loss_only", TP2),
+        ("balanced", DP2),
+        *(pytest.param("balanced", layout, marks=pytest.mark.slow) for layout in (TP2, CP2, BALANCED_PP2)),
         *(pytest.param(name, layout, marks=pytest.mark.slow) for name, layout in RARER),
     ],
 )
@@ -120,6 +126,26 @@ def test_mixed_precision_rounds_as_in_one_process(
                 assert abs(ours[name] - theirs[name]) <= allowed, (theirs["step"], name, ours[name], theirs[name])
                 compared += ours[name] != whole[name]
     assert compared > 3  # it did round
+
+
+def run_compiled(case: Case, path: str, out: str, layout: Layout) -> tuple[dict[str, Any], int]:
+    """What is logged, and how many graphs torch made of the layers."""
+    torch.compiler.reset()
+    counters.clear()
+    found = run(case, path, out, layout), int(counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.daily("layout0")
+@pytest.mark.parametrize("layout", [TP2, *(pytest.param(each, marks=pytest.mark.slow) for each in (PP2, DP2))])
+def test_compiled_layers_log_what_plain_ones_do(
+    pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path
+) -> None:
+    stock = expected("once", "llama")
+    for found, graphs in pools(2).run(run_compiled, CASES["compiled"], paths["llama"], str(tmp_path), layout):
+        assert_equal(found, stock, layout)
+        assert graphs > 0
 
 
 @pytest.mark.daily("layout1")

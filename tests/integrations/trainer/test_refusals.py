@@ -22,13 +22,13 @@ from .script import Rows, collate
 
 Pools = Callable[[int], RankPool]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"torch_compile": True}, "leave it out"),
+    ({"torch_compile_mode": "reduce-overhead"}, "CUDA graphs"),
+    ({"torch_compile_backend": "cudagraphs"}, "use compile=True"),
     ({"neftune_noise_alpha": 5.0}, "leave it out"),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"bf16_full_eval": True}, "sharded"),
     ({"eval_use_gather_object": True}, "share a batch"),
     ({"save_on_each_node": True}, "all nodes see"),
-    ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
     ({"average_tokens_across_devices": False}, "mean over all tokens"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),

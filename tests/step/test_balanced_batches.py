@@ -1,0 +1,83 @@
+"""Rows shared out by cost: no bin holds much more than the others, and a step's arithmetic does not change."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale.plan.cost_shares import share_by_cost
+from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.shards import local_tensor
+
+from ..tiny_models import tiny
+
+Pools = Callable[[int], RankPool]
+MICROBATCHES = 2
+
+
+def test_no_bin_costs_more_than_the_bound() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        bins, costs = draw.randint(1, 8), [draw.lognormvariate(0, 1.5) for _ in range(draw.randint(1, 60))]
+        found = share_by_cost(costs, bins)
+        loads = [sum(cost for cost, index in zip(costs, found, strict=True) if index == each) for each in range(bins)]
+        least = max(max(costs), sum(costs) / bins)
+        assert max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9  # Graham's bound of any list
+        assert len(costs) < bins or min(loads) > 0
+    assert share_by_cost([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+
+
+def rows_of(seed: int) -> list[Tensor]:
+    draw = random.Random(seed)
+    lengths = [min(40, max(2, int(draw.lognormvariate(2, 0.8)))) for _ in range(11)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 67, (length,), generator=generator) for length in lengths]
+
+
+def collated(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = pad_sequence(rows, batch_first=True)
+    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
+def train(layout: dict[str, Any], seed: int, by_cost: bool) -> dict[str, Tensor]:
+    """Losses and gradients of two steps, whose rows go round-robin or by cost, and the weights after them."""
+    model = hfscale.from_config(
+        tiny("llama", vocab_size=67), parallel=ParallelConfig(**layout), seed=1, dtype=torch.float64
+    ).train()
+    runtime = runtime_of(model)
+    world, rank = runtime.mesh.batch_world, runtime.mesh.batch_rank
+    optimizer = hfscale.create_optimizer(model, "sgd", lr=0.1, momentum=0.9)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        rows, bins = rows_of(10 * seed + step), world * MICROBATCHES
+        costs = [len(row) + len(row) ** 2 / 50 for row in rows]
+        places = share_by_cost(costs, bins) if by_cost else [index % bins for index in range(len(rows))]
+        of = [[row for row, place in zip(rows, places, strict=True) if place == each] for each in range(bins)]
+        optimizer.zero_grad()
+        batches = [collated(of[rank * MICROBATCHES + number]) for number in range(MICROBATCHES)]
+        found[f"loss {step}"] = hfscale.train_step(model, batches)
+        for planned, parameter in runtime.parameters():
+            assert parameter.grad is not None
+            found[f"{planned.name} grad {step}"] = local_tensor(parameter.grad).clone()
+        optimizer.step()
+    weights = {planned.name: local_tensor(parameter.detach()).clone() for planned, parameter in runtime.parameters()}
+    return found | weights
+
+
+@pytest.mark.daily("layout0-0")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"pp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}])
+def test_a_step_is_the_same(pools: Pools, layout: dict[str, Any], seed: int) -> None:
+    ranks = ParallelConfig(**layout).total_size
+    for plain, balanced in zip(*(pools(ranks).run(train, layout, seed, how) for how in (False, True)), strict=True):
+        assert plain.keys() == balanced.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(balanced[name], value, rtol=0, atol=1e-12)
