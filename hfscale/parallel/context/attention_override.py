@@ -8,6 +8,7 @@ other state; attention with such a mask is computed here. Outside, and with any 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,6 @@ Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall]
 class _Passage:
     batch: CutBatch
     attend: Attend
-    alone: bool = False
 
 
 _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequences", default=None)
@@ -65,6 +65,14 @@ class AttentionOverride:
         self._configs = [(config, implementation_of(config)) for config in configs]
         for config, host in self._configs:
             set_implementation(config, answer(_PREFIX, host, _attention, _mask))
+
+    def leave_out(self, module: nn.Module) -> None:
+        """Let a module attend by transformers' own functions, in a pass too: its config is a copy that names them."""
+        hosts = {id(config): host for config, host in self._configs}
+        for each in module.modules():
+            if (host := hosts.get(id(getattr(each, "config", None)))) is not None:
+                each.config = copy(each.config)
+                set_implementation(each.config, host)
 
     def remove(self) -> None:
         """Restore transformers' attention."""
@@ -95,13 +103,6 @@ def attending() -> Attend | None:
     return None if passage is None else passage.attend
 
 
-def set_alone(alone: bool) -> None:
-    """Say whether the stock code that runs now has all tokens, and masks and attention of its own, inside of a pass."""
-    passage = _passage.get()
-    if passage is not None:
-        passage.alone = alone
-
-
 def learn(batch: CutBatch) -> None:
     """Replace the batch of the current pass by one with more information."""
     passage = _passage.get()
@@ -122,7 +123,7 @@ def attention_configs(model: Any) -> list[Any]:
 
 def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
     passage = _passage.get()
-    if passage is None or passage.alone:
+    if passage is None:
         return host(*args, **kwargs)
     function = kwargs["mask_function"]
     if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
@@ -142,7 +143,7 @@ def _attention(
     host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> Any:
     if not isinstance(mask, MaskBlocks):
-        if (passage := _passage.get()) is not None and not passage.alone:
+        if _passage.get() is not None:
             raise ConfigError(f"{class_name(module)} attends with a mask of its own ({type(mask).__name__})")
         return host(module, query, key, value, mask, **kwargs)
     own = mask.batch.split.length(mask.batch.rank)

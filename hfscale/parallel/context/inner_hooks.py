@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
-from .attention_override import AttentionCall, current_batch, learn, set_alone
+from .attention_override import AttentionCall, current_batch, learn
 from .cut_batch import CUT_FIRST, CutBatch, MaskBlocks, cut_inputs
 from .engine import OwnBlocks
 from .methods import read
@@ -47,12 +47,10 @@ class WholeSequences:
                 return None
             whole = tuple(self._whole("", value, batch, reads_masks) for value in args)
             named = {name: self._whole(name, value, batch, reads_masks) for name, value in kwargs.items()}
-            set_alone(reads_masks)
             return whole, named
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             batch = running.pop()
-            set_alone(False)
             return output if batch is None else own_tokens(output, batch)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
@@ -74,13 +72,9 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a tensor, or a tuple or list of them, with those of the shape ``[b, tokens, ...]`` changed, and tables
-    ``[b, 1, tokens, ...]`` for all heads.
-    """
+    """Return a tensor, or a tuple or list of them, with those of the shape ``[b, tokens, ...]`` changed."""
 
     def changed(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1:3] == (1, tokens):
-            return change(x.transpose(1, 2)).transpose(1, 2)
         return change(x) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == tokens else x
 
     return tree_map(changed, value) if isinstance(value, (Tensor, tuple, list)) else value

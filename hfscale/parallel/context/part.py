@@ -64,6 +64,8 @@ class ContextParallel(Part, ContextAxis):
         for name in filter(runtime.is_local, planned.whole):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name), name in planned.reads_masks)
+            if name in planned.reads_masks:
+                self._override.leave_out(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.handing):
             keep_states_apart(model.get_submodule(name), self._segments)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)

@@ -31,7 +31,6 @@ from ...parallel.context.attention_override import (
     AttentionOverride,
     attending,
     attention_configs,
-    set_alone,
 )
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
 from ...parallel.context.inner_hooks import (
@@ -89,7 +88,7 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
     mixers.mix = set(mixers.read_masks)
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), mixers:
-            return _compare(_Subject(model, text, mixers.whole_mask), _batch(model, padded, bool(text)), mixers)
+            return _compare(_Subject(model, text, mixers), _batch(model, padded, bool(text)), mixers)
     except ConfigError as error:
         return str(error)
     except Exception as error:  # whatever stock code says of a part of a sequence
@@ -148,7 +147,6 @@ class _Mixers:
             args, kwargs = self._given[id(module)][self._calls.get(id(module), -1) + 1]
             if apart(given, own_tokens(hidden_states_of(args, kwargs), self._part)) > _TOLERANCE:
                 raise ConfigError("something before its attention reads other tokens of a sequence, or counts them")
-        set_alone(True)
         return args, kwargs
 
     def __exit__(self, *_: object) -> None:
@@ -163,7 +161,6 @@ class _Mixers:
         self._records, self._part, self._calls = records, part, {}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        set_alone(False)
         given = hidden_states_of(args, kwargs)
         if self._records:
             kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)  # code may add to it in place
@@ -197,9 +194,11 @@ def _of_tokens(x: Any) -> bool:
 class _Subject:
     """Hold a model whose attention is computed here, and whose sequences are cut as in a run."""
 
-    def __init__(self, model: Any, text: str, whole_mask: bool) -> None:
-        self._whole_mask, self._count = whole_mask, position_counter(model)
+    def __init__(self, model: Any, text: str, mixers: "_Mixers") -> None:
+        self._whole_mask, self._count = mixers.whole_mask, position_counter(model)
         self.model, self.seam = model, AttentionOverride(attention_configs(model))
+        for module in mixers.found():  # so far those that read masks
+            self.seam.leave_out(module)
         inner = model.get_submodule(text)
         self._handles = ask_for_all_positions(inner)
         self._inside = bool(text)
@@ -251,6 +250,8 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
             tape.append(x)
             return x
         whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
+        if "attention_mask" not in batch and apart(x, own_tokens(whole, part)) > _TOLERANCE:
+            raise ConfigError("a mixer in it is given what is counted in a part of a sequence")
         return whole
 
     gathered, own = WholeSequences(record_or_play), mixers.read_masks
