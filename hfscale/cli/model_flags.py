@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.declared import declared
 from ..config.layout import LayoutFields
+from ..config.sections import ESTIMATED_PRECISIONS
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
+    from ..config.memory import MemoryConfig
     from ..config.parallel import ParallelConfig
 
 
@@ -19,6 +21,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "as_stored": {"as_stored": True},
 }
 """Kinds of ``--quantize``, as a recipe has them."""
+_ON_HOST = ("activations", "parameters", "optimizer")
 
 
 class Adds(Protocol):
@@ -35,11 +38,33 @@ def add_lora(parser: Adds, what: str) -> None:
     parser.add_argument("--lora", metavar="TARGETS", nargs="?", const="all-linear", help=told)
 
 
-def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
-    """Add ``--quantize`` (its help: ``quantize``), ``--lora`` and ``--rank``, which :func:`plan_arguments` reads."""
-    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help=quantize)
+def add_training_arguments(parser: Adds) -> None:
+    """Add the flags of adapters, weights in fewer bits, optimizer, precision and memory: :func:`plan_arguments` and
+    :func:`memory_of` read them.
+    """
+    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help="weights in 4 or 8 bits, or as stored")
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
+    parser.add_argument("--optimizer", metavar="NAME", help=f"its name in HF Trainer (default: {OPTIMIZER})")
+    told = "compute in bfloat16 over the weights' own type, products of layers in 8 bits"
+    parser.add_argument("--mixed-precision", choices=ESTIMATED_PRECISIONS, help=told)
+    told = "none, elementwise, selective, full (without HOW), every n-th layer, or a budget as 8GiB"
+    parser.add_argument("--recompute", metavar="HOW", nargs="?", const="full", help=told)
+    parser.add_argument("--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens")
+    parser.add_argument("--offload", metavar="WHAT,...", help=f"to the host: any of {', '.join(_ON_HOST)}")
+
+
+def memory_of(arguments: argparse.Namespace) -> "MemoryConfig":
+    """Return what the flags say of recomputation, tiles and offload."""
+    from ..config.memory import MemoryConfig
+
+    again, given = arguments.recompute or "none", {}
+    for name in filter(None, (arguments.offload or "").split(",")):
+        if name not in _ON_HOST:
+            raise ConfigError(f"--offload {name} is unknown: use activations, parameters or optimizer, or several")
+        given[f"offload_{name}"] = True
+    again = int(again) if again.isdigit() else again
+    return MemoryConfig(recompute=again, tile_tokens=arguments.tile_tokens, **dict[str, Any](given))
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -49,7 +74,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..config.options import Options
 
     given: dict[str, Any] = {}
-    precision = getattr(arguments, "mixed_precision", None) or "no"
+    precision = arguments.mixed_precision or "no"
     if Options(mixed_precision=precision).products is not None:
         given["mixed_precision"] = precision
     kind, rank = arguments.quantize, arguments.rank
@@ -73,12 +98,10 @@ def add_sequence_length(parser: Adds) -> None:
 
 
 def add_machine_arguments(parser: Adds) -> None:
-    """Add ``--hardware``, ``--sequence-length`` and ``--optimizer``, on which a step's time depends."""
-    parser.add_argument(
-        "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
-    )
+    """Add ``--hardware`` and ``--sequence-length``, on which a step's time depends."""
+    told = "h100, h200, b200, gb200, gb300, a100-80, a100-40, or a calibration's JSON"
+    parser.add_argument("--hardware", default="h100", metavar="NAME", help=told)
     add_sequence_length(parser)
-    parser.add_argument("--optimizer", default=OPTIMIZER, metavar="NAME", help="its name in HF Trainer")
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:

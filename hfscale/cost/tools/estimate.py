@@ -19,7 +19,7 @@ from ...plan import Plan
 from ...plan.columns import aligned
 from ...plan.table import human
 from ..model.job import Job, job_of, places_of, with_host_of
-from ..model.machines_known import Constants, Machine, constants_of, find_machine
+from ..model.machines_known import MEASURED, Constants, Machine, constants_of, find_machine
 from ..model.memory_model import MemoryEstimate
 from ..model.model_shape import ModelShape, shape_of_plan
 from ..model.step_time import StepTime, part_seconds, stage_seconds, step_time
@@ -28,7 +28,6 @@ from .memory_report import check_asked, memory_of_ranks
 from .simulated_rank import RunSpec, run_spec
 
 _MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
-_NOTE = "seconds: estimated with constants of other code on GPUs; hfscale was not measured on them yet"
 
 
 @dataclass(frozen=True)
@@ -167,20 +166,20 @@ def estimate(
 ) -> Estimate:
     """Estimate seconds and bytes of one training step, for every pipeline rank, by kind and by term. Nothing is run.
 
-    Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on public runs of
-    other code on H100s, or from what ``hfscale calibrate`` measured; hfscale itself was not run on GPUs yet.
+    Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on runs of hfscale
+    on one H100 and one H200 (of other code on H100s for what ranks exchange), or from what ``hfscale calibrate`` found.
 
     Args:
         source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
         parallel: the layout; with a plan, the plan's.
-        hardware: a name (``h100``, ``h200``, ``b200``, ``a100-80``, ``a100-40``), a JSON file of ``hfscale calibrate``,
-            or a :class:`hfscale.cost.model.machines_known.Machine`.
+        hardware: a name (``h100``, ``h200``, ``b200``, ``gb200``, ``gb300``, ``a100-80``, ``a100-40``), a JSON file of
+            ``hfscale calibrate``, or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
         batch_size: sequences of one microbatch of one batch rank.
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
         optim_args: its options, where they change its state.
-        mixed_precision: ``"no"`` or ``"bf16"``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``.
         plan_kwargs: of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``quantization_config``, ...
 
     Raises:
@@ -196,7 +195,7 @@ def estimate(
         plan, spec = source, None
     else:
         config = source if isinstance(source, PreTrainedConfig) else load_config(str(source), dict(plan_kwargs))[0]
-        plan = make_plan(config, parallel, **plan_kwargs)
+        plan = make_plan(config, parallel, mixed_precision=mixed_precision, **plan_kwargs)
         spec = run_spec(config, mixed_precision=mixed_precision, **plan_kwargs)
     sizes = sequence_length, batch_size, num_microbatches
     shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args)
@@ -254,7 +253,7 @@ def _of_plan(
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,
         flops=flops,
-        notes=(*held[0].notes, _NOTE),
+        notes=(*held[0].notes, MEASURED),
         schedule=played,
     )
 

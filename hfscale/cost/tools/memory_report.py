@@ -89,8 +89,8 @@ def memory_estimate(
 
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
-    """Return the :func:`memory_estimate` of each pipeline rank of a plan."""
-    return [_memory_of_rank(plan, rank, torch.device("cpu"), **given) for rank in range(plan.layout.pp)]
+    """Return the :func:`memory_estimate` of each pipeline rank of a plan, on GPUs."""
+    return [_memory_of_rank(plan, rank, torch.device("cuda"), **given) for rank in range(plan.layout.pp)]
 
 
 def _memory_of_rank(
@@ -104,7 +104,8 @@ def _memory_of_rank(
         width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
         rows = rows_per_chunk(tokens, width, device)
     in_flight = in_flight_together(plan, num_microbatches)
-    return estimate_memory(plan, pp_rank=pp_rank, tokens=tokens, in_flight=in_flight, chunk_rows=rows, **given)
+    given |= {"in_flight": in_flight, "chunk_rows": rows, "fused": device.type != "cpu", "apart": num_microbatches == 1}
+    return estimate_memory(plan, pp_rank=pp_rank, tokens=tokens, **given)
 
 
 def check_asked(
