@@ -12,7 +12,6 @@ from .model_flags import (
     add_machine_arguments,
     add_training_arguments,
     layout_of,
-    memory_of,
     plan_arguments,
 )
 
@@ -51,8 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         optimizer=arguments.optimizer or OPTIMIZER,
         auto_class=auto_class_of(arguments.auto_class),
         dtype=arguments.dtype,
-        memory=memory_of(arguments),
-        **{"mixed_precision": arguments.mixed_precision or "no", **plan_arguments(arguments)},
+        **plan_arguments(arguments),
         **remote_code(arguments),
     )
     show(arguments, found.to_dict(), str(found))

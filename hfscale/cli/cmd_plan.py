@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from .amounts import gigabytes_of, tokens_of
 from .look import add_json, bar, print_json, show
 from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import OPTIMIZER, add_layout_arguments, add_training_arguments, layout_of, memory_of, plan_arguments
+from .model_flags import OPTIMIZER, add_layout_arguments, add_training_arguments, layout_of, plan_arguments
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         found = _dry_run(arguments, config, layout, tokens)
         show(arguments, found.to_dict(), str(found))
         return
-    chosen = {"memory": memory_of(arguments), **plan_arguments(arguments), **remote_code(arguments)}
+    chosen = plan_arguments(arguments) | remote_code(arguments)
     planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
     memory = None
     if any(getattr(arguments, name) is not None for name in (*_TRAINING, "gpu")):
@@ -106,14 +106,10 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             layout,
             sequence_length=tokens,
             dtype=arguments.dtype,
-            memory=memory_of(arguments),
             auto_class=auto_class_of(arguments.auto_class),
             progress=progress,
-            **{
-                "mixed_precision": arguments.mixed_precision or "no",
-                **plan_arguments(arguments),
-                **remote_code(arguments),
-            },
+            **plan_arguments(arguments),
+            **remote_code(arguments),
         )
 
 

@@ -9,11 +9,11 @@ from .amounts import bytes_of, tokens_of
 from .look import add_json, check_writable, print_json, working
 from .model import add_model_arguments, auto_class_of, load_config, remote_code
 from .model_flags import (
+    ON_HOST,
     OPTIMIZER,
     QUANTIZATIONS,
     add_machine_arguments,
     add_training_arguments,
-    memory_of,
     plan_arguments,
 )
 
@@ -64,10 +64,12 @@ def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or ("float32" if arguments.lora is None else "bfloat16")
     mixed = arguments.mixed_precision or ("bf16" if dtype == "float32" else "no")
-    optimizer, tile, on_host = arguments.optimizer or OPTIMIZER, arguments.tile_tokens, memory_of(arguments).offloaded
+    optimizer, tile = arguments.optimizer or OPTIMIZER, arguments.tile_tokens
+    on_host = tuple(name for name in ON_HOST if name in (arguments.offload or "").split(","))
     asked = {"recompute": arguments.recompute, "tile_tokens": tile, "offload": on_host or None}
     working(f"planning {arguments.model}")
     more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments), "mixed_precision": mixed}
+    del more["memory"]  # of which all is tried that was not asked for
     more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype, "optimizer": optimizer}
     found = search(
         summarize(config, sequence=sequence, tile=tile, **more),

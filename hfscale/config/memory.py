@@ -121,11 +121,6 @@ class MemoryConfig(Spelled):
         return _least(self.compress_activations, _WORTH_A_CODE)
 
     @property
-    def offloaded(self) -> tuple[str, ...]:
-        """What is kept on the CPU, of parameters, optimizer and activations."""
-        return tuple(name for name in ("parameters", "optimizer", "activations") if getattr(self, f"offload_{name}"))
-
-    @property
     def budget(self) -> int | None:
         """Bytes of activations that layers may keep; ``None`` if :attr:`recompute` is no budget."""
         return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fit_planner import descend
 from peft import LoraConfig
 from transformers import LlamaConfig
 
@@ -94,6 +93,8 @@ def estimated(step: Step, constants: Constants, described: Any = None) -> float:
 
 def main() -> int:
     """Fit, write, and print every step."""
+    from fit_planner import descend  # beside this script, where only running it finds it
+
     steps = list(measured())
     known = [step.described() for step in steps]
     head = json.loads((RESULTS / "kernels_gpu.json").read_text())["head_and_loss"]["hfscale"]["ms"] / 1e3

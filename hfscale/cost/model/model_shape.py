@@ -44,11 +44,6 @@ class ModelShape:
         return self._dense(self.mlp_width)
 
     @property
-    def mlp_weights(self) -> int:
-        """Entries of the matrices of one layer's MLP that a token uses."""
-        return self._matrices * self.hidden * self.mlp_width
-
-    @property
     def expert_weights(self) -> int:
         """Entries of the matrices of one layer's experts."""
         return self._matrices * self.hidden * self.ffn * self.experts

@@ -72,7 +72,8 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
     moved = tokens * (stream + inside / tp) * (1 + repeated / 3) * job.value_bytes / 2
-    within = passes * shape.active_weights + (2 * shape.mlp_weights if job.tile else 0)
+    within = passes * shape.active_weights + (2 * (shape.active_weights - shape.attention_weights) if job.tile else 0)
+    fewer = job.eight * (1 - machine.flops / (machine.flops_8 or machine.flops))
     cast = 2 * shape.hidden + 2 * shape.queries + 2 * shape.keys + (3 if shape.gated else 2) * shape.mlp_width
     moved += tokens / tp * (_CAST * job.eight * cast + _ADAPTED * job.adapted)
     own = shape.held(tp) + shape.expert_weights / job.expert_ranks
@@ -80,7 +81,7 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     for size, neighbours in ((bytes_of.tp, tp), (bytes_of.ep, layout.ep * tp), (bytes_of.cp, layout.cp * tp)):
         exchange += size / tensor_bus(neighbours, machine, constants)
     return Seconds(
-        products=tokens * within / tp / _product_rate(machine, constants) * _times(job, machine),
+        products=tokens * within / tp / _product_rate(machine, constants) * (1 - fewer),
         attention=attention / (constants.attention * machine.flops),
         elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
@@ -99,11 +100,6 @@ def head_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Const
         accumulation=12 * job.trained * shape.table_weights / job.layout.tp / bandwidth,
         host=constants.ends_host,
     )
-
-
-def _times(job: Job, machine: Machine) -> float:
-    """Return the seconds of a layer's products over those that all would take in 16 bits."""
-    return 1 - job.eight * (1 - machine.flops / (machine.flops_8 or machine.flops))
 
 
 def _product_rate(machine: Machine, constants: Constants) -> float:

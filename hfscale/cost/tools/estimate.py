@@ -39,16 +39,6 @@ class StageEstimate:
     seconds: float  # of a microbatch's forward and backward pass
     memory: MemoryEstimate
 
-    @property
-    def needed(self) -> float:
-        """Bytes that it needs to run: all kinds at once, and the libraries' own."""
-        return self.memory.needed
-
-    @property
-    def likely(self) -> float:
-        """Bytes that it is likely to reserve: an allocator needs a tenth more for activations."""
-        return self.memory.likely
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -82,17 +72,17 @@ class Estimate:
     @property
     def fullest(self) -> StageEstimate:
         """The rank that is likely to need most memory."""
-        return max(self.stages, key=lambda stage: stage.likely)
+        return max(self.stages, key=lambda stage: stage.memory.likely)
 
     @property
     def needed(self) -> float:
         """Bytes that the fullest rank needs to run."""
-        return self.fullest.needed
+        return self.fullest.memory.needed
 
     @property
     def likely(self) -> float:
         """Bytes that the fullest rank is likely to reserve."""
-        return self.fullest.likely
+        return self.fullest.memory.likely
 
     @property
     def verdict(self) -> str:
@@ -105,7 +95,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain numbers and strings."""
-        machine, names = self.hardware, ("rank", "layers", "seconds", "needed", "likely")
+        machine, sizes = self.hardware, ("needed", "likely")
         return {
             "hardware": machine.name,
             "layout": self.layout,
@@ -123,7 +113,7 @@ class Estimate:
             "mfu": self.mfu,
             "time": self.time.terms,
             "stages": [
-                {**{name: getattr(stage, name) for name in names}, "memory": stage.memory.kinds}
+                {**vars(stage), **{name: getattr(stage.memory, name) for name in sizes}, "memory": stage.memory.kinds}
                 for stage in self.stages
             ],
             "notes": list(self.notes),
@@ -136,7 +126,7 @@ class Estimate:
         )
         memory = [["rank", "layers", *kinds, "needed", "likely"]]
         for stage in self.stages:
-            sizes = [*stage.memory.kinds.values(), round(stage.needed), round(stage.likely)]
+            sizes = [*stage.memory.kinds.values(), round(stage.memory.needed), round(stage.memory.likely)]
             memory.append([str(stage.rank), str(stage.layers), *map(human, sizes)])
         terms = sorted(self.time.terms.items(), key=lambda item: -item[1])
         seconds = [[name, f"{s:.4f}", f"{100 * s / self.seconds:.1f}%"] for name, s in terms if s]
@@ -243,19 +233,34 @@ def _of_plan(
     played = _played(plan, taken, job)
     bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
     of_ranks, experts = [place.weights for place in places], [place.expert_weights for place in places]
+    time = step_time(stages, of_ranks, job, machine, constants, bubble, experts)
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(
             StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(plan.layout.pp)
         ),
-        time=step_time(stages, of_ranks, job, machine, constants, bubble, experts),
+        time=time,
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,
         flops=flops,
-        notes=(*held[0].notes, MEASURED),
+        notes=(*held[0].notes, *_range_of_mixture(shape, job, time, held), MEASURED),
         schedule=played,
     )
+
+
+def _range_of_mixture(shape: ModelShape, job: Job, time: StepTime, held: Sequence[MemoryEstimate]) -> list[str]:
+    """Return a note on a mixture: what it takes and holds if the busiest expert rank gets half as many tokens again."""
+    if not shape.experts:
+        return []
+    equal = "mixture: estimated with equally many tokens for every expert"
+    if job.layout.ep == 1:
+        return [f"{equal}; without expert ranks a rank keeps as much whatever its router does"]
+    more = (1 - (shape.layer_weights - shape.expert_weights) / shape.active_weights) / 2  # of a layer's work
+    seconds = time.total + more * (time.products + time.elementwise) + time.exchange / 2
+    full = max(held, key=lambda each: each.likely)
+    reserved = human(round(full.likely + more * full.activations))
+    return [f"{equal}; up to {seconds:.3g} s and {reserved} where the busiest expert rank gets half as many again"]
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:

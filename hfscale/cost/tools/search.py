@@ -89,7 +89,9 @@ def search(
     constants: Constants | None = None,  # of time; by default those fitted on public runs
 ) -> Search:
     """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
-    trial = _Trial(summary, find_machine(hardware), constants or fitted(), max_memory, only or {})
+    machine = find_machine(hardware)
+    budget = machine.budget if max_memory is None else max_memory
+    trial = _Trial(summary, machine, constants or fitted(), budget, only or {})
     sequence = summary.job.sequence
     trial.check(gpus, tokens_per_step)
     sequences = tokens_per_step // sequence
@@ -124,24 +126,21 @@ def search(
     )
 
 
+@dataclass
 class _Trial:
     """Judge candidates of one model on one machine by a memory budget."""
 
-    def __init__(
-        self,
-        summary: ModelSummary,
-        machine: Machine,
-        constants: Constants,
-        budget: float | None,
-        only: Mapping[str, Any],
-    ) -> None:
-        self.summary, self.machine, self.only = summary, machine, only
-        self.asked = "".join(f", {name}={value}" for name, value in only.items())
-        again = only.get("recompute")
-        if again not in (None, *WAYS):
+    summary: ModelSummary
+    machine: Machine
+    constants: Constants
+    budget: float
+    only: Mapping[str, Any]  # levers that are given
+
+    def __post_init__(self) -> None:
+        self._cost = FastCost(self.summary, self.machine, self.constants)
+        self.asked = "".join(f", {name}={value}" for name, value in self.only.items())
+        if (again := self.only.get("recompute", WAYS[0])) not in WAYS:
             raise ConfigError(f"search tries recompute={', '.join(WAYS)}, got {again!r}: use hfscale estimate for it")
-        self.budget = machine.budget if budget is None else budget
-        self._cost = FastCost(summary, machine, constants)
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
         """Refuse impossible sizes, and memory budgets beyond the machine's."""
