@@ -1,12 +1,16 @@
 """Count the memory of published long runs of Llama 8B on ranks that nobody started, all layers.
 
-    python scripts/long_goals.py [--goals 1 8 32] [--layers 32] [--tile 8192]
+    python scripts/long_goals.py [--goals 1 8 32] [--layers 32] [--tile 32768]
+    python scripts/long_goals.py --ladder            # a small model's real steps on a CPU, by length
 
 One rank of each run takes a whole step on the meta device in the code that trains, as one of all ranks of torch's fake
 process group: layers computed again in tiles, their inputs on the host, weights in bfloat16. Counted is the most that
 is allocated on the device at once, each storage once: weights and their gathered copies, gradients, activations,
 buffers of exchanges, chunks of the loss; then the state of AdamW is added, which is on the host with one GPU. Beside it
 stands the estimate. Lengths are those that ALST reports (Bekman et al. 2025), of one, 8 and 32 H100s.
+
+The ladder trains real steps of a Llama whose MLP and vocabulary are as wide beside its stream as those of 8B (3.5 and
+31 times), on one sequence, and counts likewise: without recomputation, with it, and in tiles with inputs on the host.
 """
 
 import argparse
@@ -38,17 +42,18 @@ LIMIT = 80e9
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all storages on the meta device that are alive, and the most there were at once."""
+    """Count the bytes of all storages on a device that are alive, and the most there were at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = META) -> None:
         super().__init__()
+        self.device = device
         self.now, self.most, self.host, self.most_host = 0, 0, 0, 0
         self._sizes, self._away = dict[int, int](), False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor) and leaf.device == META:
+            if isinstance(leaf, Tensor) and leaf.device == self.device:
                 self.see(leaf)
         return found
 
@@ -153,6 +158,35 @@ def count(gpus: int, tokens: int, layers: int, tile: int) -> Counted:
     return Counted(gpus, tokens, live.most, found.optimizer, live.most_host + on_host, found.needed, seconds)
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "full, tiles of 256": {"recompute": "full", "tile_tokens": 256, "offload_activations": "1KiB"},
+}
+
+
+def rung(way: str, tokens: int) -> float:
+    """Return the bytes per token that a step of a small model has at once, beside its weights and their gradients."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=224, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+        vocab_size=2048, max_position_embeddings=tokens,
+    )  # fmt: skip
+    model = hfscale.from_config(config, dtype=torch.float32, memory=hfscale.MemoryConfig(**WAYS[way])).train()
+    ids = torch.randint(0, 2048, (1, tokens), generator=torch.Generator().manual_seed(2))
+    live = LiveBytes(torch.device("cpu"))
+    with live.following():
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    gradients = sum(each.numel() * each.element_size() for each in model.parameters())
+    return (live.most - gradients) / tokens
+
+
+def climb(lengths: list[int]) -> None:
+    """Print bytes per token at each length."""
+    print("| tokens | " + " | ".join(WAYS) + " |\n|---|" + "---|" * len(WAYS))
+    for tokens in lengths:
+        print(f"| {tokens:,} | " + " | ".join(f"{rung(way, tokens):,.0f}" for way in WAYS) + " |", flush=True)
+
+
 @contextmanager
 def _entered(live: LiveBytes) -> Iterator[Any]:
     yield live.following()
@@ -163,9 +197,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--goals", type=int, nargs="+", default=list(GOALS), help="GPUs of the runs")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tile", type=int, default=8192, help="tokens of a tile")
+    parser.add_argument("--tile", type=int, default=32768, help="tokens of a tile")
     parser.add_argument("--tokens", type=int, help="of the sequence, other than published")
+    parser.add_argument("--ladder", action="store_true", help="real steps of a small model instead")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the ladder")
     arguments = parser.parse_args()
+    if arguments.ladder:
+        climb(arguments.lengths)
+        return
     print("| GPUs | tokens | counted at once | AdamW's state | with libraries | estimated | on the host | 80 GB |")
     print("|---|---|---|---|---|---|---|---|")
     for gpus in arguments.goals:

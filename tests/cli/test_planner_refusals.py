@@ -48,7 +48,7 @@ WRONG = {
     f"{SEARCH} {STEP} --sequence-length 0": "at least 1",
     f"{SEARCH} {STEP} --out FOLDER/no/recipe.yaml": "is not a folder",
     f"{SEARCH} {STEP} --recompute selective": "none, elementwise, full",
-    f"{SEARCH} {STEP} --recompute full --tile-tokens 2048": "no layout of 8 GPUs, recompute=full, tile_tokens=2048",
+    f"{SEARCH} {STEP} --recompute full --tile-tokens 1048576": "no layout of 8 GPUs, recompute=full, tile_tokens=1048576",
     f"{SEARCH} {STEP} --tile-tokens 2048": "recompute='full' or 'elementwise'",
     f"{SEARCH} {STEP} --offload weights": "activations, parameters or optimizer",
     f"{SEARCH} --tokens-per-step 256K": "--gpus",
@@ -88,7 +88,6 @@ def test_wrong_use_is_answered(line: str, folder: Path, capsys: pytest.CaptureFi
 def test_flags_of_training_and_memory_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("quantize", "lora", "rank", "optimizer", "mixed-precision", "recompute", "tile-tokens", "offload")
     for command in ("plan", "estimate", "search"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
+        assert main([command, "--help"]) == 0
         said = capsys.readouterr().out
         assert [name for name in shared if f"--{name}" not in said] == [], command

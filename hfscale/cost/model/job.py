@@ -34,7 +34,7 @@ class Job:
     elementwise: bool = False  # whether it computes all but products and attention again in all layers
     attention_again: bool = False  # whether it computes attention between its projections again in all layers
     tile: int = 0  # tokens of a tile, in which norms and MLPs run once more; 0: they run whole
-    eight: float = 0.0  # fraction of the weights whose products are in 8 bits
+    eight: float = 0.0  # fraction of the layers' weights whose products are in 8 bits
     method: str = "gather"  # how context ranks exchange keys and values
     replicas: float = 1.0  # context ranks that have each key head, where they exchange heads
     causal: bool = True  # whether attention leaves out what comes later
@@ -110,9 +110,10 @@ class Place:
 def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
     """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
     layout, again = plan.layout, recomputed(plan)
-    count = max(1, len(plan.layers))
+    count, in_layers = max(1, len(plan.layers)), tuple(f"{layer}." for layer in plan.layers)
     fraction = len(again.layers) / count if again.budget is None else 0.5
     entries, context = matrix_entries(plan), plan.feature(ContextPlan)
+    inside = {name: size for name, size in entries.items() if name.startswith(in_layers)}
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
     return Job(
         layout,
@@ -126,7 +127,7 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         elementwise=again.elementwise,
         attention_again=again.attention,
         tile=again.tile,
-        eight=sum(entries[name] for name in weights_in_8_bits(plan) if name in entries) / max(1, sum(entries.values())),
+        eight=sum(inside[name] for name in weights_in_8_bits(plan) & inside.keys()) / max(1, sum(inside.values())),
         method="gather" if context is None else method_of(context, layout.cp),
         replicas=replicas(plan),
         adapted=sum(sum(plan.by_name[a.base].shape[-2:]) for a in plan.adapters if a.kept_in == LORA_A) / count,

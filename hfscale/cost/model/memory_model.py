@@ -126,10 +126,9 @@ def estimate_memory(
         loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
         on_host=away + on_host,
         again=again,
+        apart=min(trains, kept - again) if apart else 0,
         notes=tuple(notes),
     )
-    if apart:
-        found = replace(found, apart=min(found.gradients, found.activations - found.again))
     if not offloaded(plan).parameters:
         return found
     shards = ("weights", "adapters", "gradients", "optimizer")

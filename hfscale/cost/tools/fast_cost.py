@@ -234,8 +234,12 @@ class FastCost:
         found, layout = self.summary, job.layout
         kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
         kept = kept.ways.get("tiles" if job.tile else "elementwise" if job.elementwise else "", kept)
-        whole = kept.over(layout.tp)
-        return whole, whole * (job.recompute > 0) + kept.again / layout.tp, found.stream / layout.tp
+        whole, tiles = kept.over(layout.tp), 0.0
+        if job.tile:  # of one tile an MLP holds all, and a summary has it for each token of a whole sequence
+            tiles = 4 * job.value_bytes * found.shape.mlp_width * job.tile * (1 / job.tokens - 1 / job.sequence)
+        if job.method == "heads":  # attention's result once more, of this rank's tokens, and shared key heads
+            whole += job.value_bytes * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys) / layout.tp
+        return whole, whole * (job.recompute > 0) + (kept.again + tiles) / layout.tp, found.stream / layout.tp
 
     def _seconds(self, job: Job) -> Parts:
         layout = job.layout
@@ -283,7 +287,9 @@ class FastCost:
         if place.head:
             rows = rows_per_chunk(round(job.tokens), round(shape.vocabulary / tp), torch.device("cuda"))
             loss = found.head * shape.table_weights / tp + job.value_bytes * rows * shape.vocabulary / tp
-        needed = states + activations + gathered + loss + OVERHEAD
+        own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once
+        exchanged = own * (shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp)
+        needed = states + activations + gathered + loss + exchanged * (job.layout.cp > 1) + OVERHEAD
         if job.microbatches == 1 and "parameters" not in c.offload:  # gradients are made while activations go
             gradients = job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
             needed -= min(gradients, activations - job.tokens * again)
