@@ -48,7 +48,7 @@ WRONG = {
     f"{SEARCH} {STEP} --sequence-length 0": "at least 1",
     f"{SEARCH} {STEP} --out FOLDER/no/recipe.yaml": "is not a folder",
     f"{SEARCH} {STEP} --recompute selective": "none, elementwise, full",
-    f"{SEARCH} {STEP} --recompute full --tile-tokens 1048576": "no layout of 8 GPUs, recompute=full, tile_tokens=1048576",
+    f"{SEARCH} {STEP} --recompute full --tile-tokens 1048576": "no layout of 8 GPUs, recompute=full, tile_tokens",
     f"{SEARCH} {STEP} --tile-tokens 2048": "recompute='full' or 'elementwise'",
     f"{SEARCH} {STEP} --offload weights": "activations, parameters or optimizer",
     f"{SEARCH} --tokens-per-step 256K": "--gpus",
