@@ -211,8 +211,9 @@ def test_tiles_agree_with_the_plan(recompute: str) -> None:
     assert case.levers == {"recompute": recompute, "tile_tokens": 8192, "offload": ()}
     assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
     assert found.needed == pytest.approx(planned.needed, rel=0.12)
-    tried = {each.job.tile * each.job.layout.cp for each in candidates(summary, H100, 16, 16)}
-    assert tried == {0, 8192, 16384, 32768}
+    tiled = [each.job for each in candidates(summary, H100, 16, 16) if each.job.tile]
+    assert tiled
+    assert all(job.tokens > 2 * job.tile == 16384 for job in tiled)
     assert summarize(MIXTURE, dtype=torch.bfloat16, sequence=131072).job.tile == 0
 
 
