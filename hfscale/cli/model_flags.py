@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.declared import declared
 from ..config.layout import LayoutFields
+from ..config.sections import ESTIMATED_PRECISIONS
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "as_stored": {"as_stored": True},
 }
 """Kinds of ``--quantize``, as a recipe has them."""
+ON_HOST = ("parameters", "optimizer", "activations")
 
 
 class Adds(Protocol):
@@ -35,23 +37,32 @@ def add_lora(parser: Adds, what: str) -> None:
     parser.add_argument("--lora", metavar="TARGETS", nargs="?", const="all-linear", help=told)
 
 
-def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
-    """Add ``--quantize`` (its help: ``quantize``), ``--lora`` and ``--rank``, which :func:`plan_arguments` reads."""
-    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help=quantize)
+def add_training_arguments(parser: Adds) -> None:
+    """Add the flags of adapters, weights in fewer bits, optimizer, precision and memory for :func:`plan_arguments`."""
+    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help="weights in 4 or 8 bits, or as stored")
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
+    parser.add_argument("--optimizer", metavar="NAME", help=f"its name in HF Trainer (default: {OPTIMIZER})")
+    told = "compute in bfloat16 over the weights' own type, products of layers in 8 bits"
+    parser.add_argument("--mixed-precision", choices=ESTIMATED_PRECISIONS, help=told)
+    told = "none, elementwise, selective, full (without HOW), every n-th layer, or a budget as 8GiB"
+    parser.add_argument("--recompute", metavar="HOW", nargs="?", const="full", help=told)
+    parser.add_argument("--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens")
+    parser.add_argument("--offload", metavar="WHAT,...", help=f"to the host: any of {', '.join(ON_HOST)}")
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.plan` for adapters, quantized weights and products in 8 bits."""
+    """Return the arguments of :func:`hfscale.plan` for adapters, quantized weights, precision and memory."""
     from transformers import BitsAndBytesConfig
 
-    from ..config.options import Options
+    from ..config.memory import MemoryConfig
 
-    given: dict[str, Any] = {}
-    precision = getattr(arguments, "mixed_precision", None) or "no"
-    if Options(mixed_precision=precision).products is not None:
-        given["mixed_precision"] = precision
+    on_host = list(filter(None, (arguments.offload or "").split(",")))
+    if unknown := set(on_host).difference(ON_HOST):
+        raise ConfigError(f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several")
+    again, away = arguments.recompute or "none", dict[str, Any]((f"offload_{name}", True) for name in on_host)
+    memory = MemoryConfig(int(again) if again.isdigit() else again, tile_tokens=arguments.tile_tokens, **away)
+    given: dict[str, Any] = {"memory": memory, "mixed_precision": arguments.mixed_precision or "no"}
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
@@ -65,20 +76,12 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def add_sequence_length(parser: Adds) -> None:
-    """Add ``--sequence-length``, which :func:`.amounts.tokens_of` reads."""
-    parser.add_argument(
-        "--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8192 or 8K (default: 4K)"
-    )
-
-
 def add_machine_arguments(parser: Adds) -> None:
-    """Add ``--hardware``, ``--sequence-length`` and ``--optimizer``, on which a step's time depends."""
-    parser.add_argument(
-        "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
-    )
-    add_sequence_length(parser)
-    parser.add_argument("--optimizer", default=OPTIMIZER, metavar="NAME", help="its name in HF Trainer")
+    """Add ``--hardware`` and ``--sequence-length``, which :func:`.amounts.tokens_of` reads."""
+    told = "h100, h200, b200, gb200, gb300, a100-80, a100-40, or a calibration's JSON"
+    parser.add_argument("--hardware", default="h100", metavar="NAME", help=told)
+    told = "tokens of a sequence, as 8192 or 8K (default: 4K)"
+    parser.add_argument("--sequence-length", default="4096", metavar="N", help=told)
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:

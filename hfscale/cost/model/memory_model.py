@@ -35,7 +35,7 @@ from .situation import Situation
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
 _FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 _DATA = ("dp_shard", "edp_shard")
-_BESIDE = ("on_host", "again", "notes")  # fields of an estimate that are no kind of bytes on the device
+_BESIDE = ("on_host", "again", "apart", "notes")  # fields of an estimate that are no kind of bytes on the device
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -59,6 +59,7 @@ class MemoryEstimate:
     loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # what lies on the host instead; no part of the total
     again: int = 0  # of the activations, what a layer computes again, at the most
+    apart: int = 0  # of all kinds, bytes that are freed before as many of others are made, in a step of one microbatch
     notes: tuple[str, ...] = ()  # what of this is estimated, and how
 
     @property
@@ -73,8 +74,8 @@ class MemoryEstimate:
 
     @property
     def needed(self) -> float:
-        """Bytes that a rank needs to run: all kinds at once, and the libraries' own."""
-        return self.total + OVERHEAD
+        """Bytes that a rank needs to run: all kinds that are there at once, and the libraries' own."""
+        return self.total - self.apart + OVERHEAD
 
     @property
     def likely(self) -> float:
@@ -98,6 +99,8 @@ def estimate_memory(
     mixed_precision: str = "no",
     trained: Collection[str] | None = None,  # parameters that train; by default adapters, or all that is not quantized
     chunk_rows: int | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
+    fused: bool = False,  # whether kernels of a GPU turn logits into their gradient, in place
+    apart: bool = False,  # whether gradients are made while activations go: one microbatch, and none left of the last
     **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
     """Estimate the bytes that one rank holds in training."""
@@ -122,9 +125,10 @@ def estimate_memory(
         activations=kept,
         gathered=_gathered(plan, held, situation),
         exchanged=_exchanged(plan, situation, tokens),
-        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4)),
+        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
         on_host=away + on_host,
         again=again,
+        apart=min(trains, kept - again) if apart else 0,
         notes=tuple(notes),
     )
     if not offloaded(plan).parameters:
@@ -132,7 +136,7 @@ def estimate_memory(
     shards = ("weights", "adapters", "gradients", "optimizer")
     away = sum(found.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
-    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
+    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, apart=0, notes=tuple(notes))
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
@@ -244,7 +248,7 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
     return ceil(cp_buffer_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
 
 
-def _loss(plan: Plan, situation: Situation, chunk_rows: int) -> int:
+def _loss(plan: Plan, situation: Situation, chunk_rows: int, fused: bool) -> int:
     if not has_head(plan, situation.pp_rank):
         return 0
     weight = plan.by_name[f"{plan.head}.weight"]
@@ -252,4 +256,5 @@ def _loss(plan: Plan, situation: Situation, chunk_rows: int) -> int:
     whole = weight.model_shape(situation.ranks)
     wide = max(4, weight.dtype.itemsize)
     gradient = wide * prod(whole) if owner in situation.trained else 0
-    return 2 * wide * chunk_rows * whole[0] + gradient
+    logits = types_of(plan, situation.mixed).size if fused else 2 * wide
+    return logits * chunk_rows * whole[0] + gradient
