@@ -145,7 +145,7 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     for directory in every:
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
         if not problems and verify:
-            problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]
+            problems = [each for told in mesh.all_gather_object(changed(directory, mesh)) for each in told]
         if not problems:
             if wrong and is_writer(mesh):
                 _log.warning("%s. Resuming from %s", _listed(wrong), directory)
@@ -154,7 +154,7 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     raise CheckpointError(f"{_listed(wrong)}: there is no complete state in {source}")
 
 
-def _changed(directory: Path, mesh: Mesh) -> list[str]:
+def changed(directory: Path, mesh: Mesh) -> list[str]:
     """Return checksum problems of the files that this rank has to read."""
     try:
         mark = complete.read_mark(directory)
