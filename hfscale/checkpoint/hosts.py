@@ -2,8 +2,6 @@
 
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +11,59 @@ import torch.distributed as dist
 from ..distributed.files.complete import FileSum
 from ..distributed.mesh import Mesh
 
-Wanted = dict[int, dict[str, tuple[int, int]]]
-"""First rank of a host -> file that the host lacks -> a rank whose host has it, and its bytes."""
+Files = dict[str, FileSum]
 
 
-@dataclass(frozen=True)
 class Hosts:
     """The hosts of a run, each known by its first rank; ``first``: for each rank, the first one of its host."""
 
-    first: list[int]
-
-    @classmethod
-    def of(cls, mesh: Mesh, directory: Path) -> "Hosts":
+    def __init__(self, mesh: Mesh, directory: Path) -> None:
         """Find out which ranks see each other's files in ``directory``; collective."""
         token = directory / f".{secrets.token_hex(8)}"
         token.touch()
-        try:
-            tokens = mesh.all_gather_object(token.name)
-            return cls(
-                mesh.all_gather_object(next(rank for rank, each in enumerate(tokens) if (directory / each).exists()))
-            )
-        finally:
-            token.unlink()
+        tokens = mesh.all_gather_object(token.name)
+        seen = next(rank for rank, name in enumerate(tokens) if (directory / name).exists())
+        self.first = mesh.all_gather_object(seen)
+        token.unlink()
+        self.here = self.ranks(self.first[mesh.rank])
+        self.makes = mesh.rank == self.here[0]  # whether this rank makes the directories of its host
 
     def ranks(self, first: int) -> list[int]:
         """Return the ranks of a host."""
         return [rank for rank, its in enumerate(self.first) if its == first]
 
     def before(self, first: int) -> list[int]:
-        """Return the ranks of the host before, of which this one keeps a copy; none if it is the only one."""
+        """Return the ranks of the host before, of which this one keeps copies; none if it is the only one."""
         order = sorted({*self.first})
         return self.ranks(order[order.index(first) - 1]) if len(order) > 1 else []
 
-    def copy_to_next(
-        self, mesh: Mesh, every: Sequence[dict[str, FileSum]], directory: Path
-    ) -> list[dict[str, FileSum]]:
-        """Send what each rank has written (``every``) to the next host; return the files of this host. Collective."""
+    def copy_to_next(self, mesh: Mesh, every: list[Files], directory: Path) -> Files:
+        """Send the files that each rank has written (``every``) to the next host; return all of this one."""
         own = [{name: file for name, file in files.items() if name.startswith("rank-")} for files in every]
-        wanted: Wanted = {
-            first: {name: (rank, file.size) for rank in self.before(first) for name, file in own[rank].items()}
-            for first in {*self.first}
-        }
-        self.send(mesh, wanted, directory)
-        first = self.first[mesh.rank]
-        return [*(every[rank] for rank in self.ranks(first)), *(own[rank] for rank in self.before(first))]
+        lacks = {host: {n: r for r in self.before(host) for n in own[r]} for host in self.first}
+        self.send(mesh, lacks, {name: file for files in own for name, file in files.items()}, directory)
+        kept = [*(every[rank] for rank in self.here), *(own[rank] for rank in self.before(self.here[0]))]
+        return {name: file for files in kept for name, file in files.items()}
 
-    def send(self, mesh: Mesh, wanted: Wanted, directory: Path) -> None:
-        """Send files between the hosts' directories; collective, with the same ``wanted`` on every rank."""
+    def send(self, mesh: Mesh, lacks: dict[int, dict[str, int]], files: Files, directory: Path) -> None:
+        """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``; alike on all ranks."""
         transfers: list[tuple[Any, int, int]] = []  # contents, from, to
-        for first, files in sorted(wanted.items()):
-            ranks = self.ranks(first)
-            for number, (name, (source, size)) in enumerate(sorted(files.items())):
+        for host, sources in sorted(lacks.items()):
+            ranks = self.ranks(host)
+            for number, (name, source) in enumerate(sorted(sources.items())):
                 target, content = ranks[number % len(ranks)], None
                 if mesh.rank == target:
-                    with (directory / name).open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, size)  # an error now, and no signal later, if it is full
+                    with (directory / name).open("wb") as file:  # an error now, and no signal later, if it is full
+                        os.posix_fallocate(file.fileno(), 0, files[name].size)
                 if mesh.rank in (source, target):
-                    content = torch.from_file(str(directory / name), mesh.rank == target, size, dtype=torch.uint8)
+                    path, size = str(directory / name), files[name].size
+                    content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
                 transfers.append((content, source, target))
         mesh.all_gather_object(None)  # nobody sends to a rank without room
-        under_way: list[Any] = []
+        moves: list[Any] = []
         for tag, (content, source, target) in enumerate(transfers):
             if content is not None:
                 move, other = (dist.isend, target) if mesh.rank == source else (dist.irecv, source)
-                under_way.append(move(content, other, group=mesh.control, tag=tag))
-        for work in under_way:
-            work.wait()
+                moves.append(move(content, other, group=mesh.control, tag=tag))
+        for each in moves:
+            each.wait()

@@ -42,7 +42,7 @@ from ..parallel.tensor.part import RandomStreams
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
-from .state_directory import find_whole, none_there, run_of
+from .state_directory import none_there, run_of
 from .state_load import Resumed, load_from
 from .state_save import TakenState, contents_of, take_state, write_state
 
@@ -183,7 +183,7 @@ def taken_now(
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
         reshard(runtime.model)  # or weights that FSDP2 has gathered would be saved as shards
-        taken = take_state(runtime, stock_optimizer(optimizer), step, with_state(others))
+        taken = take_state(runtime, stock_optimizer(optimizer), step, _given(others))
         runtime.run = runtime.run or uuid.uuid4().hex
     return taken
 
@@ -228,8 +228,7 @@ def load_state(
         if missing_ok and none_there(Path(directory), runtime.mesh):
             return Resumed(None, 0, runtime.mesh.batch_world, True)
         reshard(runtime.model)
-        found = find_whole(Path(directory), runtime.mesh, verify)
-        resumed = load_from(runtime, found, stock_optimizer(optimizer), with_state(others))
+        resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
         if resumed.directory is not None:
             runtime.run = run_of(resumed.directory)
         return resumed
@@ -255,7 +254,7 @@ def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | No
     return step
 
 
-def with_state(others: dict[str, Any]) -> dict[str, Any]:
+def _given(others: dict[str, Any]) -> dict[str, Any]:
     """Return the objects that have a state; warn of dataloaders without one."""
     found = {}
     for name, other in others.items():

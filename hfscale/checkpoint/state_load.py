@@ -20,6 +20,7 @@ from ..train.runtime import Runtime, like_sharded
 from ..train.runtime.shards import local_tensor
 from ..train.runtime.writing import not_finite, warn_of_not_finite
 from .random_states import random_states, restore_random_states
+from .state_directory import find_whole
 from .state_format import StateIndex, StateReader, rest_name
 from .state_save import described, moved_parameters, state_lies, written_parameters
 
@@ -37,9 +38,10 @@ class Resumed:
 
 
 def load_from(
-    runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
+    runtime: Runtime, source: Path, optimizer: torch.optim.Optimizer | None, others: dict[str, Any], verify: bool
 ) -> Resumed:
-    """Load the complete state in ``directory``: see :func:`hfscale.load_state`; collective."""
+    """Load a state: see :func:`hfscale.load_state`; collective."""
+    directory = find_whole(source, runtime.mesh, verify)
     with _in_words_of(directory):
         found = _Found(runtime, directory, optimizer, others)
         read = _ReadAside(found, optimizer)

@@ -219,17 +219,18 @@ def write_state(
     On ``hosts`` that do not share ``target``, the first rank of each writes its index, and its files go to the next.
     """
     mesh, run, new = taken.mesh, taken.runtime.run, None
-    makes = is_writer(mesh) if hosts is None else hosts.first[mesh.rank] == mesh.rank
+    makes = is_writer(mesh) if hosts is None else hosts.makes
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if makes:
                 new = NewState(target)
             index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
             every = mesh.all_gather_object(_write_own(taken, index, staging_of(target), makes))
+            files = {name: file for rank in every for name, file in rank.items()}
             if hosts is not None:
-                every = hosts.copy_to_next(mesh, every, staging_of(target))
+                files = hosts.copy_to_next(mesh, every, staging_of(target))
             if new is not None:
-                new.commit({name: file for rank in every for name, file in rank.items()}, taken.index.step, run)
+                new.commit(files, taken.index.step, run)
                 new = None
             numbers = {key: share for key, share in taken.held.items() if not key.startswith("buffers/")}
             warn_of_not_finite(mesh, not_finite(numbers), str(target))

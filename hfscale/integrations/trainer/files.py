@@ -195,7 +195,7 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
         raise CheckpointError(problem)
     if resume is True and memory is not None:
         kept = memory.newest(_state_of(Path(found)) if isinstance(found, str) else None)
-        return found if kept is None else str(kept[0])
+        return found if kept is None else str(kept)
     return found
 
 

@@ -7,34 +7,31 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import SaveStrategy
 
-from ...checkpoint.in_memory import MEMORY, StatesInMemory
-from ...errors import check_count
+from ...checkpoint.in_memory import StatesInMemory
+from ...config.environment import MEMORY
 
 
 class StatesInMemoryCallback(TrainerCallback):
-    """Save a Trainer's run to its hosts' memory every few steps; ``train(resume_from_checkpoint=True)`` goes on from
+    """Save a Trainer's run to its hosts' memory every few steps: ``train(resume_from_checkpoint=True)`` goes on from
     there, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
     """
 
     def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
-        check_count("every", every, 1)
         self.every, self.memory, self.due = every, memory, False
         self.states: StatesInMemory | None = None
 
     def states_of(self, trainer: Any) -> StatesInMemory:
         """Return the states of a trainer; collective the first time."""
         if self.states is None:
-            given: dict[str, Any] = {"every": self.every, "memory": self.memory}
-            self.states = StatesInMemory(trainer.model, trainer.args.output_dir, **given)
+            output: str = trainer.args.output_dir
+            self.states = StatesInMemory(trainer.model, output, every=self.every, memory=self.memory)
         return self.states
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask for a save to memory, where none to disk is due."""
-        best = args.save_strategy == SaveStrategy.BEST and control.should_evaluate
-        ends = state.global_step >= state.max_steps
-        self.due = not (control.should_save or best or ends) and state.global_step % self.every == 0
+        """Ask for a save to memory, where none to disk is due, or may be."""
+        asked = control.should_save or (args.save_strategy == "best" and control.should_evaluate)
+        self.due = not asked and state.global_step % self.every == 0 and state.global_step < state.max_steps
         control.should_save = control.should_save or self.due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -50,5 +47,5 @@ class StatesInMemoryCallback(TrainerCallback):
             yield Path(aside)
             states = self.states_of(trainer)
             states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
-            written = (path for path in Path(aside).glob("*/*") if path.is_file())
-            states.save(trainer.state.global_step, {path.name: path.read_bytes() for path in written})
+            written = {path.name: path.read_bytes() for path in Path(aside).glob("*/*") if path.is_file()}
+            states.save(trainer.state.global_step, written)
