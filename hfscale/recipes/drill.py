@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..config.environment import memory_of
 from ..config.parallel import ParallelConfig
 from ..plan.columns import aligned
 from .launch import prepare_launch
@@ -119,7 +120,8 @@ class _Run:
         """Wait for step ``due``, strike, and wait until the ranks have done a step again."""
         self._wait(lambda: self._step() >= due)
         if kind == "save":
-            self._wait(lambda: any((self._directory / "state" / ".incomplete").glob("*")))
+            disk = self._directory / "state"
+            self._wait(lambda: any(disk.glob(".incomplete/*")) or any(memory_of(disk).glob(".*.incomplete")))
         time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
         rank = chance.randrange(self._ranks)
         step = resumed = self._step()
