@@ -44,17 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise RecipeError("RECIPE is missing: give the path of a YAML file, or a name that hfscale train --list shows")
     if is_launched():
-        from ..distributed.restarts import restart_in_place
         from ..recipes.main_process import run as run_or_explain
         from ..recipes.run import start
 
-        def train() -> None:
-            recipe = read_recipe(arguments.recipe, arguments.overrides)
-            if recipe.training.restarts:
-                restart_in_place(recipe.training.restarts)
-            start(recipe, arguments.max_memory)
-
-        run_or_explain(train)
+        run_or_explain(lambda: start(read_recipe(arguments.recipe, arguments.overrides), arguments.max_memory))
         return 0
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     from ..config.parallel import ParallelConfig

@@ -67,16 +67,13 @@ class Checkpoints(TrainerHooks):
         """The callback that keeps states in memory, if there is one."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)), None)
 
-    @property
-    def _to_memory(self) -> bool:
-        return self.in_memory is not None and self.in_memory.due and not self.control.should_training_stop
-
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
         """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
-        if self._to_memory and self.in_memory is not None:
-            with self.in_memory.kept(self) as memory:
-                yield memory
+        memory = self.in_memory
+        if memory is not None and memory.due and not self.control.should_training_stop:
+            with memory.kept(self) as small:
+                yield small
             return
         mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
@@ -100,9 +97,6 @@ class Checkpoints(TrainerHooks):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
         directory = output_dir or self.args.output_dir
-        if _internal_call and self._to_memory:
-            Path(directory).mkdir(exist_ok=True)
-            return
         save_pretrained(self.model, directory)
         written = attribute_replaced(self.model, "save_pretrained", lambda *_, **__: None)
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"), written:
@@ -110,8 +104,6 @@ class Checkpoints(TrainerHooks):
 
     def write_state(self, directory: Path) -> None:
         """Write optimizer, schedule and RNG states in hfscale's own format; on every rank."""
-        if self._to_memory:  # which saves it itself
-            return
         optimizer, scheduler = self.optimizer, self.lr_scheduler
         save_state(self.model, directory / _STATE, optimizer=optimizer, scheduler=scheduler)
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):

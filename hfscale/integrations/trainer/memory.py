@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..._compat.replaced import attribute_replaced
 from ...checkpoint.in_memory import StatesInMemory
 from ...config.environment import MEMORY
 
@@ -43,9 +44,13 @@ class StatesInMemoryCallback(TrainerCallback):
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
         """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
+        states = self.states_of(trainer)
+        states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
         with TemporaryDirectory() as aside:
-            yield Path(aside)
-            states = self.states_of(trainer)
-            states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
-            written = {path.name: path.read_bytes() for path in Path(aside).glob("*/*") if path.is_file()}
-            states.save(trainer.state.global_step, written)
+            with (
+                attribute_replaced(trainer, "save_model", lambda directory, **_: Path(directory).mkdir()),
+                attribute_replaced(trainer, "write_state", lambda _: None),
+            ):
+                yield Path(aside)
+            written = {path.name: path.read_bytes() for path in Path(aside).glob("*/*")}
+        states.save(trainer.state.global_step, written)
