@@ -9,7 +9,7 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-In memory (:mod:`.memory`) there is the training state alone, with trainer_state.json and rng_state.pth beside it.
+In memory (:mod:`.memory_callback`) there is the training state alone, with trainer_state.json and rng_state.pth beside it.
 """
 
 import json
@@ -42,7 +42,7 @@ from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .memory import StatesInMemoryCallback
+from .memory_callback import StatesInMemoryCallback
 from .streams import TrainerRandomStreams
 
 _STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
