@@ -9,7 +9,7 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-In memory (:mod:`.memory_callback`) there is the training state alone, with trainer_state.json and rng_state.pth beside it.
+In memory (:mod:`.memory_callback`) there is the training state alone, with Trainer's own small files in it.
 """
 
 import json
