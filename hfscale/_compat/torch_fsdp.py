@@ -29,6 +29,7 @@ MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 """Attributes that FSDP2 sets on every module inside of a wrapped one."""
 
 Agree = Callable[[list[bool]], list[bool]]
+_state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
 
 
 def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
@@ -46,7 +47,7 @@ def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) 
         others = {}
     apart = {parameter for parameters in others.values() for parameter in parameters}
     fully_shard(module, ignored_params=ignored | apart, **how)
-    groups: Any = fully_shard.state(module)._fsdp_param_groups if others else []  # type: ignore[attr-defined]
+    groups: Any = _state_of(module)._fsdp_param_groups if others else []
     for parameters in others.values():
         first = groups[0]
         groups.append(
@@ -89,9 +90,15 @@ def _groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the groups of every wrapped module, with its name; without ``inner`` ones, those of ``model`` itself."""
+    for name, module in model.named_modules() if inner else [("", model)]:
+        if isinstance(module, FSDPModule):
+            yield from ((name, group) for group in _groups(_state_of(module)))
+
+
 def _states(model: nn.Module) -> list[Any]:
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
-    return list(root._state_ctx.all_states)
+    return list(_state_of(model)._state_ctx.all_states)
 
 
 @dataclass(frozen=True)
@@ -116,36 +123,32 @@ class ParameterGroup:
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
     """Yield the groups of every wrapped module, in order; call before the first forward pass."""
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-                trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-                sizes = [p.padded_sharded_param_size for p in trained]
-                yield ParameterGroup(name, sizes, group)
+    for name, group in _sharded_groups(model):
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        yield ParameterGroup(name, [p.padded_sharded_param_size for p in trained], group)
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:
     """Give parameters of wrapped modules other dtypes, keeping the parameter objects; call between steps. A group is
     reduced in one buffer, so a group whose parameters would differ in dtype stays as it is.
     """
-    for module in model.modules():
-        for group in _groups(fully_shard.state(module)) if isinstance(module, FSDPModule) else ():  # type: ignore[attr-defined]
-            for held in group.fsdp_params:
-                held.reset_sharded_param()  # before the first pass they may be from before loading
-            trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
-            wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
-            if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
-                continue
-            for held in trained:
-                cast = nn.Parameter(held.sharded_param.detach().to(next(iter(wanted))))
-                torch.utils.swap_tensors(held.sharded_param, cast)
-                held.reset_sharded_param()
-            group._init_mp_dtypes()
+    for _, group in _sharded_groups(model):
+        for held in group.fsdp_params:
+            held.reset_sharded_param()  # before the first pass they may be from before loading
+        trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+        wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
+        if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
+            continue
+        for held in trained:
+            cast = nn.Parameter(held.sharded_param.detach().to(next(iter(wanted))))
+            torch.utils.swap_tensors(held.sharded_param, cast)
+            held.reset_sharded_param()
+        group._init_mp_dtypes()
 
 
 def gather_root(model: nn.Module) -> None:
     """Gather the weights outside of the layers, for calls of the model's modules without the model itself."""
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root = _state_of(model)
     root._lazy_init()  # or the first layer that is called would become the root
     for group in _groups(root):
         group.unshard()
@@ -157,7 +160,7 @@ def reduce_now(model: nn.Module) -> None:
     for state in _states(model):
         for group in _groups(state):
             group.post_backward()
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root = _state_of(model)
     root._root_post_backward_final_callback()
 
 
@@ -165,7 +168,7 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
     """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them:
     missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
     """
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root = _state_of(model)
     for group in _groups(root):
         held = [p for p in group.fsdp_params if p._module_info.module in modules and p.sharded_param.requires_grad]
         group.post_backward = partial(_reduce_alike, root, group, group.post_backward, held, agree)
@@ -225,15 +228,12 @@ class ManagedPlace:
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
     """Yield every place of every sharded parameter, second names too; ``inner``: also those of inner modules."""
-    for wrapped in model.modules() if inner else [model]:
-        if isinstance(wrapped, FSDPModule):
-            state = fully_shard.state(wrapped)  # type: ignore[attr-defined]
-            for parameter in (each for group in _groups(state) for each in group.fsdp_params):
-                place = parameter._module_info
-                names = [(place.module, place.param_name)]
-                names += zip(place.shared_modules, place.shared_param_names, strict=True)
-                for module, name in names:
-                    yield ManagedPlace(module, name, module._parameters.get(name), parameter)
+    for parameter in (each for _, group in _sharded_groups(model, inner) for each in group.fsdp_params):
+        place = parameter._module_info
+        names = [(place.module, place.param_name)]
+        names += zip(place.shared_modules, place.shared_param_names, strict=True)
+        for module, name in names:
+            yield ManagedPlace(module, name, module._parameters.get(name), parameter)
 
 
 class _Encoded(FSDPParam):
@@ -279,14 +279,11 @@ class _Shard:
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
-def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any], name: str = "weight") -> None:
-    """Gather the parameter ``name`` of each module in ``encodings`` encoded; call before the first forward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-                for parameter in group.fsdp_params:
-                    info = parameter._module_info
-                    if info.module in encodings and info.param_name == name:
-                        parameter.__class__ = _Encoded
-                        parameter.encoding = encodings[info.module]
-                        parameter._init_extensions()
+def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:
+    """Gather the weight of each module in ``encodings`` encoded; call before the first forward pass."""
+    for parameter in (each for _, group in _sharded_groups(model) for each in group.fsdp_params):
+        info = parameter._module_info
+        if info.module in encodings and info.param_name == "weight":
+            parameter.__class__ = _Encoded
+            parameter.encoding = encodings[info.module]
+            parameter._init_extensions()
