@@ -66,7 +66,7 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
 
     def pass_on(number: int, _: Any) -> None:
         told.append(number)
-        if code is None:
+        with suppress(ProcessLookupError):  # it has ended
             os.kill(child, number)
 
     told, code, heard = list[int](), None, 0.0
