@@ -95,7 +95,7 @@ class StatesInMemory:
             sizes = mesh.all_gather_object(sum(tensor.nbytes for tensor in taken.held.values()) + len(taken.rest))
             here, before = (sum(sizes[rank] for rank in ranks) for ranks in (hosts.here, hosts.before(hosts.here[0])))
             if self._begins:  # anew: nothing was loaded
-                self._keep_only("")
+                self.keep_only()
             if not self.bytes:
                 self._check_room(3 * here + 2 * before)  # two states, and a copy that is being written
             self._begins, self.bytes = False, here + before
@@ -129,7 +129,7 @@ class StatesInMemory:
                 name = ""
             if name:
                 self._fetch(name, every)
-            self._keep_only(name)
+            self.keep_only(name)
         return self.directory / name if name else None
 
     def remove(self) -> None:
@@ -160,7 +160,8 @@ class StatesInMemory:
             return _age(there, there, mark) > _age(mark, there, mark)
         return False
 
-    def _keep_only(self, name: str) -> None:
+    def keep_only(self, name: str = "") -> None:
+        """Remove all other states from this host's memory; on every rank."""
         for path in self.directory.iterdir():
             if path.name != name and self._hosts.makes:
                 shutil.rmtree(path, ignore_errors=True)

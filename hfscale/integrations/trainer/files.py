@@ -173,6 +173,8 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
     It is ``None`` if the run was killed during its first save. Raise :class:`CheckpointError`, on every rank, if the
     requested checkpoint is not complete, or none is.
     """
+    if memory is not None and resume is not True:
+        memory.keep_only()  # none: what an earlier run left
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
     found: Any = resume
