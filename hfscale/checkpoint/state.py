@@ -44,7 +44,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
 from .state_directory import none_there, run_of
 from .state_load import Resumed, load_from
-from .state_save import contents_of, take_state, write_state
+from .state_save import TakenState, contents_of, take_state, write_state
 
 
 class _Save(threading.Thread):
@@ -163,23 +163,37 @@ def save_state(
     count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
     everyone_arrives(runtime.mesh, timeout, call)
+    if check_replicas:
+        with all_or_none(runtime.mesh, f"{target} could not be written"):
+            wait_for_saves()
+            guards.check_replicas(runtime, call)
+    taken = taken_now(runtime, target, optimizer, count, others)
+    if asynchronous:
+        write_behind(taken, target, lambda: write_state(taken, target, keep_last, keep_every))
+    else:
+        write_state(taken, target, keep_last, keep_every)
+
+
+def taken_now(
+    runtime: Runtime, target: Path, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
+) -> TakenState:
+    """Return this rank's state of a run, to be written to ``target``, once the previous save is done; collective."""
     if (streams := runtime.part(RandomStreams)) is not None:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
-        if check_replicas:
-            guards.check_replicas(runtime, call)
         reshard(runtime.model)  # or weights that FSDP2 has gathered would be saved as shards
-        given = _given(others)
-        taken = take_state(runtime, stock_optimizer(optimizer), count, given)
+        taken = take_state(runtime, stock_optimizer(optimizer), step, _given(others))
         runtime.run = runtime.run or uuid.uuid4().hex
-        if asynchronous:
-            taken.held = on_host(taken.held)
-    if asynchronous:
-        taken.mesh = apart(taken.mesh)
-        begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
-    else:
-        write_state(taken, target, keep_last, keep_every)
+    return taken
+
+
+def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> None:
+    """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
+    with all_or_none(taken.mesh, f"{target} could not be written"):
+        taken.held = on_host(taken.held)
+    taken.mesh = apart(taken.mesh)
+    begin_save(str(target), write)
 
 
 def load_state(

@@ -140,9 +140,10 @@ def none_there(source: Path, mesh: Mesh) -> bool:
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
-    every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
+    found = [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
     wrong: dict[Path, list[str]] = {}
-    for directory in every:
+    for name in mesh.all_gather_object(found)[0]:
+        directory = Path(os.path.normpath(source / name))
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
         if not problems and verify:
             problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]

@@ -34,6 +34,8 @@ def start(recipe: AnyRecipe, limit: float | None = None) -> None:
     """Run a recipe in the only process, or as a rank of a launcher's; ``limit`` is the most GiB that one rank may be
     predicted to need, and ``None`` makes no estimate.
     """
+    if recipe.training.restarts:
+        hfscale.restart_in_place(recipe.training.restarts)
     try:
         carry_out(recipe, limit)
     finally:

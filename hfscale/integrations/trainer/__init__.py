@@ -5,4 +5,5 @@ computes from processes - token counts, loss scales, steps per epoch - is right 
 depend on the real rank.
 """
 
+from .memory_callback import StatesInMemoryCallback
 from .mixin import Seq2SeqTrainer, Trainer, TrainerMixin

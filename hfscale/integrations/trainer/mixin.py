@@ -160,7 +160,8 @@ class TrainerMixin(Checkpoints, DataHooks):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, resuming from a complete checkpoint."""
         output = self.args.output_dir
-        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
+        memory = self.in_memory.states_of(self) if self.in_memory else None
+        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh, memory)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         self.forget_engine()
         with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
