@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 import hfscale
 
 from .._compat.torch_device import accelerators
+from .batch_sizes import GIB, beside
 from .main_process import on_main
-from .memory_limit import GIB, beside
 from .pictures import Sample, opened
 from .run_log import plot_losses, read_metrics
 from .schema import DataRecipe, FinetuneRecipe, Recipe

@@ -126,9 +126,7 @@ def token_scores(
 def loss_of_scores(
     runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, batch: Any, passes: int
 ) -> Objective:
-    """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch. Refuse
-    schedules without a flush, and numbers of microbatches that differ: those of ``batch``, and ``passes`` of the model.
-    """
+    """Return the objective of a user's ``score_loss``, its mean over distinct batches; refuse cut batches."""
     refuse_without_flush(runtime, "score_loss")
     given = 1 if isinstance(batch, Mapping) else len(batch)
     if given != passes:

@@ -25,9 +25,7 @@ from ...train.runtime.writing import is_writer
 
 
 class TrainerRandomStreams(TrainerCallback):
-    """Save and restore RNG states, at the beginning of an epoch and at a checkpoint. Stock Trainer draws a resumed
-    epoch's order from the current RNG state; so does a run here that resumes from a stock checkpoint.
-    """
+    """Save and restore RNG states, of an epoch's beginning and of the checkpoint; stock checkpoints have the latter."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -42,11 +42,7 @@ def check_packed_rows(
     model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
 ) -> None:
     """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than alone.
-
-    Args:
-        batches: some of which hold packed rows.
-        start: the position of a document's first token, where there are no batches yet.
-        tokens: of the longest row, where there are no batches yet.
+    Where there are no ``batches`` yet, ``start`` is a document's first position, and ``tokens`` are the longest row's.
     """
     batches = list(batches)
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}

@@ -100,9 +100,7 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Guard against stock loops, clipping, optimizers and changes that take this rank's shards for the full model, and
-    make ``model.save_pretrained`` save the full model through ``save`` (:func:`hfscale.save_pretrained`).
-    """
+    """Guard against stock code that takes shards for the full model; ``model.save_pretrained`` becomes ``save``."""
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
@@ -177,9 +175,7 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
 
 
 def before_step(runtime: Runtime) -> None:
-    """Refuse a model before a training step, on every rank, if it was changed since it was built, is in float16,
-    gradients are disabled, or its replicas, which are compared before a few of the steps, have drifted apart.
-    """
+    """Refuse to train a model that was changed, is in float16, has no gradients or whose replicas drifted apart."""
     check_model(runtime)
     if not torch.is_grad_enabled():
         raise ConfigError(

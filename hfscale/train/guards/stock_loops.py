@@ -61,8 +61,8 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
     if max(layout.tp, layout.pp, layout.ep) == 1:
         return
     _spread_models.add(runtime.model)
-    _check_first(torch.nn.utils, "clip_grad_norm_", _check_parameters)
-    _check_first(torch.nn.utils, "get_total_norm", _check_gradients)
+    for name in _NORMS:
+        _check_first(torch.nn.utils, name, functools.partial(_check_tensors, name))
     for name in ("unscale_", "step"):
         _check_first(torch.amp.GradScaler, name, _check_scaler)
 
@@ -97,27 +97,21 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
     return accelerator, *args
 
 
-def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    spread = _spread_of(given)
-    if spread is not None:
-        raise ConfigError(
-            f"torch.nn.utils.clip_grad_norm_ would clip each rank of {spread} by the norm of its own shards, and "
-            "ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the "
-            "whole model on every rank"
-        )
-    return given, *args
+_NORMS = {
+    "clip_grad_norm_": "would clip each rank of {} by the norm of its own shards, and ranks would drift apart: use "
+    "hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the whole model on every rank",
+    "get_total_norm": "would return, on each rank of {}, the norm of what that rank holds: "
+    'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing',
+}
 
 
-def _check_gradients(tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _check_tensors(name: str, tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Refuse parameters, or their gradients, of which ranks see different norms."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     parts = {id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None}
     spread = _spread_of([*given, *(parts[id(each)] for each in given if id(each) in parts)])
     if spread is not None:
-        raise ConfigError(
-            f"torch.nn.utils.get_total_norm would return, on each rank of {spread}, the norm of what that rank holds: "
-            'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing'
-        )
+        raise ConfigError(f"torch.nn.utils.{name} {_NORMS[name].format(spread)}")
     return given, *args
 
 
@@ -150,9 +144,7 @@ class _Held(NamedTuple):
 
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if the step would differ
-    from one process, fail on FSDP2's shards, or keep an offloaded state on the device.
-    """
+    """Refuse, at their first step, optimizers that differ from one process, fail on shards, or undo offloading."""
     layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
     if layout.total_size == 1 and not on_host:
         return

@@ -156,12 +156,9 @@ def _parts(numbers: list[int], length: int) -> list[list[int]]:
 def total_of(
     valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
 ) -> int:
-    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for: over
-    ``group``, ``None`` if there is only one batch. One of the ranks that share a batch ``counts`` its labels. This rank
-    runs collectives with all others in a number of ``passes``, which must be the same on all.
-
-    Every rank raises :class:`ConfigError` if one refuses its batch (its own error there, a pointer to it elsewhere), or
-    if the numbers of passes differ, and some ranks would wait forever.
+    """Return the number of valid labels in all distinct batches, summed over ``group`` on the host (``None``: one
+    batch); of the ranks that share a batch, one ``counts``. All raise :class:`ConfigError` if one has ``refused`` its
+    batch, or if their numbers of ``passes``, in which ranks run collectives together, differ.
     """
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
