@@ -75,7 +75,6 @@ def describe_source(data: DataRecipe) -> str:
 
 
 def _metadata(config: Any, recipe: Recipe, made: Made) -> ModelCardData:
-    """Return the metadata that the Hub reads from a card."""
     tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
     tags = ["hfscale", config.model_type, "fine-tuned" if tuned else "pretrained"]
     if tuned and made.coverage:

@@ -158,10 +158,8 @@ def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, tem
 
 
 def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
-    flags = own.dtype == torch.bool  # not every backend can send booleans
-    whole = own.to(torch.uint8) if flags else own
-    whole = runtime.context.gather_tokens(batch, whole)
-    return whole.bool() if flags else whole
+    sent = own.to(torch.uint8) if own.dtype == torch.bool else own  # not every backend can send booleans
+    return runtime.context.gather_tokens(batch, sent).to(own.dtype)
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:

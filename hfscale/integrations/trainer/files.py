@@ -9,7 +9,7 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-In memory (:mod:`.memory_callback`) there is the training state alone, with Trainer's own small files in it.
+In memory (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own small files in it.
 """
 
 import json
@@ -42,8 +42,7 @@ from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .memory_callback import StatesInMemoryCallback
-from .streams import TrainerRandomStreams
+from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 
 _STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
 _OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
@@ -157,7 +156,6 @@ def _best_named(state: Any, target: Path) -> Iterator[None]:
 
 
 def _has_state(checkpoint: Path) -> bool:
-    """Return whether the checkpoint holds a training state written by hfscale."""
     return _state_of(checkpoint).is_dir()
 
 

@@ -75,7 +75,8 @@ def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) 
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        return function(*check(*args, **kwargs), **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)  # arguments given by name are positional here too
+        return function(*check(*given.args, **given.kwargs), **given.kwargs)
 
     setattr(checked, _PATCHED, True)
     setattr(holder, name, checked)
@@ -167,21 +168,19 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
             "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
         )
+    if not getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
+        cut = next((part for part in parts if part.cut), None)
+        if cut is not None and _differs(optimizer, held[0].device, halved=True):
+            _refuse(optimizer, cut, f"{cut.name} is cut")
+        elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
+            _refuse(optimizer, parts[0], "stages hold some parameters each")
+        _refuse_over_shards(optimizer, held)
     _judged[optimizer] = len(optimizer.param_groups)
-    if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
-        return
-    cut = next((part for part in parts if part.cut), None)
-    if cut is not None and _differs(optimizer, held[0].device, halved=True):
-        _refuse(optimizer, cut, f"{cut.name} is cut")
-    elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
-        _refuse(optimizer, parts[0], "stages hold some parameters each")
-    _refuse_over_shards(optimizer, held)
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
     sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
-        _judged.pop(optimizer, None)
         raise ConfigError(
             f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
             f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
@@ -189,11 +188,9 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 
 
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
-    name = type(optimizer).__name__
-    _judged.pop(optimizer, None)
     raise ConfigError(
-        f"{name} is not elementwise (tried on two small matrices, full and sharded), and over {part.layout} {why}: "
-        f"its steps would differ from those of one process. Make {_INSTEAD}"
+        f"{type(optimizer).__name__} is not elementwise (tried on two small matrices, full and sharded), and over "
+        f"{part.layout} {why}: its steps would differ from those of one process. Make {_INSTEAD}"
     )
 
 
