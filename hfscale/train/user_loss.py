@@ -213,14 +213,9 @@ class UserLoss:
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
-        if not train:
-            with torch.no_grad():
-                total = runtime.run_step(model, inputs, Objective(self._loss), train)
-                self._loss_fn.agree()
-                return (total / self._total_count()).to(total.dtype)
         runtime.release()  # or weights that FSDP2 has gathered would be listed as parameters
-        parameters = list(runtime.model.parameters())
-        with gradients_aside(parameters) as before:
+        parameters = list(runtime.model.parameters()) if train else []
+        with torch.set_grad_enabled(train), gradients_aside(parameters) as before:
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
             count = self._total_count()

@@ -1,6 +1,7 @@
 """Install guards against ordinary code that would silently compute wrong numbers."""
 
 import functools
+import inspect
 import logging
 import math
 import os
@@ -9,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..._compat.bitsandbytes import misreads_rows
@@ -19,7 +20,7 @@ from ...errors import ConfigError
 from ...plan.lines import describe_quantization
 from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
-from ..runtime.batches import compare_first
+from ..runtime.batches import agree, look_at
 from ..runtime.shards import LocalWeights
 from .replicas import check_replicas
 from .stock_loops import refuse_other_optimizers, refuse_stock_accelerator, refuse_stock_clipping
@@ -90,8 +91,18 @@ class SharedBatch(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Compare the first batch of a plain loop, by a hook. Installed after the parts that synchronize RNG state."""
         sharing = runtime.mesh.sharing
+        names = list(inspect.signature(runtime.model.forward).parameters)
+
+        def compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if model.training:
+                self.check_step(runtime, ())
+                batch = {**dict(zip(names, args, strict=False)), **kwargs}
+                zero = torch.zeros((), dtype=torch.int64)
+                zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
+                agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, sharing)
+
         if sharing is not None and runtime.plan.stages is None:
-            self._first = compare_first(runtime.model, sharing)
+            self._first = runtime.model.register_forward_pre_hook(compare, with_kwargs=True)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
         """Remove the hook on plain loops: a step compares its batches itself."""

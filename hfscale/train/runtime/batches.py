@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
@@ -170,22 +169,6 @@ def total_of(
             "them, say how many with ParallelConfig(num_microbatches=...)"
         )
     return total
-
-
-def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
-    """Compare the batch of the first training forward pass over ``group``, by a hook, for plain loops."""
-    names = list(inspect.signature(model.forward).parameters)
-
-    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training:
-            handle.remove()
-            batch = {**dict(zip(names, args, strict=False)), **kwargs}
-            zero = torch.zeros((), dtype=torch.int64)
-            zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
-            agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, group)
-
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
-    return handle
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
