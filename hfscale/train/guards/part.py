@@ -95,14 +95,14 @@ class SharedBatch(Part):
 
         def compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if model.training:
-                self.check_step(runtime, ())
+                handle.remove()
                 batch = {**dict(zip(names, args, strict=False)), **kwargs}
                 zero = torch.zeros((), dtype=torch.int64)
                 zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
                 agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, sharing)
 
         if sharing is not None and runtime.plan.stages is None:
-            self._first = runtime.model.register_forward_pre_hook(compare, with_kwargs=True)
+            self._first = handle = runtime.model.register_forward_pre_hook(compare, with_kwargs=True)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
         """Remove the hook on plain loops: a step compares its batches itself."""
