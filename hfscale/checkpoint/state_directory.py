@@ -212,9 +212,7 @@ def run_of(directory: Path) -> str:
 
 
 def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove states of ``run`` beside ``newest``, except those of the ``keep_last`` highest steps (``None``: all),
-    ``newest`` among them, and of the steps that ``keep_every`` divides. Incomplete ones are not counted.
-    """
+    """Remove states of ``run`` beside ``newest`` but the ``keep_last`` last and those that ``keep_every`` divides."""
     if keep_last is None:
         return
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]

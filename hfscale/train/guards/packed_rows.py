@@ -107,7 +107,7 @@ class PackedRows(Part):
         self._passes.begin(None)
         self._documents: Tensor | None = None  # of the latest pass
 
-    def _segments(self) -> Segments | None:
+    def segments(self) -> Segments | None:
         """Return where documents begin, also when a layer is computed again in a backward pass."""
         if recomputing():
             return self._passes.current()
@@ -121,7 +121,7 @@ class PackedRows(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Check the positions of each pass that no step has checked, and let recurrences begin anew."""
         model = runtime.model
-        keep_states_apart(model, self._segments)
+        keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []
 
