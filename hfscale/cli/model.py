@@ -20,7 +20,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: the config's)")
 
 
-def remote_code(arguments: argparse.Namespace) -> dict[str, bool]:
+def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return keyword arguments that let the model's own code run, if requested."""
     return {"trust_remote_code": True} if arguments.trust_remote_code else {}
 
