@@ -1,18 +1,19 @@
 """``hfscale estimate``: estimate seconds and bytes of a step under a layout."""
 
 import argparse
-from pathlib import Path
 
-from .amounts import tokens_of
 from .look import add_json, check_writable, show
-from .model import add_model_arguments, auto_class_of, load_config, remote_code
 from .model_flags import (
     OPTIMIZER,
+    add_html,
     add_layout_arguments,
     add_machine_arguments,
+    add_model_arguments,
     add_training_arguments,
     layout_of,
+    load_config,
     plan_arguments,
+    write_html,
 )
 
 HELP = "estimate seconds and bytes of a training step under a layout"
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
+    add_html(parser)
     add_json(parser)
 
 
@@ -38,23 +39,16 @@ def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.html)
     from ..cost.tools.estimate import estimate
 
-    layout, sequence = layout_of(arguments), tokens_of(arguments.sequence_length, "--sequence-length")
-    config = load_config(arguments.model, arguments.trust_remote_code)
+    layout = layout_of(arguments)
     found = estimate(
-        config,
+        load_config(arguments.model, arguments.trust_remote_code),
         layout,
         arguments.hardware,
-        sequence_length=sequence,
+        sequence_length=arguments.sequence_length,
         batch_size=arguments.batch_size,
         num_microbatches=arguments.accumulate,
         optimizer=arguments.optimizer or OPTIMIZER,
-        auto_class=auto_class_of(arguments.auto_class),
-        dtype=arguments.dtype,
         **plan_arguments(arguments),
-        **remote_code(arguments),
     )
     show(arguments, found.to_dict(), str(found))
-    if arguments.html is not None:
-        from ..cost.tools.html import page_of
-
-        arguments.html.write_text(page_of(found, f"{arguments.model}: {found.layout}"))
+    write_html(arguments.html, found, f"{arguments.model}: {found.layout}")

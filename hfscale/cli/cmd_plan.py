@@ -6,10 +6,19 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .amounts import gigabytes_of, tokens_of
 from .look import add_json, bar, print_json, show
-from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import OPTIMIZER, add_layout_arguments, add_training_arguments, layout_of, plan_arguments
+from .model_flags import (
+    OPTIMIZER,
+    add_layout_arguments,
+    add_model_arguments,
+    add_training_arguments,
+    building,
+    check_place,
+    gigabytes_of,
+    layout_of,
+    load_config,
+    plan_arguments,
+)
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -24,16 +33,9 @@ DESCRIPTION = (
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
 hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
 hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
-_TOKENS, _GB = "2048", "80"
+_TOKENS, _GB = 2048, "80"
 _TRAINING = (
-    "quantize",
-    "lora",
-    "rank",
-    "tokens",
-    "optimizer",
-    "mixed_precision",
-    "recompute",
-    "tile_tokens",
+    *("quantize", "lora", "rank", "tokens", "gpu", "optimizer", "mixed_precision", "recompute", "tile_tokens"),
     "offload",
 )
 
@@ -58,23 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_place(arguments.model)
-    tokens = tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
-    size = gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
+    tokens, size = arguments.tokens or _TOKENS, gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
     from ..plan import render, to_json
 
-    layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
+    layout = layout_of(arguments)
     config = load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
         found = _dry_run(arguments, config, layout, tokens)
         show(arguments, found.to_dict(), str(found))
         return
-    chosen = plan_arguments(arguments) | remote_code(arguments)
-    planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
+    planned = make_plan(config, layout, **plan_arguments(arguments))
     memory = None
-    if any(getattr(arguments, name) is not None for name in (*_TRAINING, "gpu")):
+    if any(getattr(arguments, name) is not None for name in _TRAINING):
         from ..cost.tools.memory_report import memory_estimate
 
         optimizer, precision = arguments.optimizer or OPTIMIZER, arguments.mixed_precision
@@ -101,16 +101,7 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             "estimate"
         )
     with building(arguments, config), bar() as progress:
-        return dry_run(
-            config,
-            layout,
-            sequence_length=tokens,
-            dtype=arguments.dtype,
-            auto_class=auto_class_of(arguments.auto_class),
-            progress=progress,
-            **plan_arguments(arguments),
-            **remote_code(arguments),
-        )
+        return dry_run(config, layout, sequence_length=tokens, progress=progress, **plan_arguments(arguments))
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:

@@ -5,8 +5,17 @@ from dataclasses import asdict
 
 from ..errors import ConfigError
 from .look import add_json, show, working
-from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import add_layout_arguments, add_lora, layout_of
+from .model_flags import (
+    add_layout_arguments,
+    add_lora,
+    add_model_arguments,
+    auto_class_of,
+    building,
+    check_place,
+    layout_of,
+    load_config,
+    remote_code,
+)
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -15,7 +24,6 @@ DESCRIPTION = (
     "difference. Needs no weights and no GPU."
 )
 EXAMPLE = "hfscale verify Qwen/Qwen3-8B --tp 2 --pp 2 --schedule zbv"
-_DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     auto_class, asked = auto_class_of(arguments.auto_class), layout_of(arguments)
     config = load_config(arguments.model, arguments.trust_remote_code)
-    other = arguments.auto_class != _DEFAULT
-    chosen = {"auto_class": auto_class} if other else {}
     working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
     with building(arguments, config):
-        used, parity = verify(config, asked, lora=arguments.lora, **chosen, **remote_code(arguments))
+        used, parity = verify(config, asked, lora=arguments.lora, auto_class=auto_class, **remote_code(arguments))
     layout = {axis: used.asked(axis) for axis in AXES}
     found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
     document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}
-    name = arguments.auto_class if other else ""
+    name = "" if arguments.auto_class == "AutoModelForCausalLM" else arguments.auto_class
     show(arguments, document, render(config, asked, used, parity, arguments.lora, name))
     return int(parity.worst() > TOLERANCE)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
-from hfscale.cli.amounts import bytes_of, tokens_of
+from hfscale.cli.model_flags import bytes_of, tokens_of
 from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.tools.fast_cost import Candidate, FastCost, candidates, step_of
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
