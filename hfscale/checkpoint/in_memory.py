@@ -30,7 +30,7 @@ from ..train.runtime import runtime_of
 from ..train.runtime.writing import all_or_none, is_writer
 from .hosts import Hosts
 from .state import load_state, refuse_under_way, taken_now, wait_for_saves, write_behind
-from .state_directory import candidates, mark_of, problems_of
+from .state_directory import age, candidates, mark_of, problems_of
 from .state_format import rest_name
 from .state_load import Resumed
 from .state_save import write_state
@@ -124,7 +124,7 @@ class StatesInMemory:
             every: list[dict[str, Mark]] = mesh.all_gather_object(own)
             marks = {name: mark for each in every for name, mark in each.items()}
             whole = [name for name in marks if _is_whole(name, every)]
-            name = max(whole, key=lambda each: _age(marks[each], *marks.values()), default="")
+            name = max(whole, key=lambda each: age(marks[each], *marks.values()), default="")
             if name and mesh.all_gather_object(is_writer(mesh) and self._outdated(marks[name], disk))[0]:
                 name = ""
             if name:
@@ -157,7 +157,7 @@ class StatesInMemory:
         """Return whether the newest state on disk is newer; of another run, whether that wrote last."""
         with suppress(CheckpointError):
             there = mark_of(disk or candidates(self._disk)[0])
-            return _age(there, there, mark) > _age(mark, there, mark)
+            return age(there, there, mark) > age(mark, there, mark)
         return False
 
     def keep_only(self, name: str = "") -> None:
@@ -181,9 +181,3 @@ def _is_whole(name: str, every: list[dict[str, Mark]]) -> bool:
     """Return whether the hosts together have the files of all ranks that wrote a state."""
     held = {file for each in every if name in each for file in each[name].files}
     return all(rest_name(rank) in held for rank in range(int(name.split("-")[3])))
-
-
-def _age(mark: Mark, *among: Mark) -> tuple[bool, int, float]:
-    """Return a sort key: the run that wrote last comes last, and then the step."""
-    last = max(among, key=lambda each: each.written).run
-    return mark.run == last, -1 if mark.step is None else mark.step, mark.written

@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader
 from .._compat.accelerate import stock_optimizer
 from .._compat.torch_device import device_module, is_accelerator
 from ..distributed.files.directories import target_of
-from ..distributed.mesh import Mesh
 from ..distributed.processes import host_group
 from ..errors import CheckpointError, check_count, in_words
 from ..parallel.data import reshard
@@ -71,17 +70,6 @@ _running: list[_Save] = []
 memory; the next save, and the end of the process, wait for it and raise its error on every rank."""
 
 
-def begin_save(name: str, work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread, once the previous save is done."""
-    wait_for_saves()
-    save = _Save(name, work)
-    try:
-        save.start()
-    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
-        save.run()
-    _running.append(save)
-
-
 def wait_for_saves() -> None:
     """Wait until the last ``hfscale.save_state(..., asynchronous=True)`` is on disk; call it on every rank.
 
@@ -95,11 +83,6 @@ def wait_for_saves() -> None:
         if save.error is not None:
             told = in_words(save.error)
             raise CheckpointError(f"the asynchronous save of {save.target} failed: {told}") from save.error
-
-
-def apart(mesh: Mesh) -> Mesh:
-    """Return the mesh with a separate control group for a thread's messages; the first call is collective."""
-    return mesh if mesh.control is None else replace(mesh, control=_group(dist.group.WORLD))
 
 
 @functools.lru_cache(maxsize=1)  # the latest process group's
@@ -192,8 +175,14 @@ def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> 
     """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
     with all_or_none(taken.mesh, f"{target} could not be written"):
         taken.held = on_host(taken.held)
-    taken.mesh = apart(taken.mesh)
-    begin_save(str(target), write)
+    if taken.mesh.control is not None:  # the thread's messages have a group of their own
+        taken.mesh = replace(taken.mesh, control=_group(dist.group.WORLD))
+    save = _Save(str(target), write)
+    try:
+        save.start()
+    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
+        save.run()
+    _running.append(save)
 
 
 def load_state(

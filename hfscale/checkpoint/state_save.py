@@ -135,9 +135,7 @@ def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 def state_lies(
     optimizer: Any, planned: ParameterPlan, key: str, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> StateTensor:
-    """Return how a tensor of an optimizer's state is sharded, relative to its state in one process; ``shape``, the
-    tensor's, and ``weight``, its weight's, are both those of this rank's shards, or both full.
-    """
+    """Return how a state tensor is sharded; its ``shape`` and its ``weight``'s are both of shards, or both full."""
     if getattr(optimizer, "lies", None) is not None:
         return optimizer.lies(planned, key, shape)
     if not shape or not planned.cuts:

@@ -122,6 +122,7 @@ def torn(root: str, copies: bool) -> int | None:
             hosts.Hosts.before = lambda *_: []
         for step in (2, 4):
             train(run, range(step - 2, step))
+            hfscale.wait_for_saves()
             if step == 4 and dist.get_rank() == 1:
                 state_directory.NewState.commit = dies
             memory.save(step)

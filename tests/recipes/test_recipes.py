@@ -18,7 +18,7 @@ from peft import IA3Config, LoHaConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hfscale.cli import main
-from hfscale.recipes.flags import memory_limit_flags
+from hfscale.cli.cmd_train import memory_limit_flags
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.run import adapter_of, quantization_of
 from hfscale.recipes.run import carry_out as finetune

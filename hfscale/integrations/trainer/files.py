@@ -9,7 +9,7 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-In memory (:mod:`.memory_callback`) there is the training state alone, with Trainer's own small files in it.
+In memory (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own small files in it.
 """
 
 import json
@@ -31,8 +31,8 @@ from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
 from ...checkpoint import load_state, save_pretrained, save_state
 from ...checkpoint.in_memory import StatesInMemory
+from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
-from ...checkpoint.weights import load_weights
 from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync
 from ...distributed.files.reader import SafetensorsFile
@@ -42,8 +42,7 @@ from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .memory_callback import StatesInMemoryCallback
-from .streams import TrainerRandomStreams
+from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 
 _STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
 _OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
@@ -77,22 +76,21 @@ class Checkpoints(TrainerHooks):
             return
         mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
-            if is_writer(mesh):
-                _finish_replacing(target.parent)
-                _remove(aside)  # what a killed process left
-                aside.mkdir(parents=True)
-        try:
-            with all_or_none(mesh, f"{target} could not be written"), _best_named(self.state, target):
-                yield aside
-            with all_or_none(mesh, f"{target} could not be written"):
+            try:
+                if is_writer(mesh):
+                    _finish_replacing(target.parent)
+                    _remove(aside)  # what a killed process left
+                    aside.mkdir(parents=True)
+                mesh.all_gather_object(None)
+                with _best_named(self.state, target):
+                    yield aside
+                mesh.all_gather_object(None)
                 if is_writer(mesh):
                     _put_in_place(aside / target.name, target)
-        finally:
-            if is_writer(mesh):
-                _remove(aside)
-        with all_or_none(mesh, f"{target} could not be written"):
-            if is_writer(mesh):
-                _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
+                    _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
+            finally:
+                if is_writer(mesh):
+                    _remove(aside)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
@@ -158,7 +156,6 @@ def _best_named(state: Any, target: Path) -> Iterator[None]:
 
 
 def _has_state(checkpoint: Path) -> bool:
-    """Return whether the checkpoint holds a training state written by hfscale."""
     return _state_of(checkpoint).is_dir()
 
 
@@ -168,10 +165,8 @@ def _state_of(checkpoint: Path) -> Path:
 
 
 def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory | None = None) -> Any:
-    """Return the checkpoint to resume from, for ``True`` the newest complete one in ``output``, or in ``memory``; the
-    same on every rank.
-    It is ``None`` if the run was killed during its first save. Raise :class:`CheckpointError`, on every rank, if the
-    requested checkpoint is not complete, or none is.
+    """Return the checkpoint to resume from, the same on every rank: for ``True`` the newest complete one in ``output``
+    or in ``memory``, ``None`` if the first save was cut short. Raise :class:`CheckpointError` if it is not complete.
     """
     if memory is not None and resume is not True:
         memory.keep_only()  # none: what an earlier run left

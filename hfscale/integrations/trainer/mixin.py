@@ -34,8 +34,8 @@ from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
+from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, options_of
-from .streams import TrainerRandomStreams
 from .trainer_accelerator import TrainerAccelerator
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
 from .trainer_optimizers import named_optimizer

@@ -7,8 +7,8 @@ with the shape of its parameter is cut, or gathered, like the parameter::
         <-- gathered on rank 0, one tensor after the other / --> each rank takes its shards
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -76,17 +76,13 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
                 key: _taken(key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer)
                 for key, value in _flat(written["state"].get(place, {})).items()
             }
-            _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
+            if "absmax1" in state[place] and planned[id(parameter)].cuts:
+                raise CheckpointError(
+                    f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot "
+                    "shard: resume in one process, or from a checkpoint of hfscale.Trainer"
+                )
     optimizer.load_state_dict({"state": state, "param_groups": mine})
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
-
-
-def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
-    if "absmax1" in state and planned.cuts:
-        raise CheckpointError(
-            f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
-            "resume in one process, or from a checkpoint of hfscale.Trainer"
-        )
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
@@ -177,15 +173,12 @@ def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds)
     for key in sorted({key for states in kinds.values() for key in states}):
         types = [(entry, kinds[entry.planned.name].get(key)) for entry in entries if entry.planned]
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
-        for entry, tensor in full_tensors(runtime, typed, _share(held, key)):
+        for entry, tensor in full_tensors(runtime, typed, partial(_share, held, key)):
             if is_writer(runtime.mesh) and entry.planned:
                 found[entry.planned.name][key] = tensor.cpu().clone()
     return found
 
 
-def _share(held: dict[str, Any], key: str) -> Callable[[SavedTensor], Tensor | None]:
-    def share_of(entry: SavedTensor) -> Tensor | None:
-        value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
-        return None if value is None else local_tensor(value)
-
-    return share_of
+def _share(held: dict[str, Any], key: str, entry: SavedTensor) -> Tensor | None:
+    value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
+    return None if value is None else local_tensor(value)

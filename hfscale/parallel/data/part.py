@@ -11,7 +11,7 @@ from ..._compat.torch_fsdp import add_up_gradients
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
-from ...train.runtime.axes import DataAxes
+from ...train.runtime.runtime import DataAxes
 from ...train.runtime.shards import LocalWeights
 from . import shard
 from .gradient_compression import PowerSGD, compresses, install_compression
