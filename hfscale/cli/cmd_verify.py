@@ -24,6 +24,7 @@ DESCRIPTION = (
     "difference. Needs no weights and no GPU."
 )
 EXAMPLE = "hfscale verify Qwen/Qwen3-8B --tp 2 --pp 2 --schedule zbv"
+_DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     auto_class, asked = auto_class_of(arguments.auto_class), layout_of(arguments)
     config = load_config(arguments.model, arguments.trust_remote_code)
+    other = arguments.auto_class != _DEFAULT
+    chosen = {"auto_class": auto_class} if other else {}
     working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
     with building(arguments, config):
-        used, parity = verify(config, asked, lora=arguments.lora, auto_class=auto_class, **remote_code(arguments))
+        used, parity = verify(config, asked, lora=arguments.lora, **chosen, **remote_code(arguments))
     layout = {axis: used.asked(axis) for axis in AXES}
     found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
     document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}
-    name = "" if arguments.auto_class == "AutoModelForCausalLM" else arguments.auto_class
+    name = arguments.auto_class if other else ""
     show(arguments, document, render(config, asked, used, parity, arguments.lora, name))
     return int(parity.worst() > TOLERANCE)

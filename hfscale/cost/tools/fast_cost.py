@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..._compat.torch_device import ACCELERATOR
 from ...config.parallel import AXES, ParallelConfig
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...parallel.pipeline.microbatches import in_flight_of_ranks
@@ -144,16 +145,16 @@ def _of_sizes(
                     if shard % max(1, ep // tp):
                         continue
                     layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
-                    for again, tile in _ways(summary, batch, cp):
-                        if again != "full" or schedule != "zbv":  # split passes recompute layers twice
-                            yield Candidate(step_of(summary, layout, batch, count, again, tile))
+                    for again, tile in _ways(summary, batch, cp, schedule):
+                        yield Candidate(step_of(summary, layout, batch, count, again, tile))
 
 
-def _ways(summary: ModelSummary, batch: int, cp: int) -> list[tuple[str, int]]:
+def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tuple[str, int]]:
     """Return how activations may be computed again, and the tokens of a tile, where there are several tiles."""
     tile, found = summary.job.tile, [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
-    return [*found, ("elementwise", tile), ("full", tile)] if several else found
+    found += [("elementwise", tile), ("full", tile)] if several else []
+    return [way for way in found if way[0] != "full" or schedule != "zbv"]  # split passes recompute layers twice
 
 
 @cache
@@ -285,7 +286,7 @@ class FastCost:
         elif width < found.weight:
             gathered = 2 * (place.weights + place.expert_weights)
         if place.head:
-            rows = rows_per_chunk(round(job.tokens), round(shape.vocabulary / tp), torch.device("cuda"))
+            rows = rows_per_chunk(round(job.tokens), round(shape.vocabulary / tp), torch.device(ACCELERATOR))
             loss = found.head * shape.table_weights / tp + job.value_bytes * rows * shape.vocabulary / tp
         own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once
         exchanged = own * (shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp)

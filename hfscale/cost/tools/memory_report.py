@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import storage_key
+from ..._compat.torch_device import ACCELERATOR
 from ..._compat.transformers.computing import recomputes
 from ...config.options import Options
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
@@ -91,7 +92,7 @@ def memory_estimate(
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
     """Return the :func:`memory_estimate` of each pipeline rank of a plan, on GPUs."""
-    return [_memory_of_rank(plan, rank, torch.device("cuda"), **given) for rank in range(plan.layout.pp)]
+    return [_memory_of_rank(plan, rank, torch.device(ACCELERATOR), **given) for rank in range(plan.layout.pp)]
 
 
 def _memory_of_rank(
