@@ -100,8 +100,8 @@ class Place:
         return self.layer_weights + self.table_weights
 
 
-def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
-    """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
+def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: str = "no") -> Job:
+    """Return the job of a plan's step under a ``mixed`` precision."""
     layout, again = plan.layout, recomputed(plan)
     fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
     entries = matrix_entries(plan)
@@ -118,9 +118,9 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         elementwise=again.elementwise,
         attention_again=again.attention,
         trained=trains,
-        value_bytes=2 if mixed else types_of(plan, False).size,
+        value_bytes=types_of(plan).size if mixed == "no" else 2,
         gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
-        gathered_bytes=_gathered_bytes(plan, mixed),
+        gathered_bytes=_gathered_bytes(plan, mixed != "no"),
         unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
     )
 

@@ -60,14 +60,14 @@ def summarize(
     **given: Any,
 ) -> ModelSummary:
     """Summarize a model and its training; ``given`` are arguments of its plan for one process."""
-    mixed, plan = mixed_precision != "no", make_plan(config, **given)
+    plan = make_plan(config, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, trained = shape_of_plan(plan, config), trained_names(plan)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
     entries = sum(matrix_entries(plan).values())
-    types = Types(2, 2) if mixed else types_of(plan, False)
+    types = types_of(plan) if mixed_precision == "no" else Types(2, 2)
     layer = plan.layers[len(plan.layers) // 2]
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
     lean = {**given, "memory": MemoryConfig(recompute="elementwise")}
@@ -75,7 +75,7 @@ def summarize(
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
-        job=job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed),
+        job=job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed_precision),
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
@@ -90,7 +90,7 @@ def _kept(
     full: tuple[Plan, RunSpec], lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
 ) -> dict[str, Kept]:
     """Return a layer's bytes by a formula, or measured on one and on two tensor ranks; ``lean``: elementwise again."""
-    mixed, data = full[1].mixed_precision != "no", {"dp_shard_size": 2}
+    mixed, data = full[1].mixed_precision, {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
         return replace(seen(*full, alone, sizes), lean=seen(*lean, alone, sizes))
@@ -106,7 +106,7 @@ def _kept(
 
     kept = of(False, **data)
     spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
-    return {"kept": kept, "kept_alone": of(True) if mixed else kept, "kept_spread": spread}
+    return {"kept": kept, "kept_alone": kept if mixed == "no" else of(True), "kept_spread": spread}
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:
