@@ -15,7 +15,7 @@ from ...config.options import MIXED_PRECISIONS
 from ...distributed.ops.shared_casts import Casts, autocasted_weight, cast_weight, is_sharing, sharing
 from ...errors import ConfigError
 from ...models.module_kinds import PROJECTIONS
-from ...models.precision import WIDENS_INSIDE
+from ...models.precision import WIDENS_AROUND, WIDENS_INSIDE
 from ...plan.drafting.draft import Draft
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
@@ -49,11 +49,12 @@ class Autocast(Part):
 
 
 def plan_precision(draft: Draft) -> None:
-    """Record a problem where parameters are to be cast, and a layer multiplies them with activations in 32 bits."""
-    if draft.options.casts_parameters and draft.config.model_type in WIDENS_INSIDE:
+    """Record a problem where parameters are to be cast, and the model multiplies them with activations in 32 bits."""
+    family = draft.config.model_type
+    if draft.options.casts_parameters and family in (*WIDENS_INSIDE, *WIDENS_AROUND):
         draft.problem(
-            f"mixed_precision='bf16_params': layers of {draft.config.model_type!r} widen activations to 32 bits, which "
-            "16-bit parameters cannot be multiplied with: use mixed_precision='bf16', which casts both"
+            f"mixed_precision='bf16_params' cannot be used with {family!r}, which widens activations to 32 bits, and "
+            "parameters in 16 cannot be multiplied with them: use mixed_precision='bf16', which casts both"
         )
 
 
@@ -85,7 +86,8 @@ class ParameterCasts(Part):
             elif type(module) in PROJECTIONS and not cast_all:  # a subclass may check the dtype of its weight
                 copies.places[module] = ["weight"]
         for module in model.modules():
-            if module in copies.places or (cast_all and any(inner in copies.places for inner in module.modules())):
+            held = any(inner in copies.places for inner in module.modules()) if cast_all else module in copies.places
+            if held and not isinstance(module, nn.Embedding):  # which gets another class over tensor ranks
                 forward = module.forward
                 module.forward = partial(copies.run, module, forward)
                 module.forward.__wrapped__ = forward  # its signature is inspected
