@@ -72,8 +72,8 @@ class ParameterCasts(Part):
         return runtime.shares_casts or (runtime.options.casts_parameters and runtime.mesh.data_world == 1)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap the forward of modules, inside of block edges; with deferred weight gradients those cast weights. All
-        modules are wrapped where all is cast: a backward pass, which recomputes, may call any of them by itself.
+        """Wrap the forward of modules, inside of block edges; all modules where all is cast, since a backward pass,
+        which recomputes, may call any of them by itself.
         """
         model, known, cast_all = runtime.model, runtime.plan.by_name, runtime.options.casts_parameters
         stays = stays_in_32_bits(model)
@@ -114,8 +114,7 @@ class _Copies:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what ``forward`` computes with copies of the parameters in ``module``."""
-        alone = self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())
-        if self._inside or alone:
+        if self._inside or (self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())):
             return forward(*args, **kwargs)
         if self._dtype is not None and not recomputing():
             args, kwargs = tree_map(self._as_input, (args, kwargs))

@@ -111,9 +111,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     offload = CPUOffloadPolicy(pin_memory=accelerators().is_available()) if on_host else OffloadPolicy()
     alone = _shard_experts(model, plan, mesh, policy, offload)
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
-    inner = policy
+    inner, stays = replace(policy, cast_forward_inputs=not options.casts_parameters), stays_in_32_bits(model)
     if options.casts_parameters:
-        stays, inner = stays_in_32_bits(model), replace(policy, cast_forward_inputs=False)
         how["uncast"] = {parameter for name, parameter in model.named_parameters() if stays(stock_name(name))}
     towers = plan.feature(TowersPlan)
     layers = (layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer))

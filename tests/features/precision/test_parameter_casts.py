@@ -1,4 +1,4 @@
-"""``mixed_precision="bf16_params"``: hidden states in 16 bits over float32 weights, in every layout as in one process."""
+"""Under ``"bf16_params"`` hidden states are in 16 bits over float32 weights, in every layout as in one process."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -134,3 +134,73 @@ def test_every_layout_computes_what_one_process_does(pools: Pools, layout: str, 
     """
     exact = "pp_size" not in LAYOUTS[layout] and case != "kept in 32 bits"
     compare(pools, layout, case, torch.float64, 1e-6 if exact else 1e-5, exact)
+
+
+def stepped(**asked: Any) -> tuple[float, dict[str, Tensor], int]:
+    """The loss of a step on two microbatches, its gradients, and the bytes that layers kept."""
+    model = built({}, asked.pop("case", {}), **asked)
+    generator = torch.Generator().manual_seed(1)
+    runtime, batches = runtime_of(model), [ragged_batch(generator, 60, 2, 12, masked=False) for _ in range(2)]
+    with count_saved(model, runtime.plan.layers, runtime.plan.head) as saved:
+        loss = hfscale.train_step(model, batches)
+    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, saved.layers
+
+
+def test_one_step_is_that_of_a_model_in_16_bits_but_for_sums_of_gradients() -> None:
+    loss, gradients, kept = stepped()
+    pure_loss, pure, pure_kept = stepped(mixed_precision="no", dtype=torch.bfloat16)
+    autocast = stepped(mixed_precision="bf16")
+    assert (loss, kept) == (pure_loss, pure_kept)
+    assert kept < 0.75 * autocast[2]
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, pure[name].float(), rtol=2**-7, atol=2**-7 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("case", ["full", "blocks", "elementwise", "offloaded"])
+def test_memory_options_change_no_bit(case: str) -> None:
+    expected, found = stepped(), stepped(case=ASKED[case])
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+def test_a_plain_loop_gives_the_gradients_of_a_step_inside_of_autocast_too() -> None:
+    batch = ragged_batch(torch.Generator().manual_seed(1), 60, 2, 12, masked=False)
+    model = built({}, ASKED["full"])
+    loss = hfscale.train_step(model, batch)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = model(**batch).loss
+    plain.backward()
+    assert float(plain.detach()) == pytest.approx(float(loss), rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=2**-7, atol=1e-6)
+
+
+def test_states_and_checkpoints_are_in_32_bits(tmp_path: Path) -> None:
+    batch = ragged_batch(torch.Generator().manual_seed(1), 60, 2, 12, masked=False)
+    weights = []
+    for part in ("saved", "loaded"):
+        model = built({}, {})
+        optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=1e-3)
+        if part == "loaded":
+            hfscale.load_state(model, tmp_path / "state", optimizer=optimizer)
+        for _ in range(1 if part == "loaded" else 2):
+            optimizer.zero_grad()
+            hfscale.train_step(model, batch)
+            optimizer.step()
+            if not (tmp_path / "state").exists():
+                hfscale.save_state(model, tmp_path / "state", optimizer=optimizer)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    hfscale.save_pretrained(model, tmp_path / "out")
+    again = hfscale.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), weights[0], strict=True))
+
+
+def test_what_cannot_be_cast_is_refused() -> None:
+    for family in ("xglm", "openai-gpt"):
+        with pytest.raises(PlanError, match=f"'bf16_params' cannot be used with '{family}', which widens"):
+            hfscale.from_config(config_of(family), **CAST)
+    with pytest.raises(ConfigError, match="float8= needs mixed_precision='fp8', got 'bf16_params'"):
+        hfscale.from_config(tiny("llama"), float8=hfscale.Float8Config(), **CAST)
