@@ -152,6 +152,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("._compat.versions", __name__).check_versions()
     value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
     globals()[name] = value
     return value

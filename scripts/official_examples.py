@@ -82,6 +82,17 @@ EXAMPLES = [
         notes=(_WHOLE,),
     ),
     Example(
+        page="script-run-glue.md",
+        title="run_glue.py: sequence classification with transformers",
+        url=f"{_HF}text-classification/run_glue.py",
+        changes=_TRAINER,
+        asked="--model_name_or_path google-bert/bert-base-cased --task_name mrpc --do_train --do_eval "
+        "--max_seq_length 128 --learning_rate 2e-5 --num_train_epochs 3 --output_dir out",
+        here="--model_name_or_path model --train_file pairs.json --validation_file pairs.json --do_train --do_eval "
+        "--max_seq_length 32",
+        notes=(_WHOLE,),
+    ),
+    Example(
         page="script-trl-sft.md",
         title="sft.py: supervised fine-tuning with TRL",
         url=f"{_TRL}sft.py",
@@ -147,6 +158,9 @@ def prepare(directory: Path) -> None:
         (directory / name).mkdir()
         getattr(small, name)().to_json(directory / name / "train.jsonl")
     asked = small.questions()
+    pairs = [(question, text, label) for question, *both in asked for label, text in enumerate(both)]
+    rows = (json.dumps({"sentence1": first, "sentence2": second, "label": label}) for first, second, label in pairs)
+    (directory / "pairs.json").write_text("\n".join(rows))
     (directory / "texts.txt").write_text("".join(f"{question} {answer}\n" for question, answer, _ in asked * 4))
 
 

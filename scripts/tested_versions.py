@@ -34,23 +34,25 @@ SHOWN = [
     "safetensors",
     "huggingface_hub",
 ]
+NEWER = """What is newer than tested warns once, when hfscale is first used, and runs; if it lacks a name that hfscale
+imports, `ImportError` says which. `pip install "hfscale[tested]"` installs the newest tested versions. `hfscale doctor`
+names what is outside of a range.
+"""
 HEAD = """# Tested versions
 
 Written by `scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, the `Makefile` and recorded runs.
-`hfscale doctor` compares this machine's versions with the same ranges:
+`hfscale doctor` compares this machine's versions with them:
 
 """
 
 
 def accepted(project: dict[str, Any]) -> dict[str, str]:
-    """Package -> its range."""
+    """Package -> its range, and the end of what was tested."""
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], *extras["bitsandbytes"], *extras["trl"], *extras["recipes"]]
-    found = {}
-    for text in asked:
-        requirement = Requirement(text)
-        bounds = sorted((str(each) for each in requirement.specifier), key=lambda bound: ">" not in bound)
-        found[requirement.name] = ", ".join(bounds)
+    found = {each.name: str(each.specifier) for each in map(Requirement, asked)}
+    for each in map(Requirement, extras["tested"]):
+        found[each.name] += f" (tested: {each.specifier})"
     return found
 
 
@@ -79,7 +81,7 @@ def page() -> str:
     parts = [HEAD + _lines("versions"), "## Packages\n", *rows, ""]
     parts += ["Beside other libraries, each in an environment of its own:\n", "| library | version |", "|---|---|"]
     parts += [f"| {name} | {version} |" for name, version in others.items()]
-    parts += ["", "Outside of a range `pip` refuses to install; `hfscale doctor` names the package.\n"]
+    parts += ["", NEWER]
     parts += [
         "## Python\n",
         "Built with `python -m build`, installed into a new environment, `hfscale doctor` run there:\n",
@@ -109,7 +111,7 @@ def attempt(python: str, form: str) -> dict[str, Any]:
         (built,) = (place / "dist").glob("*.whl" if form == "wheel" else "*.tar.gz")
         subprocess.run([python, "-m", "venv", str(place / "venv")], check=True)
         inside = place / "venv" / "bin"
-        subprocess.run([str(inside / "python"), "-m", "pip", "install", "--quiet", str(built)], check=True)
+        subprocess.run([str(inside / "python"), "-m", "pip", "install", "--quiet", f"{built}[tested]"], check=True)
         run = subprocess.run([str(inside / "hfscale"), "doctor"], cwd=place, capture_output=True, text=True)
         ask = "import platform; print(platform.python_version())"
         version = subprocess.run([str(inside / "python"), "-c", ask], capture_output=True, text=True).stdout.strip()

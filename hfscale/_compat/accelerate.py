@@ -5,7 +5,6 @@ Read and run with Accelerate 1.15.
 
 import math
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
@@ -56,32 +55,24 @@ def is_prepared(what: Any) -> bool:
     return bool(getattr(what, "_is_accelerate_prepared", False))
 
 
-prepared_models: Callable[[Any], list[Any]] = attrgetter("_models")
-"""The accelerator's list of prepared models, which can be appended to."""
-
-prepared_optimizers: Callable[[Any], list[Any]] = attrgetter("_optimizers")
-"""The prepared optimizers, in Accelerate's wrappers."""
-
-prepared_schedulers: Callable[[Any], list[Any]] = attrgetter("_schedulers")
-"""The accelerator's list of prepared schedules, which can be appended to."""
-
-prepared_loaders: Callable[[Any], list[Any]] = attrgetter("_dataloaders")
-"""The accelerator's list of prepared data loaders, which can be appended to."""
+def prepared(accelerator: Any, kind: str) -> list[Any]:
+    """Return the accelerator's own list of prepared ``models``, ``optimizers``, ``schedulers`` or ``dataloaders``."""
+    return getattr(accelerator, f"_{kind}")
 
 
 def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Return the prepared model, its optimizer if any, and other objects with a state, ``orders`` too, by name."""
     if directory is None:
         raise ConfigError("say where: save_state(directory), load_state(directory)")
-    models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
+    models, optimizers = prepared(accelerator, "models"), prepared(accelerator, "optimizers")
     if len(models) != 1 or len(optimizers) > 1:
         raise ConfigError(
             f"a state must have one model and at most one optimizer, got {len(models)} and {len(optimizers)} "
             "prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
         )
     optimizer = optimizers[0].optimizer if optimizers else None
-    others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared_schedulers(accelerator))}
-    loaders = (loader for loader in prepared_loaders(accelerator) if accelerator.use_stateful_dataloader)
+    others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared(accelerator, "schedulers"))}
+    loaders = (loader for loader in prepared(accelerator, "dataloaders") if accelerator.use_stateful_dataloader)
     others |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders)}
     others |= {f"order_{index}": order for index, order in enumerate(orders)}
     others |= {f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)}

@@ -69,11 +69,6 @@ def set_state(module: Any, parameter: Any, state: Any) -> None:
     parameter.bnb_quantized, parameter.compress_statistics = True, False
 
 
-def drop_state(module: Any) -> None:
-    """Remove the quantization state of a 4-bit projection."""
-    module.quant_state = None
-
-
 scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
 """The scales of an 8-bit parameter that has just been quantized."""
 

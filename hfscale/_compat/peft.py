@@ -104,13 +104,6 @@ def is_feedforward(config: Any, name: str) -> bool:
     return bool(IA3Model._check_target_module_feedforward(config, name))
 
 
-def stored_weights(path: str, **hub: Any) -> dict[str, Tensor]:
-    """Load the tensors of a saved adapter onto the CPU; ValueError if there is none."""
-    from peft.utils.save_and_load import load_peft_weights
-
-    return load_peft_weights(path, device="cpu", **hub)
-
-
 def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
     """Call ``ask(model)``, which may raise, in every later ``get_peft_model_state_dict``, however it was imported."""
     from peft.utils import save_and_load

@@ -26,20 +26,7 @@ from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map", "triton_works"]
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_non_full_backward_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
 """A module's attributes with its hooks, by kind."""
 
 CONTENTS = ("_parameters", "_buffers", "_modules", "training")  # a module's attributes with its contents
@@ -155,8 +142,7 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
 
 def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return a storage that is referenced weakly; ``None`` if it has been freed."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -243,6 +229,16 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The schema of an operator that a dispatch mode sees: arguments, mutations and results."""
 
 
+def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
+    """Return the tensors of each device and dtype, which one foreach launch takes, with their places in the list."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
+    for place, tensor in enumerate(tensors):
+        same, places = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        same.append(tensor)
+        places.append(place)
+    return list(groups.values())
+
+
 def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """Return the norm of each of ``tensors``, all of one device and type, in one launch."""
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
@@ -250,11 +246,9 @@ def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> lis
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
     """Multiply ``gradients`` in place; return whether any entry is not finite. Synchronizes with the device."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    found = {device: torch.zeros(1, device=device) for device, _ in groups}
-    for (device, _), same in groups.items():
+    found = {device: torch.zeros(1, device=device) for device in {gradient.device for gradient in gradients}}
+    for same, _ in alike(gradients):
+        device = same[0].device
         torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], torch.tensor(factor, device=device))
     return any(bool(each) for each in found.values())
 

@@ -29,30 +29,29 @@ MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 """Attributes that FSDP2 sets on every module inside of a wrapped one."""
 
 Agree = Callable[[list[bool]], list[bool]]
+_ByType = dict[tuple[torch.dtype, bool], list[nn.Parameter]]  # by dtype, and whether they keep it in computing
+_state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
 
 
 def shard_by_type(
     module: nn.Module, *, ignored: set[nn.Parameter], uncast: Collection[nn.Parameter] = (), **how: Any
 ) -> None:
-    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, and one for those of ``uncast`` that keep
-    their type in computing, without the parameters ``ignored``; raise :class:`ConfigError` if this torch has one group
-    per module, and a module holds parameters of several.
+    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, and one for ``uncast`` ones, without the
+    parameters ``ignored``; raise :class:`ConfigError` if this torch has one group per module, and it holds several.
     """
-    # not yet sharded, by dtype and whether they keep it, but for those trained in the most frequent dtype
-    others: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    others: _ByType = {}  # not yet sharded, but for those trained in the most frequent dtype
     for parameter in module.parameters():
         grouped = parameter.requires_grad or parameter in uncast
         if grouped and parameter not in ignored and not isinstance(parameter, DTensor):
             others.setdefault((parameter.dtype, parameter in uncast), []).append(parameter)
-    cast = [key for key in others if not key[1]]
-    if cast:
+    if cast := [key for key in others if not key[1]]:
         del others[max(cast, key=lambda key: sum(parameter.numel() for parameter in others[key]))]
     if others and not _has_several_groups():
         _shard_modules_of_one_type(module, others, ignored, how)
         others = {}
     apart = {parameter for parameters in others.values() for parameter in parameters}
     fully_shard(module, ignored_params=ignored | apart, **how)
-    groups: Any = fully_shard.state(module)._fsdp_param_groups if others else []  # type: ignore[attr-defined]
+    groups: Any = _state_of(module)._fsdp_param_groups if others else []
     for (_, keeps), parameters in others.items():
         first = groups[0]
         policy = replace(first.mp_policy, param_dtype=None) if keeps else first.mp_policy
@@ -70,10 +69,7 @@ def _has_several_groups() -> bool:
 
 
 def _shard_modules_of_one_type(
-    module: nn.Module,
-    others: dict[tuple[torch.dtype, bool], list[nn.Parameter]],
-    ignored: set[nn.Parameter],
-    how: dict[str, Any],
+    module: nn.Module, others: _ByType, ignored: set[nn.Parameter], how: dict[str, Any]
 ) -> None:
     """Wrap inner modules that hold only one of the ``others``, for torch with one group per module."""
     left = {parameter: key for key, parameters in others.items() for parameter in parameters}
@@ -81,7 +77,7 @@ def _shard_modules_of_one_type(
         held = {parameter for parameter in inner.parameters() if parameter not in ignored}
         types = {left.get(parameter) for parameter in held}
         if name and len(types) == 1 and None not in types:
-            keeps = types.pop() in {(dtype, True) for dtype, _ in others}
+            keeps = any(kind[1] for kind in types if kind is not None)
             policy = replace(how["mp_policy"], param_dtype=None) if keeps else how["mp_policy"]
             fully_shard(inner, ignored_params=ignored, **{**how, "mp_policy": policy})
             left = {parameter: key for parameter, key in left.items() if parameter not in held}
@@ -101,9 +97,15 @@ def _groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the groups of every wrapped module, with its name; without ``inner`` ones, those of ``model`` itself."""
+    for name, module in model.named_modules() if inner else [("", model)]:
+        if isinstance(module, FSDPModule):
+            yield from ((name, group) for group in _groups(_state_of(module)))
+
+
 def _states(model: nn.Module) -> list[Any]:
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
-    return list(root._state_ctx.all_states)
+    return list(_state_of(model)._state_ctx.all_states)
 
 
 @dataclass(frozen=True)
@@ -128,36 +130,32 @@ class ParameterGroup:
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
     """Yield the groups of every wrapped module, in order; call before the first forward pass."""
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-                trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-                sizes = [p.padded_sharded_param_size for p in trained]
-                yield ParameterGroup(name, sizes, group)
+    for name, group in _sharded_groups(model):
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        yield ParameterGroup(name, [p.padded_sharded_param_size for p in trained], group)
 
 
 def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> None:
     """Give parameters of wrapped modules other dtypes, keeping the parameter objects; call between steps. A group is
     reduced in one buffer, so a group whose parameters would differ in dtype stays as it is.
     """
-    for module in model.modules():
-        for group in _groups(fully_shard.state(module)) if isinstance(module, FSDPModule) else ():  # type: ignore[attr-defined]
-            for held in group.fsdp_params:
-                held.reset_sharded_param()  # before the first pass they may be from before loading
-            trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
-            wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
-            if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
-                continue
-            for held in trained:
-                cast = nn.Parameter(held.sharded_param.detach().to(next(iter(wanted))))
-                torch.utils.swap_tensors(held.sharded_param, cast)
-                held.reset_sharded_param()
-            group._init_mp_dtypes()
+    for _, group in _sharded_groups(model):
+        for held in group.fsdp_params:
+            held.reset_sharded_param()  # before the first pass they may be from before loading
+        trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+        wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
+        if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
+            continue
+        for held in trained:
+            cast = nn.Parameter(held.sharded_param.detach().to(next(iter(wanted))))
+            torch.utils.swap_tensors(held.sharded_param, cast)
+            held.reset_sharded_param()
+        group._init_mp_dtypes()
 
 
 def gather_root(model: nn.Module) -> None:
     """Gather the weights outside of the layers, for calls of the model's modules without the model itself."""
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root = _state_of(model)
     root._lazy_init()  # or the first layer that is called would become the root
     for group in _groups(root):
         group.unshard()
@@ -169,7 +167,7 @@ def reduce_now(model: nn.Module) -> None:
     for state in _states(model):
         for group in _groups(state):
             group.post_backward()
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root = _state_of(model)
     root._root_post_backward_final_callback()
 
 
@@ -177,7 +175,7 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
     """Let all ranks reduce the same gradients of ``modules``, of the root's groups, even if a batch did not use them:
     missing gradients that another rank has, by ``agree``, are reduced as zeros; those that no rank has stay ``None``.
     """
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root = _state_of(model)
     for group in _groups(root):
         held = [p for p in group.fsdp_params if p._module_info.module in modules and p.sharded_param.requires_grad]
         group.post_backward = partial(_reduce_alike, root, group, group.post_backward, held, agree)
@@ -237,15 +235,12 @@ class ManagedPlace:
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
     """Yield every place of every sharded parameter, second names too; ``inner``: also those of inner modules."""
-    for wrapped in model.modules() if inner else [model]:
-        if isinstance(wrapped, FSDPModule):
-            state = fully_shard.state(wrapped)  # type: ignore[attr-defined]
-            for parameter in (each for group in _groups(state) for each in group.fsdp_params):
-                place = parameter._module_info
-                names = [(place.module, place.param_name)]
-                names += zip(place.shared_modules, place.shared_param_names, strict=True)
-                for module, name in names:
-                    yield ManagedPlace(module, name, module._parameters.get(name), parameter)
+    for parameter in (each for _, group in _sharded_groups(model, inner) for each in group.fsdp_params):
+        place = parameter._module_info
+        names = [(place.module, place.param_name)]
+        names += zip(place.shared_modules, place.shared_param_names, strict=True)
+        for module, name in names:
+            yield ManagedPlace(module, name, module._parameters.get(name), parameter)
 
 
 class _Encoded(FSDPParam):
@@ -291,14 +286,11 @@ class _Shard:
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
-def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any], name: str = "weight") -> None:
-    """Gather the parameter ``name`` of each module in ``encodings`` encoded; call before the first forward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(fully_shard.state(module)):  # type: ignore[attr-defined]
-                for parameter in group.fsdp_params:
-                    info = parameter._module_info
-                    if info.module in encodings and info.param_name == name:
-                        parameter.__class__ = _Encoded
-                        parameter.encoding = encodings[info.module]
-                        parameter._init_extensions()
+def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:
+    """Gather the weight of each module in ``encodings`` encoded; call before the first forward pass."""
+    for parameter in (each for _, group in _sharded_groups(model) for each in group.fsdp_params):
+        info = parameter._module_info
+        if info.module in encodings and info.param_name == "weight":
+            parameter.__class__ = _Encoded
+            parameter.encoding = encodings[info.module]
+            parameter._init_extensions()

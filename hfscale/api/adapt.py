@@ -13,6 +13,7 @@ from ..features.adapters import Adapters, attach_adapters, describe_coverage, me
 from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_tied
 from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
+from ..train.distillation import evaluating
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
@@ -59,7 +60,7 @@ def get_peft_model(
     plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
     training = runtime.model.training
     shares = take_apart(runtime)
-    before = shares.copy()
+    before = LocalWeights(dict(shares.tensors), list(shares.quantized))
     try:
         adapters, planned = attach_adapters(
             runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed
@@ -137,12 +138,11 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
 @torch.no_grad()
 def _answer(runtime: Runtime) -> tuple[str, Tensor]:
     """Return the model's logits, or its loss, on a few random tokens in evaluation mode, with its name."""
-    model, training = runtime.model, runtime.model.training
+    model = runtime.model
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, _SAMPLE, generator=generator).to(runtime.mesh.device)
-    model.eval()
-    try:
+    with evaluating(model):
         if runtime.plan.stages is not None:
             batch = {"input_ids": ids.repeat(int(runtime.mesh.layout.num_microbatches or 1), 1)}
             if runtime.plan.feature(OwnLossPlan) is not None:  # its labels are not tokens
@@ -152,8 +152,6 @@ def _answer(runtime: Runtime) -> tuple[str, Tensor]:
         output = model(input_ids=ids)
         answer = getattr(output, "logits", None)
         return "logits", (output[0] if answer is None else answer).detach().double().cpu()
-    finally:
-        model.train(training)
 
 
 def coverage_report(model: nn.Module) -> str:

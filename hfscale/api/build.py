@@ -115,10 +115,10 @@ def from_pretrained(
     config, rest = arguments.load_config(str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"})
     arguments.refuse_unknown(rest, auto_class, config, inspect.signature(from_pretrained).parameters)
     named = {"dtype": arguments.known_dtype(hf_kwargs), **arguments.code_arguments(hf_kwargs)}
-    outline, resized = _resized(_outline(config, auto_class, named, quantization, options), resize_token_embeddings)
+    outline, resized = _outline(config, auto_class, named, quantization, options).resized(resize_token_embeddings)
     if outline.stored or outline.form or resized:
         hf_kwargs = arguments.arguments_with_config(hf_kwargs, rest, outline.config, outline.quantization)
-    return build(FromCheckpoint(str(path), outline, hf_kwargs, seed, resized), layout, options, adapter, seed)
+    return build(FromCheckpoint(outline, seed, str(path), hf_kwargs, resized), layout, options, adapter, seed)
 
 
 def from_config(
@@ -247,14 +247,6 @@ def plan(
 
 def _shown(given: object) -> str:
     return repr(given) if isinstance(given, str | int | None) else f"a {type(given).__name__}"
-
-
-def _resized(outline: Outline, tokens: int | None) -> tuple[Outline, frozenset[str]]:
-    """Return the outline with ``tokens`` tokens, if not ``None``, and the parameters with a row for each token."""
-    if tokens is None:
-        return outline, frozenset()
-    arguments.check_tokens(tokens)
-    return outline.resized(tokens)
 
 
 def _outline(

@@ -53,7 +53,9 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
             for other, weight in contents.items():  # engines want all projections of an expert adapted, or none
                 if other.rpartition(".")[0] == module and weight.ndim == 3 and other not in factors:
                     beside = _pieces(as_stored, other, weight)
-                    stored |= _zeros(rank, weight, beside)
+                    experts, rows, columns = weight.shape
+                    zeros = torch.zeros(experts * rank, columns), torch.zeros(rows, rank * experts)
+                    stored |= _per_expert(*zeros, experts, beside)
                     _note(settings, rank, beside)
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
@@ -87,12 +89,6 @@ def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int,
         found[f"{_PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
         found[f"{_PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
     return found
-
-
-def _zeros(rank: int, weight: Tensor, pieces: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Return factors of no effect."""
-    experts, rows, columns = weight.shape
-    return _per_expert(torch.zeros(experts * rank, columns), torch.zeros(rows, rank * experts), experts, pieces)
 
 
 def _note(settings: dict[str, Any], rank: int, modules: Collection[str]) -> None:

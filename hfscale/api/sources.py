@@ -34,11 +34,11 @@ from ..plan.quantized import AS_STORED
 from ..train.runtime.initialize import initialize_local_weights
 from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
-from .arguments import code_arguments, model_arguments
+from .arguments import check_tokens, code_arguments, model_arguments
 from .build_plan import build_plan
 
-# Raised by transformers' classes if a field of a config is impossible.
 _SAMPLE = 64  # values of a parameter that ranks compare
+# Raised by transformers' classes if a field of a config is impossible.
 _WRONG_CONFIG = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 
 
@@ -68,8 +68,11 @@ class Outline:
                 attach_prediction(model)
         return model
 
-    def resized(self, tokens: int) -> tuple["Outline", frozenset[str]]:
-        """Return the outline with ``tokens`` tokens, and the names of the parameters with a row for each token."""
+    def resized(self, tokens: int | None) -> tuple["Outline", frozenset[str]]:
+        """Return the outline with ``tokens`` tokens, if not ``None``, and the parameters with a row for each token."""
+        if tokens is None:
+            return self, frozenset()
+        check_tokens(tokens)
         config, names = resize_vocabulary(lambda config: replace(self, config=config).model, self.config, tokens)
         return replace(self, config=config), names
 
@@ -89,43 +92,6 @@ def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Pl
     planned = build_plan(model, layout, stage_places(layout), options)
     check_stages(planned)
     return planned
-
-
-@dataclass
-class FromCheckpoint:
-    """A Hugging Face checkpoint; each rank reads its slices."""
-
-    path: str  # a directory or Hub id
-    outline: Outline
-    kwargs: dict[str, Any]  # arguments of transformers' ``from_pretrained``
-    seed: int  # of parameters that the checkpoint does not have
-    resized: Collection[str] = ()  # parameters whose number of rows differs from the checkpoint's
-
-    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
-        """Plan the model under ``layout``."""
-        return self.outline.plan(layout, options)
-
-    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
-        with all_or_none(mesh, f"{self.path} could not be loaded"):
-            model, weights, missing = load_pretrained(
-                self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized, self.outline.form
-            )
-            warn_of_not_finite(mesh, not_finite(weights.tensors), self.path)
-        if missing:
-            template = self.template(model)
-            fresh, _ = initialize_local_weights(template, plan, mesh, self.seed, wanted=lambda name: name in missing)
-            weights.tensors.update(fresh)
-        materialize_buffers(model, {}, mesh.device)
-        return model, weights
-
-    def template(self, model: Any) -> Any:
-        """Return a copy of the full stock model on the meta device, in the type in which ``model`` was loaded."""
-        planned = self.outline
-        if planned.model.dtype == model.dtype:
-            return copy.deepcopy(planned.model)
-        kwargs = {"dtype": model.dtype, **code_arguments(self.kwargs)}  # the checkpoint has decided
-        return Outline(model.config, planned.auto_class, kwargs, predicts=planned.predicts).model
 
 
 @dataclass
@@ -154,6 +120,37 @@ class FromSeed:
 
 
 @dataclass
+class FromCheckpoint(FromSeed):
+    """A Hugging Face checkpoint, of which each rank reads its slices; parameters that it lacks are random."""
+
+    path: str  # a directory or Hub id
+    kwargs: dict[str, Any]  # arguments of transformers' ``from_pretrained``
+    resized: Collection[str] = ()  # parameters whose number of rows differs from the checkpoint's
+
+    def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
+        """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
+        with all_or_none(mesh, f"{self.path} could not be loaded"):
+            model, weights, missing = load_pretrained(
+                self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized, self.outline.form
+            )
+            warn_of_not_finite(mesh, not_finite(weights.tensors), self.path)
+        if missing:
+            template = self.template(model)
+            fresh, _ = initialize_local_weights(template, plan, mesh, self.seed, wanted=lambda name: name in missing)
+            weights.tensors.update(fresh)
+        materialize_buffers(model, {}, mesh.device)
+        return model, weights
+
+    def template(self, model: Any) -> Any:
+        """Return a copy of the full stock model on the meta device, in the type in which ``model`` was loaded."""
+        planned = self.outline
+        if planned.model.dtype == model.dtype:
+            return super().template(model)
+        kwargs = {"dtype": model.dtype, **code_arguments(self.kwargs)}  # the checkpoint has decided
+        return Outline(model.config, planned.auto_class, kwargs, predicts=planned.predicts).model
+
+
+@dataclass
 class InMemory:
     """A full model in memory, the same on every rank; cut in place."""
 
@@ -175,7 +172,7 @@ class InMemory:
         return model, None
 
 
-Source = FromCheckpoint | FromSeed | InMemory
+Source = FromSeed | InMemory
 
 
 def _refuse_different(model: nn.Module, mesh: Mesh) -> None:

@@ -48,7 +48,7 @@ class NewState:
             _remove(old, target)
             target.rename(old)
         self.path.rename(target)
-        directories.sync_directory(target.parent)
+        directories.sync(target.parent)
         self._lock.release()
         with suppress(OSError):  # the new state is in place
             _remove(old, target)

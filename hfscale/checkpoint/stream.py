@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.conversions import loaded_conversions
-from .._compat.transformers.fp8 import Fp8Encoder
-from .._compat.transformers.saving import AsStored
+from .._compat.transformers.saving import AsStored, Fp8Encoder
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters import Adapters

@@ -18,12 +18,17 @@ def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "",
     return field(default=None, metadata={"default": default, "choices": choices, "flag": flag, "needs": needs})
 
 
+_UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
+
+
 class Spelled:
     """Refuse misspelt fields of a config by name, before the generated ``__init__`` would."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse misspelt field names."""
-        refuse_misspelt(cls.__name__, kwargs, [each.name for each in fields(cls)])  # type: ignore[arg-type]
+        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        unknown, useful = [name for name in kwargs if name not in names], [n for n in names if not n.endswith(_UNUSED)]
+        refuse_misspelt(cls.__name__, unknown, useful)
         return super().__new__(cls)
 
 

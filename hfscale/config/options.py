@@ -12,6 +12,7 @@ from .memory import MemoryConfig
 from .parallel import ParallelConfig
 from .routing import RoutingConfig
 from .schedules import ASYNCHRONOUS
+from .sections import SECTIONS
 
 MIXED_PRECISIONS = {"no": None, **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16), "fp16": torch.float16}
 """Types that forward passes compute in, by name, whatever the type of the weights; for ``fp8``, the type outside of
@@ -38,15 +39,12 @@ class Options:
     compile: bool | str = False
 
     def __post_init__(self) -> None:
-        if self.routing is not None and not isinstance(self.routing, RoutingConfig):
-            raise ConfigError(f"routing must be a hfscale.RoutingConfig, got {self.routing!r}")
-        if self.memory is not None and not isinstance(self.memory, MemoryConfig):
-            raise ConfigError(f"memory must be a hfscale.MemoryConfig, got {self.memory!r}")
+        for name, kind in SECTIONS.items():
+            if not isinstance(given := getattr(self, name), kind | None):
+                raise ConfigError(f"{name} must be a hfscale.{kind.__name__}, got {given!r}")
         if not isinstance(self.mixed_precision, str) or self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}")
         self._check_loss_scaling()
-        if self.float8 is not None and not isinstance(self.float8, Float8Config):
-            raise ConfigError(f"float8 must be a hfscale.Float8Config, got {self.float8!r}")
         if self.float8 is not None and self.mixed_precision != "fp8":
             raise ConfigError(f"float8= needs mixed_precision='fp8', got {self.mixed_precision!r}: leave it out")
         self._check_liger()

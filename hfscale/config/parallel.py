@@ -2,14 +2,14 @@
 
 import os
 from dataclasses import dataclass, fields
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
 from accelerate import ParallelismConfig
 
-from ..errors import ConfigError, check_count, refuse_misspelt
-from .declared import Declared, declared
+from ..errors import ConfigError, check_count
+from .declared import Declared, Spelled, declared
 from .layout import LayoutFields, check_name
 from .schedules import default_virtual_stages
 
@@ -21,17 +21,26 @@ UNCUT_SEQUENCES = "cp_size=1"  # what users are told to ask for if sequences mus
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
+class _Size:
+    """The number of ranks that a layout asks for on the axis of this name."""
+
+    def __set_name__(self, owner: type, axis: str) -> None:
+        self._axis = axis
+
+    def __get__(self, layout: "ParallelConfig", owner: type) -> int:
+        return layout.asked(self._axis)
+
+
 @dataclass
-class ParallelConfig(LayoutFields, ParallelismConfig):
+class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     """Sizes of the parallel axes of one run: Accelerate's config with the fields of :class:`LayoutFields`."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "ParallelConfig":
-        """Refuse misspelt fields by name, before the generated ``__init__`` would."""
-        names = [f.name for f in fields(cls)]
-        if kwargs.keys() - names:
-            useful = [n for n in names if not n.endswith(("_handler", "_backend")) and n != "sp_size"]
-            refuse_misspelt("ParallelConfig", [n for n in kwargs if n not in names], useful)
-        return super().__new__(cls)
+    pp = _Size()  # pipeline ranks
+    tp = _Size()  # tensor ranks
+    cp = _Size()  # context ranks
+    ep = _Size()  # ranks over which experts are spread
+    expert_tp = _Size()  # ranks over which each expert is cut
+    dp_replicate = _Size()  # replicas of the sharded model
 
     # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
@@ -145,39 +154,9 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
         return self.asked(axis)
 
     @property
-    def pp(self) -> int:
-        """The number of pipeline ranks."""
-        return self.asked("pp")
-
-    @property
-    def tp(self) -> int:
-        """The number of tensor ranks."""
-        return self.asked("tp")
-
-    @property
-    def cp(self) -> int:
-        """The number of context ranks."""
-        return self.asked("cp")
-
-    @property
-    def ep(self) -> int:
-        """The number of ranks over which experts are spread."""
-        return self.asked("ep")
-
-    @property
-    def expert_tp(self) -> int:
-        """The number of ranks over which each expert is cut."""
-        return self.asked("expert_tp")
-
-    @property
     def dp_shard(self) -> int:
         """The number of ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks."""
         return self.size("dp_shard")
-
-    @property
-    def dp_replicate(self) -> int:
-        """The number of replicas of the sharded model."""
-        return self.asked("dp_replicate")
 
     def asked(self, axis: str) -> int:
         """Return the field ``{axis}_size``; the product of these, without ``ep``, is the number of processes."""
@@ -196,10 +175,7 @@ class ParallelConfig(LayoutFields, ParallelismConfig):
     @property
     def total_size(self) -> int:
         """The number of processes that this layout needs."""
-        total = 1
-        for axis in AXES:
-            total *= self.asked(axis) if axis != "ep" else 1  # expert ranks are ranks of the other axes
-        return total
+        return prod(self.asked(axis) for axis in AXES if axis != "ep")  # expert ranks are ranks of the other axes
 
     @property
     def batch_world(self) -> int:

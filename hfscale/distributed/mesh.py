@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.parallel import ParallelConfig
@@ -71,29 +70,9 @@ class Mesh:
         return self.ranks["tp"]
 
     @property
-    def pp_group(self) -> dist.ProcessGroup | None:
-        """The group of the pipeline ranks; ``None`` for one rank."""
-        return self.group("pp")
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        """The group of the context ranks; ``None`` for one rank."""
-        return self.group("cp")
-
-    @property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The group of the tensor ranks; ``None`` for one rank."""
         return self.group("tp")
-
-    @property
-    def stage_groups(self) -> list[dist.ProcessGroup]:
-        """Groups to reduce over to sum over pipeline stages."""
-        return self.groups("pp")
-
-    @property
-    def context_groups(self) -> list[dist.ProcessGroup]:
-        """Groups to reduce over to sum over the ranks that hold pieces of the same sequences."""
-        return self.groups("cp")
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of ``axis`` through this rank; ``None`` where the axis has one rank."""
@@ -129,9 +108,9 @@ class Mesh:
         return int(self._tables[device_mesh][tuple({**ranks, "pp": stage}.get(name, 0) for name in names)])
 
     @cached_property
-    def _tables(self) -> dict[DeviceMesh, Tensor]:
-        """The global ranks of both meshes, which torch computes whenever it is asked."""
-        return {each: each.mesh for each in (self.device_mesh, self.expert_mesh) if each is not None}
+    def _tables(self) -> dict[DeviceMesh, Any]:
+        """The global ranks of both meshes as NumPy arrays, which are indexed much faster than tensors."""
+        return {each: each.mesh.numpy() for each in (self.device_mesh, self.expert_mesh) if each is not None}
 
     def largest(self, *numbers: float) -> list[Any]:
         """Return the largest value of each number on any rank, over gloo; collective."""
@@ -157,7 +136,7 @@ class Mesh:
         """Groups to reduce over, one after the other, to sum over all distinct batches."""
         if self.context is None:
             return self.loss_groups
-        return [*([] if self.whole_sequences is None else [self.whole_sequences]), *self.groups("dp_replicate")]
+        return [*filter(None, [self.whole_sequences]), *self.groups("dp_replicate")]
 
     @property
     def loss_groups(self) -> list[dist.ProcessGroup]:

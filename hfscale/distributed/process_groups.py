@@ -87,8 +87,7 @@ def latest_mesh() -> Mesh | None:
 
 
 def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     options: dict[str, Any] = {}
     if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
         # The user's process group serves several kinds of devices: its subgroups need only one.

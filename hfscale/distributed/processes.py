@@ -133,8 +133,7 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     this rank's. Collective over the run.
     """
     _end_quietly()
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     if _splits(world, device):
         lists = [list(ranks) for ranks in parts]
         return dist.split_group(world, lists, timeout=_patience(device))
@@ -197,8 +196,7 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def _patience(device: torch.device) -> timedelta:
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     try:
         patience = patience_of(backend_for(world, device))
     except RuntimeError:  # not the world's kind of device

@@ -4,5 +4,5 @@ from .gradient_norm import BadStepError, BadSteps, clip_grad_norm_
 from .preemption import Preempted, preempted
 from .step import batch_rank, batch_world, drain, eval_step, metrics, train_step
 from .teacher import Teacher
-from .token_log_probabilities import token_scores
+from .user_loss import token_scores
 from .watchdog import watchdog

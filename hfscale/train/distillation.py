@@ -6,7 +6,7 @@ logits. Its head is copied there once, cut over the vocabulary as the student's 
     batches --teacher's layout--> hidden states [b, s, h] --rows and tokens of this rank--+--> chunks of rows: both
     microbatches --student's layout--> hidden states of this rank's rows and tokens ------+    heads, divergence
 
-:mod:`hfscale.train.stored_teacher` puts files between the two.
+:mod:`hfscale.train.teacher` puts files between the two.
 """
 
 import hashlib
@@ -172,8 +172,7 @@ def scored(
         kept.keep(seen.made, microbatch, index)
         return nothing
 
-    with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-        runtime.executor.run(runtime.model, microbatches, Objective(keep), backward=False)
+    runtime.run_step(runtime.model, microbatches, Objective(keep), backward=False)
     return list(kept.gathered(1 if isinstance(batch, Mapping) else len(batch)))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._compat.torch import multiply_all, norms_of
+from .._compat.torch import alike, multiply_all, norms_of
 from ..errors import HFScaleError, check_count, check_number
 from ..plan import ParameterPlan
 from .runtime import Runtime, local_tensor, runtime_of
@@ -36,8 +36,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     here = [(planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None]
     norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for same in _alike(gradients):
-        multiply_all([gradients[i] for i in same], coefficient)
+    for same, _ in alike(gradients):
+        multiply_all(same, coefficient)
     return norm
 
 
@@ -53,7 +53,7 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
             dist.all_reduce(part, op=operation, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
     assert total is not None  # a model has parameters
-    for group in mesh.stage_groups:
+    for group in mesh.groups("pp"):
         wide, total = total.dtype, total.double()  # stages may differ in dtype
         dist.all_reduce(total, op=operation, group=group)
         total = total.to(wide)
@@ -80,18 +80,10 @@ def _joined(grads: list[Tensor], norm_type: float, device: torch.device) -> Tens
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
     norms: dict[int, Tensor] = {}
-    for same in _alike(grads):
-        norms.update(zip(same, norms_of([grads[i] for i in same], norm_type, wide), strict=True))
+    for same, places in alike(grads):
+        norms.update(zip(places, norms_of(same, norm_type, wide), strict=True))
     each = torch.stack([norms[i] for i in range(len(grads))]).to(device)
     return each.max() if norm_type == float("inf") else each.pow(norm_type).sum()
-
-
-def _alike(tensors: list[Tensor]) -> list[list[int]]:
-    """Group the indices of tensors by device and dtype, so that one foreach launch can take each group."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-    return list(groups.values())
 
 
 class BadStepError(HFScaleError, RuntimeError):

@@ -1,7 +1,6 @@
 """Collect the model's outputs of a step, gathered over sequence shards and pipeline stages."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from .runtime import Runtime
+from .runtime import Objective, Runtime
 from .runtime.batches import Microbatch
 
 _LOSS = "loss"
@@ -17,7 +16,7 @@ _LOSS = "loss"
 
 def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
     """Return what the last stage has ``made``, by key, on all ranks of its pipeline, without a graph; collective."""
-    group, stages = runtime.mesh.pp_group, runtime.plan.stages
+    group, stages = runtime.mesh.group("pp"), runtime.plan.stages
     own = [{name: tensor.detach() for name, tensor in each.items()} for each in made]
     if group is None or stages is None:
         return own
@@ -50,13 +49,17 @@ class KeptOutputs:
         self._runtime = runtime
         self._kept: dict[int, dict[str, Tensor]] = {}
 
-    @contextmanager
-    def keeping(self, batch: Microbatch, index: int) -> Iterator[None]:
-        """Record the model's output of microbatch ``index``, whose loss is computed inside the `with` block."""
-        assert self._runtime.loss is not None  # checked as the step was prepared
-        with self._runtime.loss.keeping_outputs() as outputs:
-            yield
-        self.keep(outputs[0], batch, index)
+    def of(self, mean: Objective) -> Objective:
+        """Return the objective ``mean``, with the model's outputs kept."""
+
+        def loss(called: Any, batch: Microbatch, index: int) -> Tensor:
+            assert self._runtime.loss is not None  # checked as the step was prepared
+            with self._runtime.loss.keeping_outputs() as outputs:
+                found = mean.loss(called, batch, index)
+            self.keep(outputs[0], batch, index)
+            return found
+
+        return Objective(loss)
 
     def keep(self, output: Any, batch: Microbatch, index: int) -> None:
         """Keep an output; if ranks have shards of its sequences, gather all tokens."""

@@ -14,8 +14,7 @@ from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
 from .runtime.batches import Microbatch
-from .token_log_probabilities import LossOfScores, loss_of_scores
-from .user_loss import LossOfOutputs, UserFunction, UserLoss, refuse_without_flush
+from .user_loss import LossOfOutputs, LossOfScores, UserFunction, UserLoss, loss_of_scores, refuse_without_flush
 
 
 def train_step(
@@ -73,8 +72,7 @@ def train_step(
     microbatches, count, objective = prepared
     if scored is not None:
         objective = loss_of_scores(runtime, count, scored, temperature, batch, len(microbatches))
-    with runtime.around(lambda part: part.around_step(runtime, microbatches, train=True)):
-        loss = runtime.executor.run(model, microbatches, objective, backward=True)
+    loss = runtime.run_step(model, microbatches, objective, backward=True)
     if scored is not None:
         scored.agree()
     return loss
@@ -170,22 +168,13 @@ def eval_step(
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
         microbatches, _, mean = _prepared(runtime, batch, False, num_items_in_batch, label_smoothing, teacher)
-        objective = mean if kept is None else _keeping(mean, kept)
-        with runtime.around(lambda part: part.around_step(runtime, microbatches, train=False)):
-            loss = runtime.executor.run(model, microbatches, objective, backward=False)
+        objective = mean if kept is None else kept.of(mean)
+        loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
         return loss
     single = isinstance(batch, Mapping)
     outputs = kept.gathered(1 if single else len(batch))
     return loss, outputs[0] if single else outputs
-
-
-def _keeping(mean: Objective, kept: KeptOutputs) -> Objective:
-    def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
-        with kept.keeping(microbatch, index):
-            return mean.loss(called, microbatch, index)
-
-    return Objective(loss)
 
 
 def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Sum a user's loss of the model's outputs during the step, and divide it at the end.
+"""Losses of users: of token scores, whose mean is taken, and of the model's outputs, summed and divided at the end.
 
-The divisor is known only after the last microbatch of the last rank. Gradients are linear in the loss, so a step runs
-the sums backward, and divides gradients and loss afterwards::
+The divisor of the latter is known only after the last microbatch of the last rank. Gradients are linear in the loss, so
+a step runs the sums backward, and divides gradients and loss afterwards::
 
     microbatch --model, without labels--> outputs --loss_fn--> (sum, count)
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
@@ -18,11 +18,12 @@ from .._compat.torch import tree_leaves
 from .._compat.transformers.classes import class_name, stock_class
 from .._compat.transformers.computing import packing
 from ..config.schedules import ASYNCHRONOUS
+from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
 from .inputs import forward_arguments, prepare
-from .outputs import KeptOutputs
-from .runtime import Batch, Objective, Runtime, local_tensor
+from .outputs import KeptOutputs, from_last_stage
+from .runtime import Batch, Objective, Runtime, local_tensor, runtime_of
 from .runtime.batches import BORDERS, Microbatch
 from .runtime.shards import add_back, gradients_aside
 from .runtime.writing import sum_or_raise
@@ -72,11 +73,110 @@ def refuse_without_flush(runtime: Runtime, loss: str) -> None:
 def _takes(function: Callable[..., Any], count: int) -> bool:
     try:
         inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # compiled functions may have no signature
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # compiled functions may have no signature
     return True
+
+
+LossOfScores = Callable[[TokenScores, int], Tensor]
+"""Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
+
+
+def token_scores(
+    model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0, routes: Tensor | None = None
+) -> TokenScores:
+    """Return log-probability, entropy and the like of every token of a batch, in any layout, without full logits.
+
+    They are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages ``log_probs``
+    and ``entropy`` have gradients, so a loss of them may run backward like ``model(**batch).loss``. With stages every
+    rank gets the scores without gradients: train with ``hfscale.train_step(model, batch, score_loss=...)``, which has
+    the same scores on the last stage.
+
+    Args:
+        batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
+            by default all that are attended to. Ranks that share a batch pass the same one.
+        temperature: divisor of the logits.
+        routes: the experts of every token: see :func:`hfscale.record_routes`.
+
+    Returns:
+        scores of this rank's batch, ``[b, s]`` each. Position ``i`` scores the token at ``i + 1``; with
+        ``shift_labels``, the label at ``i``.
+
+    Raises:
+        ConfigError: as :func:`hfscale.train_step`.
+    """
+    runtime = runtime_of(model)
+    check_number("temperature", temperature, above=0)
+    microbatches, count = prepare(runtime, _with_labels(batch), train=False, routes=routes)
+    kept: dict[int, TokenScores] = {}
+
+    def keep(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+        kept[index] = _scores(runtime, called, microbatch, count, temperature)
+        return kept[index].log_probs.sum() * 0
+
+    if torch.is_grad_enabled() and runtime.plan.stages is None:
+        return _scores(runtime, model, microbatches[0], count, temperature)
+    with torch.no_grad():
+        runtime.run_step(model, microbatches, Objective(keep), backward=False)
+    parts = [kept[index].each() for index in sorted(kept)]
+    joined = dict(enumerate(torch.cat(each) for each in zip(*parts, strict=True)))
+    return TokenScores(*from_last_stage(runtime, [joined])[0].values())
+
+
+def loss_of_scores(
+    runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, batch: Any, passes: int
+) -> Objective:
+    """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch. Refuse
+    schedules without a flush, and numbers of microbatches that differ: those of ``batch``, and ``passes`` of the model.
+    """
+    refuse_without_flush(runtime, "score_loss")
+    given = 1 if isinstance(batch, Mapping) else len(batch)
+    if given != passes:
+        raise ConfigError(
+            f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "
+            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches "
+            "out"
+        )
+
+    def read(found: Any) -> Tensor:
+        total = score_loss.scalar(found, "a microbatch's loss")
+        if not total.requires_grad:
+            raise ConfigError("score_loss returned a loss without a graph: make it of the scores, without .detach()")
+        return total
+
+    def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
+        scores = _scores(runtime, called, microbatch, count, temperature)
+        return score_loss(read, scores, index, instead=0.0 * scores.log_probs.sum()) / runtime.mesh.data_world
+
+    return Objective(loss, recomputes=True)
+
+
+def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, temperature: float) -> TokenScores:
+    """Return the scores of one forward pass, for all tokens of its sequences."""
+    assert runtime.loss is not None  # checked as the step was prepared
+    with runtime.loss.scoring(temperature) as scoring:
+        runtime.loss.of(called, batch, count, 0.0)
+    return TokenScores(*(_of_all_tokens(runtime, batch, each) for each in scoring.scores.each()))
+
+
+def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
+    flags = own.dtype == torch.bool  # not every backend can send booleans
+    whole = own.to(torch.uint8) if flags else own
+    whole = runtime.context.gather_tokens(batch, whole)
+    return whole.bool() if flags else whole
+
+
+def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}")
+    if batch.get("labels") is not None or "input_ids" not in batch:
+        return batch
+    labels, mask = batch.get("shift_labels"), batch.get("attention_mask")
+    if labels is None:
+        labels = batch["input_ids"]
+        if isinstance(labels, Tensor) and isinstance(mask, Tensor) and mask.shape == labels.shape:
+            labels = labels.masked_fill(mask == 0, -100)
+    return {**batch, "labels": labels}
 
 
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
@@ -119,13 +219,13 @@ class UserLoss:
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
         if not train:
             with torch.no_grad():
-                total = self._passes(model, inputs, train)
+                total = runtime.run_step(model, inputs, Objective(self._loss), train)
                 self._loss_fn.agree()
                 return (total / self._total_count()).to(total.dtype)
         runtime.release()  # or weights that FSDP2 has gathered would be listed as parameters
         parameters = list(runtime.model.parameters())
         with gradients_aside(parameters) as before:
-            total = self._passes(model, inputs, train)
+            total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
             count = self._total_count()
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -134,12 +234,6 @@ class UserLoss:
                 made.div_(count.to(made.device, made.dtype))
             add_back(parameter, gradient)
         return (total / count).to(total.dtype)
-
-    def _passes(self, model: nn.Module, inputs: list[Microbatch], train: bool) -> Tensor:
-        """Return the sum over all microbatches and distinct batches; with ``train``, leave gradients in ``.grad``."""
-        runtime = self._runtime
-        with runtime.around(lambda part: part.around_step(runtime, inputs, train=train)):
-            return runtime.executor.run(model, inputs, Objective(self._loss), backward=train)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:
         with packing(inputs.packed, inputs):

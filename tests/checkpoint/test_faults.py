@@ -50,7 +50,7 @@ WRITING = {
     "checkpoint.state_save.write_tensors": (0, 1),
     "checkpoint.state_save.write_synced": (0, 1),
     "checkpoint.state_save.NewState": (0,),
-    "distributed.files.directories.sync_directory": (0,),
+    "distributed.files.directories.sync": (0,),
     "distributed.files.complete.mark_complete": (0,),
     "checkpoint.state_save.prune": (0,),
 }
@@ -65,7 +65,7 @@ EXPORTING = {
     "checkpoint.save.CheckpointWriter.add": (0,),
     "checkpoint.save.CheckpointWriter.finish": (0,),
     "checkpoint.save.write_configs": (0,),
-    "distributed.files.directories.sync_file": (0,),
+    "distributed.files.directories.sync": (0,),
 }
 ADAPTERS = {
     "features.adapters.storage.stored_names": (0,),

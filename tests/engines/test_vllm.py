@@ -37,9 +37,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pp_size": 2},
     "dp_shard2": {"dp_shard_size": 2},
     "tp2-pp2": {"tp_size": 2, "pp_size": 2},
+    "cp2": {"cp_size": 2},
     "ep2": {"ep_size": 2},
 }
-CASES = [("llama", layout, lora) for layout in ("tp2", "pp2", "dp_shard2", "tp2-pp2") for lora in (False, True)]
+CASES = [("llama", layout, lora) for layout in ("tp2", "pp2", "dp_shard2", "tp2-pp2", "cp2") for lora in (False, True)]
 CASES += [("qwen3_moe", layout, False) for layout in ("ep2", "tp2", "pp2")]
 
 

@@ -16,7 +16,7 @@ from hfscale import ParallelConfig
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.parity import Batch
-from hfscale.train.stored_teacher import _texts
+from hfscale.train.teacher import _texts
 
 from ..distributed.ops.test_divergence import bucketed
 from ..refusals import refusal_of

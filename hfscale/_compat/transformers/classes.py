@@ -13,7 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -97,11 +97,6 @@ def is_distributed_by_host(model: nn.Module) -> str | None:
     if getattr(model, "hf_device_map", None):
         return "it was loaded with a device_map"
     return None
-
-
-def is_host_model(module: nn.Module) -> bool:
-    """Return whether a module is a transformers model, with a config of its own."""
-    return isinstance(module, PreTrainedModel)
 
 
 def has_causal_loss(model: Any) -> bool:

@@ -1,14 +1,11 @@
-"""Hook into transformers' ``from_pretrained``, its initialization of modules, and its mark on loaded tensors.
+"""Hook into transformers' ``from_pretrained``, its initialization of modules, and its mark on loaded tensors."""
 
-Read and run with transformers 5.17.0 and 5.23.0.
-"""
-
-import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +82,15 @@ def loading_through(
 def loading_arguments() -> frozenset[str]:
     """Return arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, by their source."""
     names: set[str] = set()
-    for taker in (PreTrainedModel, _BaseAutoModelClass):
-        for method in (
-            taker.from_pretrained,
-            getattr(taker, "from_config", None),
-            getattr(taker, "_from_config", None),
-        ):
-            if method is not None:
-                source = inspect.getsource(method)
-                names.update(re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', source))
-                names.update(re.findall(r'"(\w+)" in kwargs', source))
-                names.update(re.findall(r'"(\w+)"', "".join(re.findall(r"for name in \[(.*?)\]", source))))
-                names.update(inspect.signature(method).parameters)
+    for taker, name in product(
+        (PreTrainedModel, _BaseAutoModelClass), ("from_pretrained", "from_config", "_from_config")
+    ):
+        if (method := getattr(taker, name, None)) is not None:
+            source = inspect.getsource(method)
+            names.update(re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', source))
+            names.update(re.findall(r'"(\w+)" in kwargs', source))
+            names.update(re.findall(r'"(\w+)"', "".join(re.findall(r"for name in \[(.*?)\]", source))))
+            names.update(inspect.signature(method).parameters)
     return frozenset(names)
 
 
@@ -170,7 +164,7 @@ def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
 
 
 def _over_memory(constructor: Callable[..., None], kinds: Collection[type[nn.Module]]) -> Callable[..., None]:
-    @functools.wraps(constructor)
+    @wraps(constructor)
     def construct_really(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             constructor(module, *args, **kwargs)

@@ -12,6 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from ..._compat.torch_device import ACCELERATOR, accelerators
+from ..._compat.versions import untested
 from ...errors import ConfigError
 from ...optim.eight_bit import try_step
 from ..bench_collectives import MeasurementError, run_ranks
@@ -24,25 +25,30 @@ _ONE_PROCESS = ("NO", "MULTI_CPU")
 
 
 def versions() -> list[Finding]:
-    """Return the installed versions, compared with those that hfscale supports."""
+    """Return the installed versions, compared with those that hfscale needs and was tested with."""
     try:
         asked = [Requirement(text) for text in metadata.requires("hfscale") or ()]
     except metadata.PackageNotFoundError:  # run from its sources
         asked = []
-    asked = [each for each in asked if each.marker is None or each.name in _ALSO] or [Requirement("torch")]
-    found = []
-    for each in {each.name: each for each in asked}.values():
-        try:
-            version = metadata.version(each.name)
-        except metadata.PackageNotFoundError:
-            missing = "is not installed" + (" (optional)" if each.name in _ALSO else f": pip install '{each}'")
-            found.append(Finding(each.name, "note" if each.name in _ALSO else "problem", missing))
-            continue
-        fits = each.specifier.contains(version, prereleases=True)
-        bounds = f" ({each.specifier})" if each.specifier else ""
-        text = bounds if fits else f", and hfscale is made for {each.specifier}: install one of those"
-        found.append(Finding(each.name, "ok" if fits else "problem", version + text))
-    return found
+    needed = [each for each in asked if "tested" not in str(each.marker) and (not each.marker or each.name in _ALSO)]
+    known = {each.name: each for each in needed or [Requirement("torch")]}
+    return [_version(each) for each in known.values()]
+
+
+def _version(asked: Requirement) -> Finding:
+    """Return what is installed of one library."""
+    optional = asked.name in _ALSO
+    try:
+        version = metadata.version(asked.name)
+    except metadata.PackageNotFoundError:
+        missing = "is not installed" + (" (optional)" if optional else f": pip install '{asked}'")
+        return Finding(asked.name, "note" if optional else "problem", missing)
+    if not asked.specifier.contains(version, prereleases=True):
+        text = f"{version}, and hfscale is made for {asked.specifier}: install one of those"
+        return Finding(asked.name, "problem", text)
+    if newer := untested().get(asked.name):
+        return Finding(asked.name, "note", f"{version}, which hfscale was not tested with: {newer}")
+    return Finding(asked.name, "ok", version + (f" ({asked.specifier})" if asked.specifier else ""))
 
 
 def devices() -> list[Finding]:
@@ -76,7 +82,7 @@ def collectives() -> Finding:
     """Run an all-reduce between ranks: one per GPU, or two processes."""
     world = max(2, accelerators().device_count())
     try:
-        total = run_ranks(world, sum_of_ranks, timeout=120)
+        total = run_ranks(world, sum_of_ranks, timeout=300)
     except MeasurementError as error:
         return Finding("collectives", "problem", f"{error}; NCCL_DEBUG=INFO says more of GPUs")
     if total != world * (world - 1) / 2:

@@ -5,7 +5,6 @@ or with none. Checksums are CRC-32: one flipped bit, or a run of up to 32, is al
 """
 
 import json
-import os
 import time
 import zlib
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .directories import sync_directory
+from .directories import sync
 
 MARK = "complete.json"
 _BLOCK = 1 << 20  # bytes; fits into a core's cache
@@ -50,10 +49,8 @@ class Mark:
 
 def write_synced(path: Path, content: bytes) -> FileSum:
     """Write a small file and fsync it."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
     return FileSum(len(content), zlib.crc32(content))
 
 
@@ -64,13 +61,13 @@ def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None =
     fresh = directory / f".{MARK}"
     write_synced(fresh, json.dumps(told, indent=1).encode())
     fresh.rename(directory / MARK)
-    sync_directory(directory)
+    sync(directory)
 
 
 def unmark(directory: Path) -> None:
     """Remove the marker of ``directory``, before it is deleted, which takes time."""
     (directory / MARK).unlink(missing_ok=True)
-    sync_directory(directory)
+    sync(directory)
 
 
 def read_mark(directory: Path) -> Mark:

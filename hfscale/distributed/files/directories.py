@@ -122,18 +122,9 @@ def discarded_of(path: Path, target: Path) -> Path:
     return path.with_name(f".{target.name}.{secrets.token_hex(4)}.discarded")
 
 
-def sync_directory(path: Path) -> None:
-    """Fsync a directory, so that renamed, new and removed entries are on disk."""
-    _sync(path, os.O_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    """Fsync a file."""
-    _sync(path, 0)
-
-
-def _sync(path: Path, flags: int) -> None:
-    handle = os.open(path, os.O_RDONLY | flags)
+def sync(path: Path) -> None:
+    """Fsync a file, or a directory, so that its renamed, new and removed entries are on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

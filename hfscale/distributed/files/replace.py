@@ -55,12 +55,12 @@ class NewFiles:
         if blocked := [name for name in new if (self.target / name).is_dir()]:
             raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
         for name in new:
-            directories.sync_file(self.path / name)
+            directories.sync(self.path / name)
         if not self.target.exists():
-            directories.sync_directory(self.path)
+            directories.sync(self.path)
             self.path.rename(self.target)
             self._placed = True
-            directories.sync_directory(self.target.parent)
+            directories.sync(self.target.parent)
             return
         old = {path.name for pattern in stale for path in self.target.glob(pattern) if not path.is_dir()} - {*new}
         if self.path.parent == self.target or not self._exchange({*new, *old, _INSIDE, _COMPLETE}):
@@ -86,7 +86,7 @@ class NewFiles:
             return False
         self._placed = True
         with suppress(OSError):  # the save is done, whatever happens to the old directory
-            directories.sync_directory(self.target.parent)
+            directories.sync(self.target.parent)
             old = directories.discarded_of(self.path, self.target)
             self.path.rename(old)
             _hand_over(old, self.target, replaced, linked)
@@ -100,14 +100,14 @@ class NewFiles:
             inside.mkdir()
             for name in new:
                 shutil.move(self.path / name, inside / name)  # copies between file systems
-                directories.sync_file(inside / name)
+                directories.sync(inside / name)
         (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
-        directories.sync_file(inside / _LIST)
-        directories.sync_directory(inside)
+        directories.sync(inside / _LIST)
+        directories.sync(inside)
         shutil.rmtree(self.target / _COMPLETE, ignore_errors=True)
         inside.rename(self.target / _COMPLETE)
         self._placed = self.path == inside
-        directories.sync_directory(self.target)
+        directories.sync(self.target)
         for name in {*_DOORS} & {*new}:
             (self.target / name).unlink(missing_ok=True)
         finish_move(self.target)
@@ -131,7 +131,7 @@ def finish_move(directory: str | Path) -> None:
         for name in sorted(told["new"], key=lambda name: name in _DOORS):
             with suppress(FileNotFoundError):  # moved already
                 (source / name).replace(target / name)
-        directories.sync_directory(target)
+        directories.sync(target)
     except FileNotFoundError:
         return  # another process was faster
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -173,7 +173,7 @@ def _link(source: Path, target: Path, within: str, left_out: Collection[str], li
     if (there.st_uid, there.st_gid) != (here.st_uid, here.st_gid):
         os.chown(target, there.st_uid, there.st_gid)
     shutil.copystat(source, target)
-    directories.sync_directory(target)
+    directories.sync(target)
 
 
 def _trade_names(one: Path, other: Path) -> None:

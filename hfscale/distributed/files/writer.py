@@ -5,7 +5,6 @@ JSON header that gives each tensor's dtype, shape and offsets, then the data.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from itertools import chain
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from .complete import FileSum
+from .directories import sync
 from .reader import NAMES
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -120,6 +120,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
         for content in chain([memoryview(header)], map(bytes_of, tensors.values())):
             file.write(content)
             crc = zlib.crc32(content, crc)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
     return FileSum(size, crc)

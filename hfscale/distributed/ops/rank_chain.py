@@ -63,8 +63,7 @@ class RankChain:
         number = self._number(index)
         if number == 0 or self._owner(number - 1) == self.rank:
             return state
-        received: Tensor = _Received.apply(anchor, state, self._owner(number - 1), self.group)
-        return received
+        return _Received.apply(anchor, state, self._owner(number - 1), self.group)
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
         """Send the state after a piece to the rank of the next one, if that is another; the output must depend on what
@@ -73,8 +72,7 @@ class RankChain:
         number = self._number(index) + 1
         if number == 2 * self.split.size or self._owner(number) == self.rank:
             return None
-        sent: Tensor = _Sent.apply(state, self._owner(number), self.group)
-        return sent
+        return _Sent.apply(state, self._owner(number), self.group)
 
     def _number(self, index: int) -> int:
         """Return the place among all pieces of this rank's early (0) or late (1) one."""

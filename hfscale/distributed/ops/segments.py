@@ -221,5 +221,4 @@ def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
     gradient, but others wait for it.
     """
     waited_for = [each for each in others if each.requires_grad]
-    found: Tensor = _Tied.apply(y, *waited_for) if waited_for else y
-    return found
+    return _Tied.apply(y, *waited_for) if waited_for else y

@@ -47,20 +47,20 @@ def is_sharing() -> bool:
     return _current is not None
 
 
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
+
+
 def autocasted(x: Tensor) -> Tensor:
     """Return ``x`` as autocast would pass it to a matrix product, if autocast is on; float64 is unchanged."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+    return x.to(_autocast_dtype(x))
 
 
 def autocasted_weight(weight: Tensor) -> Tensor:
     """Return a weight as autocast would pass it to a matrix product, from the shared copies if there are any."""
-    kind = weight.device.type
-    if weight.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return weight
-    return cast_weight(weight, torch.get_autocast_dtype(kind))
+    return cast_weight(weight, _autocast_dtype(weight))
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

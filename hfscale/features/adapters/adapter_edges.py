@@ -19,7 +19,6 @@ from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
 from ...parallel.tensor.partial_gradients import PartialSums, computes_with, read_partial
 from ...parallel.tensor.random import drawn_again, drop_again, drop_own
-from ...parallel.tensor.sequence_region import SequenceRegion
 from ...plan import BlockPlan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, unwrapped
@@ -48,7 +47,11 @@ def install_adapter_edges(runtime: Runtime) -> None:
 
 
 def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
-    stream = tensor.region_of(block.name)
+    stream, rank = tensor.region_of(block.name), runtime.mesh.tp_rank
+
+    def in_cut_stream() -> bool:
+        return stream.cut if stream is not None and stream.cut else block.dropout > 0
+
     for path, wrapper in runtime.model.get_submodule(block.name).named_modules():
         if unwrapped(wrapper) is wrapper or BASE in path.split("."):
             continue
@@ -59,7 +62,11 @@ def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSum
         overlap = None if row else tensor.overlaps.get(block.name)
         if overlap is not None and overlap.regather:
             _keep_shares(wrapper, overlap, sums)
-        _place_dropout(wrapper, name, row, block, stream, runtime.mesh.tp_rank, overlap)
+        for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
+            if isinstance(dropout, nn.Dropout):
+                key, drop = f"{name}/{number}", dropout.forward
+                drawn = partial(_dropped, dropout, drop, row, in_cut_stream, rank, key, overlap)
+                dropout.forward = drawn  # type: ignore[method-assign]
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
@@ -93,28 +100,6 @@ def _norm_over_ranks(
         return squares.sqrt().to(weight.dtype)
 
 
-def _place_dropout(
-    wrapper: nn.Module,
-    name: str,
-    row: bool,
-    block: BlockPlan,
-    stream: SequenceRegion | None,
-    rank: int,
-    overlap: Overlap | None,
-) -> None:
-    """Draw dropout masks of a row projection's sharded input from this rank's RNG, and all others alike on ranks."""
-
-    def in_cut_stream() -> bool:
-        return stream.cut if stream is not None and stream.cut else block.dropout > 0
-
-    for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
-        if isinstance(dropout, nn.Dropout):
-            drop: Callable[[Tensor], Tensor] = dropout.forward
-            dropout.forward = partial(  # type: ignore[method-assign]
-                _dropped, dropout, drop, row, in_cut_stream, rank, f"{name}/{number}", overlap
-            )
-
-
 def _dropped(
     module: nn.Dropout,
     drop: Callable[[Tensor], Tensor],
@@ -125,6 +110,7 @@ def _dropped(
     overlap: Overlap | None,
     x: Tensor,
 ) -> Tensor:
+    """Drop out a row projection's sharded input by this rank's RNG, and all other inputs alike on all ranks."""
     if not module.training:
         return drop(x)
     if row:

@@ -16,7 +16,6 @@ from ...models.module_kinds import is_transposed
 from ...plan import AdapterParameter, Plan
 from ...train.runtime import find_runtime
 from ...train.runtime.parameter_names import stock_name, unwrapped
-from .plan import is_known
 
 
 def wrap(model: nn.Module, config: Any, name: str) -> Any:
@@ -56,7 +55,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         if kept_in is None:
             continue
         wrapper: Any = modules[wrapper_name]
-        if not is_known(kept_in):
+        if kept_in not in (*peft.ADAPTER_DIMS, peft.IA3_SCALES, peft.COPY):
             raise ConfigError(
                 f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
                 "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.peft import COPY
@@ -74,13 +73,11 @@ def initialize_adapters(
 def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
     """Use the same RNG state on every rank inside the `with` block; without a seed the first rank's, which advances."""
     own = torch.random.get_rng_state()
-    start = [own if seed is None else torch.Generator().manual_seed(seed).get_state()]
-    if mesh.control is not None:
-        dist.broadcast_object_list(start, src=0, group=mesh.control)
-    torch.random.set_rng_state(start[0])
+    start = mesh.all_gather_object(own if seed is None else torch.Generator().manual_seed(seed).get_state())[0]
+    torch.random.set_rng_state(start)
     try:
         yield
-        if seed is None and torch.equal(own, start[0]):
+        if seed is None and torch.equal(own, start):
             own = torch.random.get_rng_state()
     finally:
         torch.random.set_rng_state(own)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from math import prod
 
 from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
-from ...errors import PlanError
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
 from ...plan.parameter import ParameterPlan
@@ -22,18 +21,8 @@ from ...plan.plan import Plan
 from ...plan.reductions import data_cut, reductions_of
 
 
-def is_known(kept_in: str) -> bool:
-    """Return whether the parameters that a PEFT wrapper keeps under this name can be planned."""
-    return kept_in in ADAPTER_DIMS or kept_in in (IA3_SCALES, COPY)
-
-
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
-    """Return the plan with ``adapters``, whose parameters come last; raise :class:`PlanError` for unknown ones."""
-    unknown = sorted({adapter.kept_in for adapter in adapters if not is_known(adapter.kept_in)})
-    if unknown:
-        raise PlanError(
-            f"adapters with {', '.join(unknown)} are not known to hfscale: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
-        )
+    """Return the plan with ``adapters``, of known kinds, whose parameters come last."""
     planned = (_planned(plan, adapter) for adapter in adapters)
     return replace(plan, parameters=(*plan.parameters, *planned), adapters=tuple(adapters))
 

@@ -10,7 +10,6 @@ from torch import nn
 from ..._compat.peft import COPY, DORA_MAGNITUDES
 from ...errors import ConfigError
 from ...plan import Plan
-from ...plan.quantized import QuantizedPlan
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .plan import plan_adapters
 from .storage import check_config, check_over_quantized
@@ -51,7 +50,6 @@ def wrap_and_plan(
 def _check(config: Any, plan: Plan) -> None:
     """Refuse unsupported configs before anything is wrapped."""
     check_config(config)
-    _refuse_inner_modules(config, plan)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):
         # PEFT ties adapters by views of one storage, which the plan cannot see.
@@ -67,10 +65,11 @@ def _check(config: Any, plan: Plan) -> None:
             )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
-        _refuse_quantized_copies(config, plan.quantized, plan.head)
+    _check_copies(config, plan)
 
 
-def _refuse_inner_modules(config: Any, plan: Plan) -> None:
+def _check_copies(config: Any, plan: Plan) -> None:
+    """Refuse trained copies of modules that are cut, or hold cut or quantized ones."""
     # Copies of experts with their router cannot be expert-parallel.
     mixtures = plan.mixtures if plan.layout.ep > 1 else ()
     cut = (
@@ -78,6 +77,7 @@ def _refuse_inner_modules(config: Any, plan: Plan) -> None:
         *(block.name for block in plan.blocks),
         *(mixture.name.rpartition(".")[0] for mixture in mixtures),
     )
+    quantized, head = plan.quantized, plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
         inside = [name for name in cut if f".{wanted}." in f".{name}."]
         if inside:
@@ -85,12 +85,8 @@ def _refuse_inner_modules(config: Any, plan: Plan) -> None:
                 f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
                 "projections can be copied: name those, or train the whole model without adapters"
             )
-
-
-def _refuse_quantized_copies(config: Any, quantized: QuantizedPlan, head: str | None) -> None:
-    for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [name for name in quantized.weights if f".{wanted}." in f".{name}."]
-        if inside:
+        inside = [name for name in (quantized.weights if quantized else ()) if f".{wanted}." in f".{name}."]
+        if inside and quantized is not None:
             # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(dict.fromkeys([*paths, *([head] if head is not None else [])]))

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..._compat.peft import stored_weights
 from ..._compat.transformers.classes import input_embedding
 from ..._compat.transformers.saving import AsStored
 from ...distributed.files.replace import finish_move
@@ -153,10 +152,12 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
     return found
 
 
-def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh, **hub: Any) -> dict[str, Tensor]:
+def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
+    from peft import load_peft_weights
+
     try:
-        stored = stored_weights(path, **hub)
+        stored = load_peft_weights(path, device="cpu")
     except ValueError as error:
         raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
     keys = stored_names(whole, name, plan, embeddings=True)

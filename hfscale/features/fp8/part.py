@@ -82,7 +82,7 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
     dims = {cut.dim for cut in runtime.plan.by_name[f"{name}.weight"].cuts if cut.axis == "tp"}
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
-    return Float8Groups(runtime.mesh.context_groups, inputs, outputs)
+    return Float8Groups(runtime.mesh.groups("cp"), inputs, outputs)
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Mixed precision by autocast, or by casting parameters, where FSDP2 does not cast all; float16 scaling of the loss."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from ...models.module_kinds import PROJECTIONS
 from ...models.precision import WIDENS_AROUND, WIDENS_INSIDE
 from ...plan.drafting.draft import Draft
 from ...train.runtime import Part, Runtime, local_tensor
-from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import recomputing
 from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.shards import LocalWeights, add_back, gradients_aside
@@ -75,16 +74,14 @@ class ParameterCasts(Part):
         """Wrap the forward of modules, inside of block edges; all modules where all is cast, since a backward pass,
         which recomputes, may call any of them by itself.
         """
-        model, known, cast_all = runtime.model, runtime.plan.by_name, runtime.options.casts_parameters
+        model, known, cast_all = runtime.model, runtime.plan.by_name.keys(), runtime.options.casts_parameters
         stays = stays_in_32_bits(model)
         copies = _Copies(MIXED_PRECISIONS[runtime.options.mixed_precision] if cast_all else None)
         for prefix, module in model.named_modules():
             full = {name: f"{prefix}.{name}".lstrip(".") for name in own_parameters(module)}
-            cast = [name for name, at in full.items() if (at in known or stock_name(at) in known) and not stays(at)]
-            if cast_all and cast:
-                copies.places[module] = cast
-            elif type(module) in PROJECTIONS and not cast_all:  # a subclass may check the dtype of its weight
-                copies.places[module] = ["weight"]
+            cast = [name for name, at in full.items() if {at, stock_name(at)} & known and not stays(at)]
+            if cast if cast_all else type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
+                copies.places[module] = cast if cast_all else ["weight"]
         for module in model.modules():
             held = any(inner in copies.places for inner in module.modules()) if cast_all else module in copies.places
             if held and not isinstance(module, nn.Embedding):  # which gets another class over tensor ranks
@@ -92,9 +89,7 @@ class ParameterCasts(Part):
                 module.forward = partial(copies.run, module, forward)
                 module.forward.__wrapped__ = forward  # its signature is inspected
 
-    def around_step(
-        self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
-    ) -> AbstractContextManager[None]:
+    def around_step(self, runtime: Runtime, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """Share copies between the microbatches of a step, where all is cast."""
         return sharing(Casts()) if runtime.options.casts_parameters else nullcontext()
 

@@ -9,7 +9,7 @@ import bitsandbytes
 import torch
 from torch import Tensor, nn
 
-from ..._compat.bitsandbytes import drop_state, product_in_8_bits
+from ..._compat.bitsandbytes import product_in_8_bits
 from ..._compat.torch import own_parameters
 from ...distributed.ops.four_bit import FourBitPacking, split_row, unpack_state
 from ...distributed.ops.grouped_linear import frozen_linear
@@ -51,7 +51,7 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
 def shard_4bit(module: Any, packing: FourBitPacking) -> None:
     """Turn a stock ``Linear4bit`` into a :class:`ShardedLinear4bit` with parameters on the meta device."""
     module.__class__ = ShardedLinear4bit
-    drop_state(module)
+    module.quant_state = None
     register_packed(module, "weight", packing)
 
 

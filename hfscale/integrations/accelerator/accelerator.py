@@ -18,15 +18,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ..._compat.accelerate import (
-    BatchScheduler,
-    is_prepared,
-    one_run,
-    prepared_loaders,
-    prepared_models,
-    prepared_optimizers,
-    prepared_schedulers,
-)
+from ..._compat.accelerate import BatchScheduler, is_prepared, one_run, prepared
 from ..._compat.torch_device import accelerators
 from ..._compat.transformers.classes import class_name
 from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
@@ -39,7 +31,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
-from .loaders import OneOrder, agreed, seed_workers_alike
+from .loaders import OneOrder, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -126,8 +118,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Remember the model, which is on its device and wrapped already."""
         self._adopt(model)
-        if model not in prepared_models(self):
-            prepared_models(self).append(model)
+        if model not in prepared(self, "models"):
+            prepared(self, "models").append(model)
         return model
 
     def prepare_data_loader(
@@ -141,8 +133,9 @@ class Accelerator(accelerate.Accelerator):
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
         self._agree_on_order(data_loader)
+        seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         dealt = isinstance(data_loader.dataset, IterableDatasetShard)  # to distinct batches already
-        prepared = prepare_data_loader(
+        loader = prepare_data_loader(
             data_loader,
             self.device,
             num_processes=1 if dealt else self.mesh.batch_world,
@@ -153,13 +146,13 @@ class Accelerator(accelerate.Accelerator):
             dispatch_batches=False,
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=agreed(self.mesh, self.dataloader_config.data_seed or torch.random.initial_seed()),
+            data_seed=self.mesh.all_gather_object(seed)[0],
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        prepared_loaders(self).append(prepared)
-        seed_workers_alike(prepared, self.mesh, self._worker_seeds)
-        return prepared
+        prepared(self, "dataloaders").append(loader)
+        seed_workers_alike(loader, self.mesh, self._worker_seeds)
+        return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader over the rest of an epoch, as Accelerate does."""
@@ -175,15 +168,15 @@ class Accelerator(accelerate.Accelerator):
         """
         if is_prepared(scheduler):
             return scheduler
-        optimizers = [o for o in prepared_optimizers(self) if o.optimizer is getattr(scheduler, "optimizer", None)]
-        prepared = BatchScheduler(
+        optimizers = [o for o in prepared(self, "optimizers") if o.optimizer is getattr(scheduler, "optimizer", None)]
+        steps = BatchScheduler(
             scheduler,
-            optimizers or prepared_optimizers(self),
+            optimizers or prepared(self, "optimizers"),
             lambda: self.num_processes if self.step_scheduler_with_optimizer and not self.split_batches else 1,
             self.step_scheduler_with_optimizer,
         )
-        prepared_schedulers(self).append(prepared)
-        return prepared
+        prepared(self, "schedulers").append(steps)
+        return steps
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate, along the first dim, the tensors of distinct batch ranks; every sample once, in batch order."""
@@ -242,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
         """
         listed = parameters.values() if isinstance(parameters, dict) else parameters
         given = {id(p) for p in ([listed] if isinstance(listed, Tensor) else listed)}
-        for model in prepared_models(self):
+        for model in prepared(self, "models"):
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
             # A rank whose stages train nothing must take part in the norm all the same.
             still = runtime_of(model).plan.stages is not None and (
@@ -327,4 +320,4 @@ class Accelerator(accelerate.Accelerator):
             (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = self._orders[-1]
         else:
             seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
-            sampler.generator = torch.Generator().manual_seed(agreed(self.mesh, seed))
+            sampler.generator = torch.Generator().manual_seed(self.mesh.all_gather_object(seed)[0])

@@ -64,15 +64,7 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
         return
 
     def agree() -> None:
-        seeds.manual_seed(agreed(mesh, int(torch.empty((), dtype=torch.int64).random_())))
+        seeds.manual_seed(mesh.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0])
 
     loader.generator = seeds
     before_iterators(loader, agree)
-
-
-def agreed(mesh: Mesh, value: int) -> int:
-    """Broadcast rank 0's ``value`` to every rank, and return it."""
-    box = [value]
-    if mesh.control is not None:
-        dist.broadcast_object_list(box, src=0, group=mesh.control)
-    return box[0]

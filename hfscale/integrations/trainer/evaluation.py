@@ -17,7 +17,7 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from ..._compat.replaced import attribute_replaced
-from ..._compat.torch_device import device_module, is_accelerator
+from ..._compat.torch_device import device_module, fork_random_state, is_accelerator
 from ..._compat.transformers.classes import from_config, stock_class
 from ..._compat.transformers.trainer import has_own_prediction_step, labels_of_step
 from ...checkpoint.stream import whole_tensors
@@ -244,7 +244,7 @@ class _WholeModel:
         firsts = {batch: rank for rank, (batch, first) in enumerate(said) if first}
         self._source = firsts[mesh.batch_rank]
         if mesh.speaks_for_batch:
-            with torch.random.fork_rng(_devices(mesh)), torch.device(mesh.device):
+            with fork_random_state(mesh.device), torch.device(mesh.device):
                 self._model = from_config(stock_class(model), copy.deepcopy(model.config), dtype=model.dtype).eval()
             self._model.generation_config = model.generation_config
         places = {} if self._model is None else self._model.state_dict()
@@ -261,7 +261,7 @@ class _WholeModel:
             dtype = MIXED_PRECISIONS[self._runtime.options.mixed_precision]
             autocast = torch.autocast(mesh.device.type, dtype=dtype) if dtype else nullcontext()
             try:
-                with torch.random.fork_rng(_devices(mesh)), autocast:
+                with fork_random_state(mesh.device), autocast:
                     torch.manual_seed(seed)
                     made = self._model.generate(*args, **{**kwargs, "synced_gpus": False}).cpu()
             except Exception as error:
@@ -271,7 +271,3 @@ class _WholeModel:
             if text:
                 raise ConfigError(f"generate failed on rank {rank}: {text}")
         return every[self._source][0].to(mesh.device)
-
-
-def _devices(mesh: Mesh) -> list[torch.device]:
-    return [mesh.device] if is_accelerator(mesh.device) else []

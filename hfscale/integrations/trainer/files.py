@@ -30,7 +30,7 @@ from ..._compat.transformers.trainer import TrainerHooks
 from ...checkpoint import load_state, save_pretrained, save_state
 from ...checkpoint.weights import load_weights
 from ...distributed.files.complete import read_mark, size_problems
-from ...distributed.files.directories import sync_directory
+from ...distributed.files.directories import sync
 from ...distributed.files.reader import SafetensorsFile
 from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
@@ -257,16 +257,14 @@ def _remove(path: Path) -> None:
 def _put_in_place(source: Path, target: Path) -> None:
     """Sync a checkpoint to the disk, and rename it to ``target``."""
     for directory, _, names in os.walk(source):
-        for name in names:
-            with (Path(directory) / name).open("rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(directory))
+        for name in [*names, ""]:  # and the directory itself
+            sync(Path(directory, name))
     if target.exists():
         replaced = target.parent / _REPLACED
         replaced.mkdir(exist_ok=True)
         target.rename(replaced / target.name)
     source.rename(target)
-    sync_directory(target.parent)
+    sync(target.parent)
     _finish_replacing(target.parent)
 
 

@@ -178,9 +178,7 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         return accelerator.gather(tensor.to(mesh.device))
 
     def gather_object(stock: Any, given: Any) -> Any:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (accelerator.process_index, given), group=accelerator.mesh.control)
-        first = dict(reversed(every))
+        first = dict(reversed(accelerator.mesh.all_gather_object((accelerator.process_index, given))))
         return [value for place in sorted(first) for value in first[place]]
 
     def shuffle(stock: Any, rows: Any) -> Any:

@@ -63,7 +63,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         self._parallel, self._waiting = parallel, list[Any]()
         self._carried: Tensor | float = 0.0  # the loss of a step that the end of the data has cut short
         self._items: Any = None
-        layout, context = parallel or _layout_of_environment(), ExitStack()
+        context, layout = ExitStack(), parallel
+        if layout is None and ParallelConfig().total_size == started_processes():
+            layout = ParallelConfig()  # that of the environment
         if isinstance(model, nn.Module):
             model = self._parallelized(model, arguments)
             layout = runtime_of(model).mesh.layout
@@ -339,9 +341,3 @@ class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore
 
     See :class:`TrainerMixin` for ``parallel``, and docs/trainer.md for generation with stages.
     """
-
-
-def _layout_of_environment() -> ParallelConfig | None:
-    """Return the layout in the environment, or ``None`` if it does not fit the processes that were started."""
-    found = ParallelConfig()
-    return found if found.total_size == started_processes() else None

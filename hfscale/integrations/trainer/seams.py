@@ -54,11 +54,10 @@ class Seams:
 
     def follow_casts(self) -> None:
         """Repeat on FSDP2's shards the cast to bfloat16 that TRL, in ``data``, makes of adapters over 4-bit weights."""
-        cast = {parameter: parameter.dtype for parameter, data in self._made_of if parameter.dtype != data.dtype}
-        sharded: dict[nn.Parameter, torch.dtype]
-        sharded = {parameter: dtype for parameter, dtype in cast.items() if isinstance(parameter, DTensor)}
+        sharded: dict[nn.Parameter, torch.dtype] = {}
         for parameter, data in self._made_of:
-            if parameter in sharded:
+            if parameter.dtype != data.dtype and isinstance(parameter, DTensor):
+                sharded[parameter] = parameter.dtype
                 parameter.data = data
         self._made_of = []
         if sharded and self._policy is not None:

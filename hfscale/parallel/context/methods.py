@@ -85,7 +85,7 @@ class ContextAttention:
     """Compute attention over sharded sequences; for ``heads_ring``, groups of ``together`` ranks exchange heads."""
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
-        group = mesh.cp_group
+        group = mesh.group("cp")
         assert group is not None
         self._method, self._group, self._together = method, group, together
         if method == "heads_ring":

@@ -44,7 +44,7 @@ class ContextParallel(Part, ContextAxis):
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention; its other modules run unchanged."""
-        group, model = runtime.mesh.cp_group, runtime.model
+        group, model = runtime.mesh.group("cp"), runtime.model
         if group is None:
             return
         runtime.context, self._runtime = self, runtime
@@ -84,7 +84,7 @@ class ContextParallel(Part, ContextAxis):
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
         """Refuse a ``loss_fn``, which would see the outputs of this rank's tokens alone."""
-        if user_loss and runtime.mesh.cp_group is not None:
+        if user_loss and runtime.mesh.group("cp") is not None:
             raise ConfigError(
                 f"{runtime.mesh.layout.describe()}: a loss_fn needs the outputs of full sequences, and each context "
                 "rank has a part of them: use cp_size=1, or a score_loss, which gets the scores of all tokens"
@@ -115,7 +115,7 @@ class ContextParallel(Part, ContextAxis):
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
         """All-gather a per-token output over the context ranks, in the order of the sequences."""
-        group = self._runtime.mesh.cp_group
+        group = self._runtime.mesh.group("cp")
         assert group is not None
         return gather_sequences(own, batch[_BATCH], group)
 

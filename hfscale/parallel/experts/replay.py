@@ -293,6 +293,6 @@ def _whole(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, in
             found = all_gather(found, share_evenly(tokens, mesh.layout.tp), 1, mesh.tp_group)
         own[:, :, number] = found
     whole = runtime.context.gather_tokens(batch, own)
-    for group in mesh.stage_groups:
+    for group in mesh.groups("pp"):
         dist.all_reduce(whole, group=group)
     return whole, batch.parts

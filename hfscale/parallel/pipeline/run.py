@@ -82,7 +82,7 @@ class Pipeline(Executor):
         stages, layout = runtime.plan.stages, runtime.mesh.layout
         assert stages is not None
         self._stages, self._layout, self._rank = stages, layout, self._mesh.pp_rank
-        group = self._mesh.pp_group
+        group = self._mesh.group("pp")
         assert group is not None
         self._group = group
         own = stages.of_rank(self._rank)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..._compat.transformers.classes import is_host_model, takes_argument
+from transformers import PreTrainedModel
+
+from ..._compat.transformers.classes import takes_argument
 from ...errors import PlanError
 from ...models.blueprint import Block, Blueprint
 from ...models.facts import ask
@@ -40,7 +42,7 @@ def find_text_model(model: Any) -> str | None:
     config = text_config(model.config)
     if config is model.config or any(getattr(c, "is_encoder_decoder", False) for c in (model.config, config)):
         return None
-    inner = ((name, module) for name, module in model.named_modules() if name and is_host_model(module))
+    inner = ((name, module) for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel))
     return next((name for name, module in inner if module.config is config), None)
 
 

@@ -3,9 +3,8 @@
 No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
 for every family, and the recurrences and convolutions that are known begin anew (:class:`DocumentStates`). Others, and
 positions counted by the model, pass from one document to the next: such models are refused before their first packed
-step. They are found once per class and config, by a tiny copy that gets
-documents in one row and one by one. Behaviour that begins at a length named in the config is tried with a copy with a
-shorter one, where a row is longer.
+step. They are found once per class and config, by a tiny copy that gets documents in one row and one by one.
+Behaviour that begins at a length named in the config is tried with a copy with a shorter one, where a row is longer.
 """
 
 import inspect
@@ -56,17 +55,12 @@ def check_packed_rows(
             "position_ids in time, height and width begin anew within a row, but transformers finds documents only "
             "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
         )
-    longest = max([batch_tokens(batch) for batch in batches], default=tokens or 0)
+    told = (batch.get("position_ids", batch.get("attention_mask")) for batch in batches)
+    longest = max((each.shape[-1] if isinstance(each, Tensor) else 0 for each in told), default=tokens or 0)
     for kind in sorted(kinds):
         positions = [text_positions(each["position_ids"]) for each in batches if told_apart_by(each) == "positions"]
         given = [each for each in positions if each is not None and kind == "positions"]
         _refuse(model, kind, start, longest, given)
-
-
-def batch_tokens(batch: Mapping[str, Any]) -> int:
-    """Return the tokens per row of a batch with ``position_ids`` or an attention mask; else 0."""
-    told = batch.get("position_ids", batch.get("attention_mask"))
-    return told.shape[-1] if isinstance(told, Tensor) else 0
 
 
 def _refuse(model: Any, kind: str, start: int, longest: int, given: list[Tensor]) -> None:

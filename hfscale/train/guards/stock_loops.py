@@ -82,9 +82,18 @@ def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) 
 
 
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    if not getattr(accelerator, "serves_hfscale", False):
-        for model in (given for given in (*args, *kwargs.values()) if isinstance(given, nn.Module)):
-            _refuse_spread(model)
+    for given in () if getattr(accelerator, "serves_hfscale", False) else (*args, *kwargs.values()):
+        runtime = find_runtime(given)
+        if runtime is not None and runtime.mesh.layout.total_size > 1:
+            raise ConfigError(
+                f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
+                "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
+                "process as a data rank: it would wrap the model again, give ranks that share a batch different ones, "
+                "and clip each rank by a part of the norm. In place of accelerate.Accelerator use hfscale.Accelerator; "
+                "in place of transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) "
+                "for a subclass; or write a loop: loss = hfscale.train_step(model, batch); "
+                "hfscale.clip_grad_norm_(model, 1.0); optimizer.step(). One process may use Trainer as it is"
+            )
     return accelerator, *args
 
 
@@ -127,21 +136,6 @@ def _check_scaler(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tup
             "one decision are for all ranks, and leave the scaler out"
         )
     return scaler, optimizer, *args
-
-
-def _refuse_spread(model: nn.Module) -> None:
-    runtime = find_runtime(model)
-    if runtime is None or runtime.mesh.layout.total_size == 1:
-        return
-    raise ConfigError(
-        f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
-        "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
-        "process as a data rank: it would wrap the model again, give ranks that share a batch different ones, and "
-        "clip each rank by a part of the norm. In place of accelerate.Accelerator use hfscale.Accelerator; in "
-        "place of transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) for a "
-        "subclass; or write a loop: loss = hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); "
-        "optimizer.step(). One process may use Trainer as it is"
-    )
 
 
 class _Held(NamedTuple):

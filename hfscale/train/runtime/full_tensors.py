@@ -97,7 +97,7 @@ def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
 
 def _buffers(runtime: Runtime) -> dict[str, Tensor]:
     """Return the persistent buffers; they are full and equal on every rank."""
-    saved = runtime.model.state_dict().keys()
+    saved = runtime.model.state_dict(keep_vars=True).keys()  # without detaching every parameter
     return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
 
 
@@ -140,7 +140,7 @@ def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
 
     def share_of(entry: SavedTensor) -> Tensor | None:
         held = here.get(entry.planned.name) if entry.planned else buffers.get(entry.name)
-        return None if held is None else local_tensor(held.detach())
+        return None if held is None else local_tensor(held).detach()
 
     return share_of
 

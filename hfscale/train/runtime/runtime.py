@@ -217,6 +217,11 @@ class Runtime:
                 stack.enter_context(context_of(part))
             yield
 
+    def run_step(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
+        """Run the passes of one step, with every part around them: see :meth:`Executor.run`."""
+        with self.around(lambda part: part.around_step(self, batches, train=backward)):
+            return self.executor.run(model, batches, objective, backward)
+
     def local_view(self, module: str) -> str | None:
         """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
         return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
@@ -231,7 +236,7 @@ class Runtime:
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """All-reduce a step's loss in place over the ranks that have a term of it, and over pipeline stages."""
-        for group in (*self.mesh.loss_groups, *self.mesh.stage_groups):
+        for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
             dist.all_reduce(total, group=group)
         return total
 

@@ -90,7 +90,3 @@ class LocalWeights:
     # itself, if it is of a bitsandbytes class
     quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     plan: Plan | None = None  # the plan that the loaded checkpoint has made exact
-
-    def copy(self) -> "LocalWeights":
-        """Return a shallow copy: the same tensors in new containers."""
-        return LocalWeights(dict(self.tensors), list(self.quantized))

@@ -23,24 +23,27 @@ Pools = Callable[[int], RankPool]
 
 
 def test_versions_outside_of_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.13.0+cpu", "transformers": "5.30.0"}
+    installed = {"torch": "2.13.0+cpu", "transformers": "5.30.0", "trl": "1.16.0"}
 
     def version(name: str) -> str:
         if name not in installed:
             raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    asked = ["torch<2.14,>=2.11", "transformers<5.24,>=5.17", "peft>=0.21", 'bitsandbytes>=0.5; extra == "bnb"']
-    monkeypatch.setattr(metadata, "requires", lambda _: [*asked, 'ruff; extra == "dev"'])
+    asked = ["torch>=2.14", "transformers>=5.17", "peft>=0.21", 'bitsandbytes>=0.5; extra == "bnb"']
+    asked += ['trl>=1.15; extra == "trl"', 'ruff; extra == "dev"', 'transformers<5.24; extra == "tested"']
+    monkeypatch.setattr(metadata, "requires", lambda _: asked)
     monkeypatch.setattr(metadata, "version", version)
     found = {each.about: each for each in machine.versions()}
     assert {name: each.verdict for name, each in found.items()} == {
-        "torch": "ok",
-        "transformers": "problem",
+        "torch": "problem",
+        "transformers": "note",
         "peft": "problem",
         "bitsandbytes": "note",
+        "trl": "ok",
     }
-    assert "5.30.0, and hfscale is made for <5.24,>=5.17" in found["transformers"].text
+    assert "2.13.0+cpu, and hfscale is made for >=2.14" in found["torch"].text
+    assert found["transformers"].text.endswith("not tested with: transformers 5.30.0 (tested: <5.24)")
     assert "pip install 'peft>=0.21'" in found["peft"].text
 
 

@@ -1,0 +1,66 @@
+"""Compare the installed libraries with the versions that hfscale was tested with: those of its extra ``tested``."""
+
+import importlib
+import os
+import pkgutil
+import warnings
+from functools import cache
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+_ALWAYS = ("torch", "transformers")  # of libraries whose private names every use of hfscale needs
+
+
+def untested() -> dict[str, str]:
+    """Map each installed library outside of the tested range to both in words: ``torch 2.15.0 (tested: <2.14)``."""
+    found = {}
+    for text in _requirements():
+        asked = Requirement(text)
+        if (
+            asked.marker is None
+            or not asked.marker.evaluate({"extra": "tested"})
+            or asked.marker.evaluate({"extra": ""})
+        ):
+            continue
+        try:
+            version = metadata.version(asked.name)
+        except metadata.PackageNotFoundError:
+            continue
+        if not asked.specifier.contains(version, prereleases=True):
+            found[asked.name] = f"{asked.name} {version} (tested: {asked.specifier})"
+    return found
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("hfscale") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        return []
+
+
+def _missing_names() -> list[str]:
+    """Return what importing all that adapts torch and transformers says of names that these no longer have."""
+    found = []
+    for module in pkgutil.walk_packages(importlib.import_module(__package__).__path__, f"{__package__}."):
+        if module.name.removeprefix(f"{__package__}.").startswith(_ALWAYS):
+            try:
+                importlib.import_module(module.name)
+            except (ImportError, AttributeError) as error:
+                found.append(str(error))
+    return list(dict.fromkeys(found))
+
+
+@cache
+def check_versions() -> None:
+    """Warn, once, of a library outside of the tested range; raise ``ImportError`` if it lacks a name that is used."""
+    others = ", ".join(untested().values())
+    if not others:
+        return
+    advice = "pip install 'hfscale[tested]' installs the newest tested versions"
+    if missing := _missing_names():
+        raise ImportError(f"hfscale does not run with {others}: {'; '.join(missing)}. {advice}")
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"hfscale was not tested with {others}, which has the names that it imports. {advice}", stacklevel=3
+        )
