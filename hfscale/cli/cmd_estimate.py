@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout_arguments(parser)
     add_machine_arguments(parser)
     add_adapter_arguments(parser)
-    parser.add_argument(
-        "--mixed-precision", choices=("no", "bf16", "bf16_params"), default="no", help="compute over the weights"
-    )
+    parser.add_argument("--mixed-precision", choices=("no", "bf16", "bf16_params"), default="no", help="of products")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
     parser.add_argument(

@@ -105,8 +105,8 @@ def estimate_memory(
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
     chosen = frozenset(trained_names(plan) if trained is None else trained)
     training = [planned for planned in held if planned.name in chosen]
-    rows = ceil(tokens / plan.layout.cp)
-    situation = Situation(rows, pp_rank, here, mixed=mixed_precision, trained=chosen, **further)
+    further |= {"mixed": mixed_precision, "trained": chosen}
+    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
     kept, again, away, notes = activation_bytes(plan, situation)
     state = optimizer_bytes(training, here, optimizer, options, plan.layers)
     on_host = state * offloaded(plan).optimizer
@@ -195,9 +195,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of copies of 32-bit parameters, by autocast of matrices alone; microbatches with the same
-    weights share one.
-    """
+    """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
     all_cast = situation.mixed == "bf16_params"
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import autocast_remembers, own_parameters, tree_map, unscale_and_check
+from ..._compat.torch import autocast_remembers, own_parameters, tree_map_only, unscale_and_check
 from ..._compat.transformers.computing import recomputes, stays_in_32_bits
 from ...config.options import MIXED_PRECISIONS
 from ...distributed.ops.shared_casts import Casts, autocasted_weight, cast_weight, is_sharing, sharing
@@ -59,11 +59,8 @@ def plan_precision(draft: Draft) -> None:
 
 class ParameterCasts(Part):
     """Put copies in the type of mixed precision in place of parameters while modules run, one for all microbatches in
-    flight; FSDP2 makes its own over data ranks. Gradients go through the copies to the parameters, in their type.
-
-    Under ``"bf16_params"`` these are all parameters but those that transformers keeps in 32 bits, as with FSDP2's
-    ``param_dtype``: the model computes as one loaded in 16 bits. Else they are those of projections in pipeline stages,
-    of which autocast would make copies for each microbatch.
+    flight; FSDP2 makes its own over data ranks. Under ``"bf16_params"`` the model computes as one loaded in 16 bits;
+    otherwise only projections in stages have copies, of which autocast would make one for each microbatch.
     """
 
     def is_needed(self, runtime: Runtime) -> bool:
@@ -112,12 +109,11 @@ class _Copies:
         if self._inside or (self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())):
             return forward(*args, **kwargs)
         if self._dtype is not None and not recomputing():
-            args, kwargs = tree_map(self._as_input, (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda x: x.to(self._dtype) if x.dtype == torch.float32 else x, (args, kwargs)
+            )
         with nullcontext() if is_sharing() else sharing(Casts()), self._in_place(module):
             return forward(*args, **kwargs)
-
-    def _as_input(self, value: Any) -> Any:
-        return value.to(self._dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:

@@ -95,8 +95,8 @@ def give_up_whole_weights(model: Any) -> None:
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
     """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch. The
     ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
-    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes. Under
-    ``"bf16_params"`` only the model's inputs are cast, and parameters but for those that transformers keeps in 32 bits.
+    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes; ``"bf16_params"``
+    casts no inputs of layers, and no parameters that transformers keeps in 32 bits.
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
