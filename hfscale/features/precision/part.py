@@ -101,8 +101,7 @@ class _Copies:
     """Replace the parameters at ``places``, a module's attributes, by copies in ``dtype``, or autocast's."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype, self.places = dtype, dict[nn.Module, list[str]]()
-        self._inside = False
+        self._dtype, self.places, self._inside = dtype, dict[nn.Module, list[str]](), False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what ``forward`` computes with copies of the parameters in ``module``."""
