@@ -10,12 +10,12 @@ from ..config.parallel import ParallelConfig
 from ..errors import PlanError
 from ..models.names import wild_name
 from ..parallel.experts.plan import expert_cuts
+from ..plan import Plan
 from ..plan.cut import Cut
 from ..plan.drafting.draft import Draft, Ranks
 from ..plan.drafting.layers import find_layers
 from ..plan.drafting.resolve import find_blueprint
 from ..plan.parameter import ParameterPlan
-from ..plan.plan import Plan
 from ..plan.reductions import data_cut, reductions_of
 from .assemble import PLAN_PARTS
 

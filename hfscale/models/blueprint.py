@@ -92,9 +92,9 @@ class Blueprint:
         return (self.layers,) if isinstance(self.layers, str) else self.layers
 
 
-def in_layers(layers: str, **blocks: Block) -> Blueprint:
+def in_layers(layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block) -> Blueprint:
     """Return the blueprint of one layer list, whose blocks are children of its layers."""
-    return Blueprint(layers, blocks)
+    return Blueprint(layers, blocks, unfit)
 
 
 TOLERANCE = 1e-10  # largest difference of a proof, relative, in float64

@@ -7,6 +7,7 @@ them.
 import copy
 from contextlib import suppress
 from inspect import signature
+from math import prod
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
@@ -160,7 +161,8 @@ def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: i
     found = dict[str, int]()
     if type(whole.get(_EMBEDDED)) is int and whole[_EMBEDDED] != whole.get("hidden_size"):
         found[_EMBEDDED] = HIDDEN // 2  # OPT has projections into its stream and out of it
-    if _heads_are_inner(whole):
+    inner: list[Any] = [whole.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
+    if all(type(number) is int for number in inner) and prod(inner[:2]) == prod(inner[2:]):  # as Mamba-2 requires
         found["num_heads"] = small["expand"] * HIDDEN // small["head_dim"]
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")
@@ -168,15 +170,6 @@ def _related(whole: dict[str, Any], small: dict[str, Any], layers: int, count: i
         # Where all share, the model reads those of another one; else at least one layer of each kind has its own.
         found[_SHARED] = layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
     return found
-
-
-def _heads_are_inner(fields: dict[str, Any]) -> bool:
-    """Return whether ``heads * head_dim`` equals ``expand * hidden_size``, as Mamba-2 requires."""
-    numbers = [fields.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
-    if not all(type(number) is int for number in numbers):
-        return False
-    expand, hidden, heads, width = numbers
-    return expand * hidden == heads * width  # type: ignore[operator]
 
 
 def _shrink_inside(fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None) -> dict[str, Any]:
@@ -270,8 +263,4 @@ def _follow(per_layer: dict[Any, dict[str, Any]], before: Any, after: Any, layer
 
 def _sample(kinds: list[Any], layers: int) -> list[Any]:
     """Return ``layers`` entries of a per-layer list, of as many different kinds as fit."""
-    seen: list[Any] = []
-    for kind in kinds:
-        if kind not in seen:
-            seen.append(kind)
-    return (seen + kinds)[:layers]
+    return [*dict.fromkeys(kinds), *kinds][:layers]

@@ -9,6 +9,8 @@ from .fields import query_key_value
 
 # The attention of LLaMA and of those that follow it
 _LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
+# ... where some layers read the keys and values of others, of the same heads
+_GEMMA_ATTENTION = replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
 _LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
 # ... where gate and up are one matrix
 _FUSED_MLP = Block(column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=())
@@ -85,25 +87,18 @@ DECODERS: dict[str, Blueprint] = {
     # The state-space mixer beside the attention stays whole.
     "falcon_h1": in_layers("layers", self_attn=_LLAMA_ATTENTION, feed_forward=_LLAMA_MLP),
     # The MLP stays whole: some layers keep those of its numbers that stand out of their row.
-    "gemma3n_text": Blueprint(
-        layers="layers",
-        # some layers read the keys and values of others, of the same heads
-        blocks={"self_attn": replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)},
-    ),
+    "gemma3n_text": in_layers("layers", self_attn=_GEMMA_ATTENTION),
     "glm": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_FUSED_MLP),
     "glm4": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_FUSED_MLP),
-    "granite_swa": Blueprint(
-        layers="layers", blocks={"self_attn": replace(_LLAMA_ATTENTION, own_heads=True), "mlp": _LLAMA_MLP}
-    ),
-    "mllama_text_model": Blueprint(  # some layers read the picture, and nothing of the text but what asks
-        layers="layers",
-        blocks={
-            "self_attn": replace(_MLLAMA_ATTENTION, optional=True),
-            "cross_attn": replace(
-                _MLLAMA_ATTENTION, shared=("q_norm", "k_norm"), enter_inputs=("cross_attention_states",), optional=True
-            ),
-            "mlp": _LLAMA_MLP,
-        },
+    "granite_swa": in_layers("layers", self_attn=replace(_LLAMA_ATTENTION, own_heads=True), mlp=_LLAMA_MLP),
+    "mllama_text_model": in_layers(
+        "layers",
+        # some layers read the picture, and nothing of the text but what asks
+        self_attn=replace(_MLLAMA_ATTENTION, optional=True),
+        cross_attn=replace(
+            _MLLAMA_ATTENTION, shared=("q_norm", "k_norm"), enter_inputs=("cross_attention_states",), optional=True
+        ),
+        mlp=_LLAMA_MLP,
     ),
     "modernbert-decoder": in_layers(
         "layers",
@@ -161,22 +156,16 @@ DECODERS: dict[str, Blueprint] = {
         self_attn=replace(_LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads")),
         mlp=_LLAMA_MLP,
     ),
-}
-
-# ... with mixtures of experts, latent attention or several kinds of layers that transformers' plan does not cover
-MIXTURES: dict[str, Blueprint] = {
+    # Mixtures of experts, latent attention and kinds of layers that transformers' plan does not cover.
     # The norm behind the mixture reads what is summed. The attention stays whole, as in the host's plan.
     "axk1": in_layers(
         "layers",
         mlp=_mixture("shared_experts", _EXPERTS, leave=("experts", "shared_experts"), outside=("post_mlp_layernorm",)),
     ),
-    "gemma4_text": Blueprint(
-        layers="layers",
-        blocks={
-            # some layers read the keys and values of others, of the same heads
-            "self_attn": replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True),
-            "mlp": _LLAMA_MLP,
-        },
+    "gemma4_text": in_layers(
+        "layers",
+        self_attn=_GEMMA_ATTENTION,
+        mlp=_LLAMA_MLP,
         unfit=lambda config: "enable_moe_block has a router beside its experts" if config.enable_moe_block else None,
     ),
     "gpt_oss": in_layers(
@@ -201,9 +190,8 @@ MIXTURES: dict[str, Blueprint] = {
         },
         unfit=lambda config: UNWRITABLE["hrm_text"],
     ),
-    "llama4_text": Blueprint(
-        layers="layers",
-        blocks={"self_attn": _LLAMA_ATTENTION, "feed_forward": _mixture("shared_expert", _EXPERTS_TRANSPOSED)},
+    "llama4_text": in_layers(
+        "layers", self_attn=_LLAMA_ATTENTION, feed_forward=_mixture("shared_expert", _EXPERTS_TRANSPOSED)
     ),
     # Queries are of low rank where a config asks for it, keys and values always.
     "minicpm3": in_layers(
@@ -228,7 +216,5 @@ MIXTURES: dict[str, Blueprint] = {
         ),
     ),
     # The host's plan in transformers 5.17 describes its dense layers only.
-    "qwen2_moe": Blueprint(
-        layers="layers", blocks={"self_attn": _LLAMA_ATTENTION, "mlp": _mixture("shared_expert", _EXPERTS)}
-    ),
+    "qwen2_moe": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_mixture("shared_expert", _EXPERTS)),
 }

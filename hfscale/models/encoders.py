@@ -24,16 +24,17 @@ _BERT_MLP = Block(
     leave=("output.dropout",),
     dropout=(),
 )
-_BERT = Blueprint(layers="encoder.layer", blocks={"attention": _BERT_ATTENTION, "": _BERT_MLP})
 # ... where the MLP's output has no dropout of its own, or uses it again later
-_BERT_BARE = Blueprint(
-    layers="encoder.layer", blocks={"attention": _BERT_ATTENTION, "": replace(_BERT_MLP, leave=("output.dense",))}
-)
+_BARE_MLP = replace(_BERT_MLP, leave=("output.dense",))
 # ... where the norm in front of the MLP is inside its first part
-_BERT_NORM_INSIDE = Blueprint(
-    layers="encoder.layer",
-    blocks={"attention": _BERT_ATTENTION, "": replace(_BERT_MLP, shared=("intermediate.LayerNorm",))},
-)
+_NORM_INSIDE_MLP = replace(_BERT_MLP, shared=("intermediate.LayerNorm",))
+
+
+def _bert(mlp: Block, attention: Block = _BERT_ATTENTION) -> Blueprint:
+    return Blueprint(layers="encoder.layer", blocks={"attention": attention, "": mlp})
+
+
+_BERT = _bert(_BERT_MLP)
 
 # DeBERTa: every layer also reads one table of relative positions, whole, and its heads read it through projections of
 # their own. That table has a dropout inside the attention, so only the attention weights' dropout may differ by rank.
@@ -76,15 +77,14 @@ _XLM = Blueprint(
     },
 )
 # MobileBERT: queries and keys read another bottleneck than values, and several MLPs follow each attention.
-_MOBILE_MLP = replace(_BERT_MLP, leave=("output.dense",))
 _MOBILEBERT = Blueprint(
     layers="encoder.layer",
     blocks={
         "attention": replace(
             _BERT_ATTENTION, enter=("self.query", "self.key", "self.value"), leave=("output.dense",), shared=()
         ),
-        **{f"ffn.{index}": _MOBILE_MLP for index in range(3)},
-        "": _MOBILE_MLP,
+        **{f"ffn.{index}": _BARE_MLP for index in range(3)},
+        "": _BARE_MLP,
     },
     unfit=lambda config: None if config.num_feedforward_networks == 4 else "other than 4 feedforward networks a layer",
 )
@@ -108,40 +108,23 @@ ENCODERS: dict[str, Blueprint] = {
         },
         unfit=lambda config: "inner_group_num > 1 has several layers in one" if config.inner_group_num > 1 else None,
     ),
-    "bert": _BERT,
-    "bert-generation": _BERT,
+    **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "markuplm"), _BERT),
+    **dict.fromkeys(("megatron-bert", "rembert", "roberta", "roc_bert", "roformer", "xlm-roberta"), _BERT),
+    **dict.fromkeys(("xlm-roberta-xl", "xmod"), _bert(_BARE_MLP)),
+    "roberta-prelayernorm": _bert(_NORM_INSIDE_MLP),
     # its attention replaces itself where sequences are short, so it stays whole
     "big_bird": Blueprint(layers="encoder.layer", blocks={"": _BERT_MLP}),
-    "camembert": _BERT,
-    "clip": _CLIP,
-    "clip_text_model": _CLIP_TOWER,
-    "clip_vision_model": _CLIP_TOWER,
-    "data2vec-text": _BERT,
-    "deberta-v2": Blueprint(layers="encoder.layer", blocks={"attention": _DEBERTA_ATTENTION, "": _BERT_MLP}),
+    **dict.fromkeys(("clip", "siglip"), _CLIP),
+    **dict.fromkeys(("clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model"), _CLIP_TOWER),
+    "deberta-v2": _bert(_BERT_MLP, _DEBERTA_ATTENTION),
     "distilbert": in_layers(
         "transformer.layer",
         attention=Block(column=("q_lin", "k_lin", "v_lin"), row=("out_lin",)),
         ffn=Block(column=("lin1",), row=("lin2",), dropout=()),
     ),
-    "electra": _BERT,
-    "ernie": _BERT,
-    "flaubert": _XLM,
-    "markuplm": _BERT,
-    "megatron-bert": _BERT,
     "mobilebert": _MOBILEBERT,
-    "rembert": _BERT,
-    "roberta": _BERT,
-    "roberta-prelayernorm": _BERT_NORM_INSIDE,
-    "roc_bert": _BERT,
-    "roformer": _BERT,
-    "siglip": _CLIP,
-    "siglip_text_model": _CLIP_TOWER,
-    "siglip_vision_model": _CLIP_TOWER,
     "vit": in_layers("layers", attention=_VIT_ATTENTION, mlp=_FC_MLP),
-    "xlm": _XLM,
-    "xlm-roberta": _BERT,
-    "xlm-roberta-xl": _BERT_BARE,
-    "xmod": _BERT_BARE,
+    **dict.fromkeys(("flaubert", "xlm"), _XLM),
 }
 
 
@@ -188,27 +171,17 @@ _T5GEMMA = Blueprint(
 )
 
 ENCODER_DECODERS: dict[str, Blueprint] = {
-    "bart": _BART,
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp"), _BART),
+    **dict.fromkeys(("pegasus", "plbart", "whisper"), _BART),
     # its encoder's attention is of blocks, so the encoder stays whole
     "bigbird_pegasus": Blueprint(layers="decoder.layers", blocks=_BART_BLOCKS),
-    "blenderbot": _BART,
-    "blenderbot-small": _BART,
-    "m2m_100": _BART,
-    "marian": _BART,
-    "mbart": _BART,
     "moshi": in_layers(
         "layers",
         self_attn=Block(column=("q_proj.linear", "k_proj.linear", "v_proj.linear"), row=("o_proj.linear",)),
         mlp=Block(column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()),  # gate and up in one
     ),
-    "mt5": _T5,
-    "mvp": _BART,
-    "pegasus": _BART,
-    "plbart": _BART,
-    "t5": _T5,
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     # its attention reads the width of its heads together off its input, so it stays whole
     "t5gemma": _T5GEMMA,
     "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
-    "umt5": _T5,
-    "whisper": _BART,
 }

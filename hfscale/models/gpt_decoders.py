@@ -31,15 +31,13 @@ GPT_DECODERS: dict[str, Blueprint] = {
         layers="layers",
         blocks={"self_attn": replace(_SEPARATE, dropout=("attention_probs_dropout_prob",)), "": _FLAT_MLP},
     ),
-    "bloom": Blueprint(
-        layers="h",
-        blocks={
-            # both add the residual
-            "self_attention": replace(
-                _NEOX_ATTENTION, leave=("dense",), sample_heads=("alibi",), local_attributes=("num_heads",)
-            ),
-            "mlp": replace(_NEOX_MLP, leave=("dense_4h_to_h",)),
-        },
+    "bloom": in_layers(
+        "h",
+        # both add the residual
+        self_attention=replace(
+            _NEOX_ATTENTION, leave=("dense",), sample_heads=("alibi",), local_attributes=("num_heads",)
+        ),
+        mlp=replace(_NEOX_MLP, leave=("dense_4h_to_h",)),
         unfit=lambda config: (
             "slow_but_exact=True reads the weights of its projections itself"
             if config.slow_but_exact and config.pretraining_tp > 1
@@ -65,18 +63,16 @@ GPT_DECODERS: dict[str, Blueprint] = {
         multi_head_attention=Block(column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()),
         ffn=Block(column=("0",), row=("2",), dropout=()),
     ),
-    "falcon": Blueprint(
-        layers="h",
-        blocks={
-            # For every key/value head its queries, its key and its value; or, of multi-query attention, all queries.
-            "self_attention": replace(
-                _NEOX_ATTENTION,
-                parts={"query_key_value": _one_key_value},
-                key_value={"query_key_value": (1, 2)},
-                local_attributes=("num_heads", "num_kv_heads"),
-            ),
-            "mlp": _NEOX_MLP,
-        },
+    "falcon": in_layers(
+        "h",
+        # For every key/value head its queries, its key and its value; or, of multi-query attention, all queries.
+        self_attention=replace(
+            _NEOX_ATTENTION,
+            parts={"query_key_value": _one_key_value},
+            key_value={"query_key_value": (1, 2)},
+            local_attributes=("num_heads", "num_kv_heads"),
+        ),
+        mlp=_NEOX_MLP,
         unfit=lambda config: "alibi=True mixes its biases into the attention mask" if config.alibi else None,
     ),
     "gpt2": in_layers(

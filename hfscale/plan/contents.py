@@ -30,7 +30,9 @@ FeatureT = TypeVar("FeatureT", bound=Feature)
 
 @dataclass(frozen=True)
 class PlanContents:
-    """Hold a model under a layout: parameters, layers, blocks, stages and features."""
+    """Hold a model under a layout: parameters, layers, blocks, stages and features. It is computed once, on the meta
+    device (:func:`hfscale.api.build_plan.build_plan`), and read by everything else.
+    """
 
     family: str  # ``config.model_type``
     layout: ParallelConfig  # the sizes it was made for

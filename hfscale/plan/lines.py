@@ -3,7 +3,7 @@
 A function returns no lines if the plan does not have its feature.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
 
 from ..models.names import wild_name
 from .contents import PlanContents
@@ -17,10 +17,7 @@ def describe_tensor(plan: PlanContents) -> list[str]:
     talk = "one all-reduce forward, one backward"
     if plan.sequence_regions:
         talk = "an all-gather and a reduce-scatter each way"
-    counted: dict[tuple[str, str], int] = {}
-    for block in plan.blocks:
-        like = wild_name(block.name), _roles(block)
-        counted[like] = counted.get(like, 0) + 1
+    counted = Counter((wild_name(block.name), _roles(block)) for block in plan.blocks)
     entries = [(f"{name} x{count}", roles) for (name, roles), count in counted.items()]
     if plan.embedding is not None:
         entries.append((plan.embedding, f"all-reduce forward, {_tokens(plan, plan.embedding)}"))
@@ -34,11 +31,8 @@ def describe_tensor(plan: PlanContents) -> list[str]:
 
 def _roles(block: BlockPlan) -> str:
     roles = {"column": block.column, "row": block.row, "shared": block.shared}
-    return "; ".join(f"{role} {_inside(block.name, names)}" for role, names in roles.items() if names)
-
-
-def _inside(block: str, names: Iterable[str]) -> str:
-    return ", ".join(name.removeprefix(f"{block}.") for name in names)
+    inside = {role: [name.removeprefix(f"{block.name}.") for name in names] for role, names in roles.items()}
+    return "; ".join(f"{role} {', '.join(names)}" for role, names in inside.items() if names)
 
 
 def _tokens(plan: PlanContents, module: str) -> str:
@@ -59,11 +53,6 @@ def describe_sequence(plan: PlanContents) -> list[str]:
             f"1/{plan.layout.tp} of the tokens between blocks{on_all}"
         )
     return lines
-
-
-def describe_features(plan: PlanContents) -> list[str]:
-    """Return the lines of all :class:`~.contents.Feature` entries of the plan."""
-    return [line for feature in plan.features for line in feature.describe(plan)]
 
 
 def describe_experts(plan: PlanContents) -> list[str]:
@@ -111,21 +100,10 @@ def describe_quantization(plan: PlanContents) -> list[str]:
     return lines
 
 
-def describe_pipeline(plan: PlanContents) -> list[str]:
-    """Return the table of stages: layers, parameters and cost."""
-    return str(plan.stages).splitlines() if plan.stages else []
-
-
-_Describe = Callable[[PlanContents], list[str]]
-
-SECTIONS: tuple[tuple[_Describe, ...], ...] = (
-    (describe_tensor, describe_sequence, describe_features, describe_experts, describe_data, describe_quantization),
-    (describe_pipeline,),
-)
-"""The describing functions by section; an empty line follows each section that is not empty."""
-
-
 def describe_parts(plan: PlanContents) -> list[str]:
-    """Return the lines of all features that the plan has."""
-    sections = ([line for describe in section for line in describe(plan)] for section in SECTIONS)
-    return [line for lines in sections if lines for line in (*lines, "")]
+    """Return the lines of all that the plan has, and those of its stages, with an empty line behind both."""
+    features = [line for feature in plan.features for line in feature.describe(plan)]
+    parts = [*describe_tensor(plan), *describe_sequence(plan), *features, *describe_experts(plan)]
+    parts += [*describe_data(plan), *describe_quantization(plan)]
+    stages = str(plan.stages).splitlines() if plan.stages else []
+    return [line for lines in (parts, stages) if lines for line in (*lines, "")]

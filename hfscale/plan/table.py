@@ -1,8 +1,8 @@
-"""Render a plan as a table for people and as JSON for programs."""
+"""Render a plan as a table for people, which it prints as, and as JSON for programs."""
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -46,18 +46,12 @@ def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
 def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
     """Return the number of weights, and their bytes, on the rank that holds most."""
 
-    def weights(held: Iterable[ParameterPlan]) -> tuple[int, int]:
-        once = {parameter.tied_to or parameter.name: parameter for parameter in held}.values()
+    def weights(rank: int) -> tuple[int, int]:
+        once = {p.tied_to or p.name: p for p in plan.parameters if plan.is_local(rank, p.name)}.values()
         sizes = [(prod(parameter.local_shape({})), parameter.dtype.itemsize) for parameter in once]
         return sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
 
-    if plan.stages is None:
-        return weights(plan.parameters)
-    ranks = [plan.stages.of_rank(rank) for rank in range(plan.layout.pp)]
-    return max(
-        (weights(p for p in plan.parameters if any(stage.is_local(p.name) for stage in stages)) for stages in ranks),
-        key=lambda held: held[1],
-    )
+    return max(map(weights, range(plan.layout.pp)), key=lambda held: held[1])
 
 
 def to_json(plan: PlanContents) -> str:
@@ -103,6 +97,14 @@ def to_json(plan: PlanContents) -> str:
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
     """Return the fields of ``data`` by their names in the JSON."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
+
+
+@dataclass(frozen=True)
+class Plan(PlanContents):
+    """Hold a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
+
+    def __str__(self) -> str:
+        return render(self)
 
 
 def render(plan: PlanContents) -> str:

@@ -5,16 +5,3 @@ from .counting import Traffic, count_traffic
 from .parity import Case, Parity, assert_layout_equal, measure_parity
 from .plain import PlainCase
 from .pool import RankError, RankPool
-
-__all__ = [
-    "Case",
-    "Parity",
-    "PlainCase",
-    "RankError",
-    "RankPool",
-    "Traffic",
-    "assert_layout_equal",
-    "count_traffic",
-    "keep_float64",
-    "measure_parity",
-]

@@ -17,17 +17,10 @@ SIDE, PATCH = 16, 4
 GRID = SIDE // PATCH
 # Special tokens, by the word in the name of their field: distinct, and never drawn at random.
 TOKENS = {
-    "image_token": 60,
-    "image_patch": 60,
-    "image_start": 61,
-    "vision_start": 61,
-    "boi_token": 61,
-    "image_end": 62,
-    "vision_end": 62,
-    "eoi_token": 62,
-    "video_token": 63,
-    "video_start": 64,
-    "video_end": 65,
+    **dict.fromkeys(("image_token", "image_patch"), 60),
+    **dict.fromkeys(("image_start", "vision_start", "boi_token"), 61),
+    **dict.fromkeys(("image_end", "vision_end", "eoi_token"), 62),
+    **{"video_token": 63, "video_start": 64, "video_end": 65},
 }
 LOWEST = min(TOKENS.values())
 IMAGE_TOKEN = TOKENS["image_token"]

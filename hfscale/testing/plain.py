@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hfscale
-
 from .parity import Batch, Case
 from .texts import ragged_batch, vocabulary_of
 
@@ -34,7 +32,6 @@ class PlainCase(Case):
     seed: int | None = None
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """Return ``[step][distinct batch][microbatch]``."""
         generator = torch.Generator().manual_seed(11)
         lengths = [self.lengths[i % len(self.lengths)] for i in range(self.accumulation)]
         return [
@@ -43,11 +40,9 @@ class PlainCase(Case):
         ]
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Run forward and backward of the stock model over all microbatches; return each distinct batch's loss."""
         return [self._loop(model, microbatches, len(step)) for microbatches in step]
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """Run a step of the layout on a rank with these microbatches; return its loss."""
         return self._loop(model, microbatches, 1)
 
     def _loop(self, model: Any, microbatches: list[Batch], share: int) -> Tensor:
@@ -71,17 +66,12 @@ class OwnLossCase(PlainCase):
 
     over: str = "rows"  # ``"rows"`` or ``"labels"``
 
-    def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Run a step of the stock model, with microbatches weighted by their rows, or labels."""
-        return Case.reference_step(self, model, step)
+    # as any case, with microbatches weighted by their rows, or labels
+    reference_step, layout_step = Case.reference_step, Case.layout_step
 
     def count(self, labels: Tensor) -> int:
         """Return the number of rows, or of labels that are not ignored."""
         return len(labels) if self.over == "rows" else int((labels != -100).sum())
-
-    def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """Run :func:`hfscale.train_step` on a rank with these microbatches."""
-        return hfscale.train_step(model, microbatches)
 
 
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:

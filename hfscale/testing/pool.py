@@ -17,8 +17,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,12 @@ class RankPool:
         if forks:
             context.set_forkserver_preload(self._preload)
         self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
+        take_over = partial(_take_over, list(sys.path), dict(os.environ), os.getcwd())
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world, self._directory.name, theirs, _Surroundings(), self.threads, self.timeout)
+                args=(rank, self.world, self._directory.name, theirs, take_over, self.threads, self.timeout)
                 + (self.backend,),
                 daemon=True,
             )
@@ -158,19 +159,12 @@ class RankPool:
         return RankError("\n".join(lines))
 
 
-@dataclass
-class _Surroundings:
-    """Copy the path, environment and directory of the calling process to a rank; the server's are outdated."""
-
-    path: list[str] = field(default_factory=lambda: list(sys.path))
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    directory: str = field(default_factory=os.getcwd)
-
-    def take_over(self) -> None:
-        sys.path[:] = self.path
-        os.environ.clear()
-        os.environ.update(self.environment)
-        os.chdir(self.directory)
+def _take_over(path: list[str], environment: dict[str, str], directory: str) -> None:
+    """Make a rank's path, environment and directory those of the calling process; the server's are outdated."""
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
 
 
 def _serve(
@@ -178,12 +172,12 @@ def _serve(
     world: int,
     directory: str,
     pipe: Connection,
-    around: _Surroundings,
+    take_over: Callable[[], None],
     threads: int,
     timeout: float,
     backend: Callable[[], str] | None,
 ) -> None:
-    around.take_over()
+    take_over()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # Accelerate insists on an address, also where the process group exists; nothing listens there.
     os.environ.update(ACCELERATE_USE_CPU="1", MASTER_ADDR="localhost", MASTER_PORT="29500", HFSCALE_FAILURES="0")

@@ -43,13 +43,9 @@ _PICTURES = "AutoModelForImageTextToText"
 _SMALL_INPUTS = {"image_size": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
 
 
-def _name(auto_class: Any) -> str:
-    return str(auto_class.__name__)
-
-
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
     """Return the fields that a clone needs changed to fit its batches; refuse a class without batches."""
-    name = _name(auto_class)
+    name = auto_class.__name__
     if name == _PICTURES:
         return {}
     if name not in _MAKERS:
@@ -77,7 +73,7 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
     """Return a tiny config of the same family; for a vision-language model, one for small pictures."""
-    make = with_pictures if _name(auto_class) == _PICTURES else tiny_clone
+    make = with_pictures if auto_class.__name__ == _PICTURES else tiny_clone
     try:
         return make(config, layers=layers, **changes)
     except HFScaleError:
@@ -92,12 +88,12 @@ def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes:
 
 def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
     """Return the case to train: by ``train_step`` if it knows the loss, else by a plain loop."""
-    if planned.loss is not None and _name(auto_class) == "AutoModelForCausalLM":
+    if planned.loss is not None and auto_class.__name__ == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
-    if _name(auto_class) == _PICTURES:
+    if auto_class.__name__ == _PICTURES:
         by_loop = planned.no_step or planned.feature(OwnLossPlan) is not None
         return PlainPictureCase(clone) if by_loop else PictureCase(clone)
-    given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[_name(auto_class)]}
+    given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
     if own is not None and planned.stages is not None:  # nothing else runs stages
         return plain.OwnLossCase(clone, over=own.over, **given)
@@ -118,7 +114,7 @@ def check_stock(case: Case) -> None:
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"a tiny clone of this {case.config.model_type!r} cannot be trained by stock transformers "
-            f"{transformers.__version__} as {_name(case.auto_class)} ({type(error).__name__}: {first}), so there is "
+            f"{transformers.__version__} as {case.auto_class.__name__} ({type(error).__name__}: {first}), so there is "
             "nothing to compare with: try another --auto-class"
         ) from error
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from ...errors import ConfigError
+from ...plan import Plan
 from ...plan.feature_plans import BYTES, ContextPlan, compressed, heads_with_scores, offloaded, recomputed
-from ...plan.plan import Plan
 from ...plan.table import human
 from .layer_bytes import layer_bytes, sequence_ranks, stream_width, types_of
 from .situation import LayerBytes, Situation, Types

@@ -20,11 +20,11 @@ from math import ceil, prod
 from typing import Any
 
 from ...config.schedules import ASYNCHRONOUS
+from ...plan import Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, weights_in_8_bits
 from ...plan.parameter import ParameterPlan
-from ...plan.plan import Plan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
 from .activation_bytes import activation_bytes, around_layers, has_head, is_matrix, trained_names

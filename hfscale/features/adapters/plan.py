@@ -14,10 +14,10 @@ from dataclasses import replace
 from math import prod
 
 from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
+from ...plan import Plan
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
 from ...plan.parameter import ParameterPlan
-from ...plan.plan import Plan
 from ...plan.reductions import data_cut, reductions_of
 
 

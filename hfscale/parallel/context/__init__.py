@@ -1,5 +1,3 @@
 """Plan and install context parallelism: ranks hold parts of the same sequences; only attention reads the others'."""
 
 from .part import ContextParallel
-
-__all__ = ["ContextParallel"]

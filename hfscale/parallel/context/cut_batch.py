@@ -21,19 +21,9 @@ from ...plan.sequence_split import Interval, Split, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {
-    "input_ids": 1,
-    "inputs_embeds": 1,
-    "attention_mask": 1,
-    "labels": 1,
-    "shift_labels": 1,
-    "position_ids": -1,
-    "token_type_ids": 1,
-    "mm_token_type_ids": 1,
-    "visual_pos_masks": 1,
-    "per_layer_inputs": 1,
-    IDS: -1,
-    TARGETS: -1,
-    ROUTES: 1,
+    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 1),
+    **dict.fromkeys(("labels", "shift_labels", "visual_pos_masks", "per_layer_inputs", ROUTES), 1),
+    **dict.fromkeys(("position_ids", IDS, TARGETS), -1),
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 """Lists of tensors with a row for each token that a mask of whole sequences marks."""

@@ -24,8 +24,8 @@ from ...plan.sequence_split import Interval
 from .cut_batch import CAUSAL, MASKED, SKIPPED, CutBatch, MaskBlocks
 from .kernels import Kernel, ScoreBlock, finite
 
-Backward = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""``(rank, k, v, dk, dv)``: adds the gradients of a rank's keys and values to the last two."""
+Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``(rank, k, v)`` -> the gradients of a rank's keys and values by this rank's queries, in 32 bits at least."""
 
 
 class Source(Protocol):
@@ -105,13 +105,15 @@ class _Attention(torch.autograd.Function):
         queries, grad, outs, norms = (x.contiguous().split(own, 2) for x in (q, grads[0], out, finite(lse)))
         dq = [torch.zeros_like(x, dtype=lse.dtype) for x in queries]
 
-        def add(rank: int, kb: Tensor, vb: Tensor, dkb: Tensor, dvb: Tensor) -> None:
+        def add(rank: int, kb: Tensor, vb: Tensor) -> tuple[Tensor, Tensor]:
+            dkb, dvb = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (kb, vb))
             keys, values, dkeys, dvalues = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb, dkb, dvb))
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
                 found = reading.kernel.backward(grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block)
                 for total, part in zip((dq[i], dkeys[j], dvalues[j]), found, strict=True):
                     total += part
+            return dkb, dvb
 
         dk, dv = reading.source.gradients(k, v, add)
         dsinks = None
@@ -136,11 +138,6 @@ def _widths(pieces: tuple[Interval, ...]) -> list[int]:
     return [stop - start for start, stop in pieces]
 
 
-def wide_zeros(x: Tensor) -> Tensor:
-    """Return zeros of the shape of ``x`` to sum gradients in, in 32 bits at least."""
-    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
 class OwnBlocks:
     """Provide the keys and values of this rank alone."""
 
@@ -150,9 +147,7 @@ class OwnBlocks:
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Return this rank's gradients; see :class:`Source`."""
-        dk, dv = wide_zeros(k), wide_zeros(v)
-        backward(0, k, v, dk, dv)
-        return dk, dv
+        return backward(0, k, v)
 
 
 class GatheredBlocks:
@@ -177,8 +172,7 @@ class GatheredBlocks:
         widths = [k.shape[-1], v.shape[-1]]
         sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], sum(widths))
         for (rank, kb, vb), place in zip(self.blocks(k, v), sums.split(self._lengths, 1), strict=True):
-            dk, dv = wide_zeros(kb), wide_zeros(vb)
-            backward(rank, kb, vb, dk, dv)
+            dk, dv = backward(rank, kb, vb)
             torch.cat((dk.to(k.dtype), dv.to(k.dtype)), -1, out=place.transpose(1, 2))
         del kb, vb, dk, dv  # these views would keep the gathered tensors alive
         own = reduce_scatter(sums, self._lengths, 1, self._group)
@@ -225,9 +219,7 @@ class RingBlocks:
         """Pass each block's gradient around the ring, adding every rank's contribution."""
         widths, travelling = [k.shape[-1], v.shape[-1]], None
         for source, kb, vb in self.blocks(k, v):
-            dk, dv = wide_zeros(kb), wide_zeros(vb)
-            backward(source, kb, vb, dk, dv)
-            gradient = torch.cat((dk, dv), -1)
+            gradient = torch.cat(backward(source, kb, vb), -1)
             if travelling is not None:
                 gradient += travelling().to(gradient.dtype)
             travelling = self._pass_on(gradient.to(k.dtype), source)

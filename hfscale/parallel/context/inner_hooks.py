@@ -30,17 +30,17 @@ Gather = Callable[[Tensor, CutBatch], Tensor]
 
 
 class WholeSequences:
-    """Run a mixer on full sequences; ``recomputed`` are those that a layer is recomputed for, outside a pass."""
+    """Run a mixer on full sequences: those that ``current`` returns, of the pass or of a recomputed layer."""
 
-    def __init__(self, gather: Gather, recomputed: Callable[[], CutBatch | None]) -> None:
-        self._gather, self._recomputed = gather, recomputed
+    def __init__(self, gather: Gather, current: Callable[[], CutBatch | None] = current_batch) -> None:
+        self._gather, self._current = gather, current
 
     def install(self, module: nn.Module) -> list[Any]:
         """Install hooks on a mixer; returns the handles of the hooks."""
         running: list[CutBatch | None] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            batch = current_batch() or self._recomputed()
+            batch = self._current()
             running.append(batch)
             if batch is None:
                 return None
@@ -54,32 +54,28 @@ class WholeSequences:
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
     def _whole(self, name: str, value: Any, batch: CutBatch) -> Any:
-        own = batch.split.length(batch.rank)
         if isinstance(value, MaskBlocks):
-            return replace(value.of_groups(batch.split.size), attend=_read_alone)
+            return replace(value.of_groups(batch.split.size), attend=read_alone)
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
             return batch.whole_positions(value.device)
-
-        def gathered(x: Any) -> Any:
-            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own:
-                return self._gather(x, batch)
-            return x
-
-        return tree_map(gathered, value) if isinstance(value, (Tensor, tuple, list)) else value
+        return _on_tokens(value, batch.split.length(batch.rank), lambda x: self._gather(x, batch))
 
 
 def own_tokens(output: Any, batch: CutBatch) -> Any:
     """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
     places = batch.places
+    return _on_tokens(output, batch.split.total, lambda x: x.index_select(1, places.to(x.device)))
 
-    def cut(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == batch.split.total:
-            return x.index_select(1, places.to(x.device))
-        return x
 
-    return tree_map(cut, output) if isinstance(output, (Tensor, tuple, list)) else output
+def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tensor, or a tuple or list of them, with those of the shape ``[b, tokens, ...]`` changed."""
+
+    def changed(x: Any) -> Any:
+        return change(x) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == tokens else x
+
+    return tree_map(changed, value) if isinstance(value, (Tensor, tuple, list)) else value
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
@@ -89,7 +85,8 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
 
 
-def _read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+def read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+    """Return the attention of full sequences, which need no other rank."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
 

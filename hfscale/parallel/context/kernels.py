@@ -61,40 +61,17 @@ class Kernel(Protocol):
 
 def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> Kernel:
     """Return the fastest kernel that takes such queries, for pairs of intervals of every kind."""
-    scores = ScoreKernel(scale, softcap, dropout)
-    if softcap is not None or dropout or idle:
-        return scores
-    if q.device.type == "cpu":
+    plain = softcap is None and not dropout and not idle
+    if plain and q.device.type == "cpu":
         return FlashOnCpu(scale)
-    if q.device.type == "cuda" and flash_takes(q.shape[-1], q.dtype, capability_of(q.device)):
-        return ByPair(FlashOnCuda(scale), scores)
-    return scores
+    if plain and q.device.type == "cuda" and flash_takes(q.shape[-1], q.dtype, capability_of(q.device)):
+        return FlashOnCuda(scale)
+    return ScoreKernel(scale, softcap, dropout)
 
 
 def padded_width(width: int, device: torch.device) -> int:
     """Return the width of heads to pad with zeros to: kernels of GPUs take multiples of 8."""
     return width if device.type == "cpu" else -(-width // 8) * 8
-
-
-@dataclass(frozen=True)
-class ByPair:
-    """Use one kernel for full and causal blocks, and another for blocks with any other mask."""
-
-    plain: Kernel
-    masked: Kernel
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
-        return self._of(block).forward(q, k, v, block)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
-        return self._of(block).backward(grad, q, k, v, out, lse, block)
-
-    def _of(self, block: ScoreBlock) -> Kernel:
-        return self.plain if block.bias is None else self.masked
 
 
 @dataclass(frozen=True)
@@ -104,7 +81,6 @@ class FlashOnCpu:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
         out, lse = flash_on_cpu(q, k, v, block.causal, block.bias, self.scale)
         if block.bias is not None:
             nothing = torch.isneginf(block.bias).all(-1)
@@ -114,31 +90,7 @@ class FlashOnCpu:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
         return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
-
-
-@dataclass(frozen=True)
-class FlashOnCuda:
-    """Run torch's flash kernel for GPUs: 16 bits, only the causal mask."""
-
-    scale: float
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
-        return out, lse[..., : q.shape[2]]
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
-        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
 
 
 @dataclass(frozen=True)
@@ -150,7 +102,6 @@ class ScoreKernel:
     dropout: float = 0.0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; see :class:`Kernel`."""
         out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
         return _joined(out), _joined(lse)
 
@@ -166,7 +117,6 @@ class ScoreKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see :class:`Kernel`."""
         found, sums = list[Tensor](), list[Tensor]()
         for rows in _row_blocks(q, k):
             dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))
@@ -217,6 +167,29 @@ class ScoreKernel:
         generator = torch.Generator(p.device).manual_seed(block.seed)
         drawn = torch.rand(p.shape, generator=generator, device=p.device)
         return (drawn >= self.dropout).to(p.dtype) / (1 - self.dropout)
+
+
+@dataclass(frozen=True)
+class FlashOnCuda(ScoreKernel):
+    """Run torch's flash kernel for GPUs, 16 bits, on full and causal blocks; hold scores for any other mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+        if block.bias is not None:
+            return super().forward(q, k, v, block)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if block.bias is not None:
+            return super().backward(grad, q, k, v, out, lse, block)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
+        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:

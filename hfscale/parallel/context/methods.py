@@ -18,11 +18,6 @@ from .engine import GatheredBlocks, OwnBlocks, Reading, RingBlocks, Source, atte
 from .kernels import kernel_for, padded_width
 
 
-def replicated(x: Tensor, size: int) -> Tensor:
-    """Repeat the heads of ``[b, h, s, d]`` until each of ``size`` ranks has one."""
-    return x if x.shape[1] >= size else x.repeat_interleave(size // x.shape[1], 1)
-
-
 class HeadExchange:
     """Differentiable all-to-all between sharding by tokens and by heads (Jacobs et al. 2023, Ulysses).
 
@@ -112,7 +107,8 @@ class ContextAttention:
         split, rank = together.batch.split, together.batch.rank
         alone = split.size == 1
         exchange = HeadExchange(split.members(rank), self._group if alone else self._near)
-        k, v = replicated(k, size), replicated(v, size)
+        if k.shape[1] < size:  # until each rank has one
+            k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)

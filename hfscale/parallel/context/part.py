@@ -34,10 +34,12 @@ class ContextParallel(Part, ContextAxis):
     """Compute attention over sequences cut across context ranks; do nothing where ``cp_size`` is 1."""
 
     _runtime: Runtime
+    _planned: ContextPlan
+    _group: dist.ProcessGroup
+    _attend: ContextAttention
 
     def __init__(self) -> None:
         self._override: AttentionOverride | None = None
-        self._attend: ContextAttention | None = None
         self._stack: list[ExitStack] = []
         self._passes: ForwardPasses[CutBatch | None] | None = None  # where a recomputed layer has to know its own
         self._takes_positions = False
@@ -47,10 +49,10 @@ class ContextParallel(Part, ContextAxis):
         group, model = runtime.mesh.group("cp"), runtime.model
         if group is None:
             return
-        runtime.context, self._runtime = self, runtime
-        self._override = AttentionOverride(attention_configs(model))
         planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
+        runtime.context, self._runtime, self._planned, self._group = self, runtime, planned, group
+        self._override = AttentionOverride(attention_configs(model))
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)
         self._takes_positions = takes_argument(model, "position_ids")
         text = model.get_submodule(planned.text)
@@ -59,17 +61,16 @@ class ContextParallel(Part, ContextAxis):
             cut_inside(text, self._learn)
         if planned.whole or planned.handing:
             self._passes = ForwardPasses()
-        mixers = WholeSequences(partial(gather_sequences, group=group), self._recomputed)
+        mixers = WholeSequences(partial(gather_sequences, group=group), self._current)
         for name in filter(runtime.is_local, planned.whole):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
             mixers.install(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.handing):
-            keep_states_apart(model.get_submodule(name), partial(self._segments, group))
+            keep_states_apart(model.get_submodule(name), self._segments)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Restore the model's own attention."""
         if self._override is not None:
             self._override.remove()
 
@@ -91,19 +92,15 @@ class ContextParallel(Part, ContextAxis):
             )
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
-        """Return this rank's shard of full sequences, which all context ranks are given."""
-        runtime = self._runtime
-        size = runtime.mesh.layout.cp
-        planned = runtime.plan.feature(ContextPlan)
+        runtime, inside = self._runtime, bool(self._planned.text)
+        size, rank = runtime.mesh.layout.cp, runtime.mesh.cp_rank
         assert runtime.loss is not None
-        assert planned is not None
-        rank, inside = runtime.mesh.cp_rank, bool(planned.text)
         if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
             batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
         whole, part = cut_batch(batch, size, rank, runtime.loss.shift, self._takes_positions, inside)
         if self._passes is not None and whole.documents is not None:
             whole = replace(whole, starts=starts_of(whole.documents))
-        if whole.padding is not None and not planned.pads:
+        if whole.padding is not None and not self._planned.pads:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts positions from the end of padding, which a rank with a part of a "
                 "sequence does not see: pack the examples into rows without padding, or use cp_size=1"
@@ -114,18 +111,13 @@ class ContextParallel(Part, ContextAxis):
         return own
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
-        """All-gather a per-token output over the context ranks, in the order of the sequences."""
-        group = self._runtime.mesh.group("cp")
-        assert group is not None
-        return gather_sequences(own, batch[_BATCH], group)
+        return gather_sequences(own, batch[_BATCH], self._group)
 
     def own_tokens(self, batch: Microbatch, whole: Tensor) -> Tensor:
-        """Return this rank's tokens of full sequences."""
         return whole.index_select(1, batch[_BATCH].places.to(whole.device))
 
     def local_view(self, module: str) -> str | None:
-        """Return a sentence on how the tokens of ``module`` are local to this rank; ``None`` where they are not."""
-        if self._attend is None:
+        if self._override is None:
             return None
         return (
             "it gets this rank's tokens of sequences that context ranks share: computing per token is right, "
@@ -138,18 +130,20 @@ class ContextParallel(Part, ContextAxis):
         if self._passes is not None:
             self._passes.begin(batch)
 
-    def _recomputed(self) -> CutBatch | None:
-        return self._passes.current() if self._passes is not None and recomputing() else None
+    def _current(self) -> CutBatch | None:
+        """Return the full sequences of the current pass, or of the one that a layer is recomputed for."""
+        recomputed = self._passes.current() if self._passes is not None and recomputing() else None
+        return current_batch() or recomputed
 
-    def _segments(self, group: dist.ProcessGroup) -> Segments | None:
-        batch = current_batch() or self._recomputed()
+    def _segments(self) -> Segments | None:
+        batch = self._current()
         if batch is None:
             return None
-        chain = RankChain(batch.split, batch.rank, batch.starts, group)
+        chain = RankChain(batch.split, batch.rank, batch.starts, self._group)
         return Segments(batch.split.pieces(batch.rank), batch.starts, chain)
 
     def _whole_segments(self) -> Segments | None:
-        batch = current_batch() or self._recomputed()
+        batch = self._current()
         return None if batch is None or batch.starts is None else Segments(((0, batch.split.total),), batch.starts)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +152,7 @@ class ContextParallel(Part, ContextAxis):
         stack = ExitStack()
         if self._passes is not None:
             self._passes.begin(batch)
-        if batch is not None and self._override is not None and self._attend is not None:
+        if batch is not None and self._override is not None:
             device = next(model.parameters()).device
             stack.enter_context(self._override.passing(batch.to(device), self._attend))
         self._stack.append(stack)

@@ -74,23 +74,18 @@ class DataParallel(Part, DataAxes):
         return shard.one_reduction(runtime.model, backward=backward, regather=regather)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """Return the factor on a loss that cancels FSDP2's average over ranks."""
         return float(runtime.mesh.data_world)
 
     def before_backward(self, last: bool) -> None:
-        """Make the backward pass reduce gradients if it is the last, or if each microbatch reduces."""
         shard.set_gradient_sync(self._model, last or bool(self._layout.reduce_each_microbatch))
 
     def accumulate_late_gradients(self) -> None:
-        """Move gradients that autograd left in ``.grad`` to where FSDP2 accumulates them."""
         if self._layout.data_world > 1:
             add_up_gradients(self._model)
 
     def after_microbatch(self) -> None:
-        """Reduce gradients now if the layout reduces after each microbatch."""
         if self._layout.reduce_each_microbatch:
             shard.reduce_microbatch(self._model)
 
     def release(self) -> None:
-        """Free the gathered weights: only this rank's shards remain."""
         shard.reshard(self._model)

@@ -122,7 +122,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
-        owners = {owner_of(model, item)[0] for item in towers.items if not _is_module(model, item)}
+        owners = {owner_of(model, item)[0] for item in towers.items if item in plan.by_name}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
 
 
@@ -130,14 +130,6 @@ def _lent(plan: Plan, mesh: Mesh) -> list[str]:
     """Return the modules that layers of this rank borrow from a layer of another stage."""
     loans = plan.stages.loans if plan.stages is not None else ()
     return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
-
-
-def _is_module(model: nn.Module, name: str) -> bool:
-    try:
-        module_at(model, name)
-    except AttributeError:
-        return False
-    return True
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...distributed.ops.collectives import apply_mapping
 from ...errors import ConfigError
 from ...train.runtime.forward_passes import ForwardPasses
 
@@ -60,9 +61,9 @@ class ForwardContexts(ForwardPasses[Pass]):
         # A step reports the mean over tokens alone, which other runs can be compared with.
         share = current.loss if self.tokens is None else torch.zeros_like(current.loss)
         if isinstance(output, tuple):
-            return (_Added.apply(output[0], share, current), *output[1:])
+            return (_added(output[0], share, current), *output[1:])
         if getattr(output, "loss", None) is not None:
-            output.loss = _Added.apply(output.loss, share, current)
+            output.loss = _added(output.loss, share, current)
         return output
 
 
@@ -93,19 +94,14 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     )
 
 
-class _Added(torch.autograd.Function):
+def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
     """Add the layers' losses to the model's loss; in backward, record the loss gradient for them."""
 
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, share: Tensor, current: Pass) -> Tensor:
-        ctx.current = current
-        return loss + share.to(loss.device)
+    def record(grad: Tensor) -> Tensor:
+        current.scale = grad
+        return grad
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.current.scale = grads[0]
-        return grads[0], None, None
+    return apply_mapping(loss, lambda loss: loss + share.to(loss.device), record)
 
 
 class _Attached(torch.autograd.Function):

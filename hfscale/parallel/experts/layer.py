@@ -301,7 +301,7 @@ class LayerCounter:
     wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias
 
     def __post_init__(self) -> None:
-        self.counts = [0] * self.count
+        self.reset()
 
     def reset(self) -> None:
         """Set all counts to zero."""

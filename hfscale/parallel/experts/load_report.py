@@ -14,7 +14,6 @@ from ...errors import ConfigError
 from ...train.runtime import runtime_of
 from .layer import NUMBERS
 from .part import ExpertRouting
-from .router_functions import max_over_mean, normalized_entropy
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,18 @@ class LayerLoad:
 
     @property
     def max_over_mean(self) -> float:
-        """The largest load over the mean: 1 where they are even."""
-        return max_over_mean(self.tokens)
+        """The largest load over the mean: 1 where they are even or all zero."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else 1.0
 
     @property
     def entropy(self) -> float:
-        """Entropy of the loads, as a fraction of the entropy of even loads, 0 to 1."""
-        return normalized_entropy(self.tokens)
+        """Entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
+        total, count = sum(self.tokens), len(self.tokens)
+        if not total or count == 1:
+            return 1.0
+        shares = torch.tensor(self.tokens, dtype=torch.float64) / total
+        return float(torch.special.entr(shares).sum()) / float(torch.tensor(float(count)).double().log())
 
     @property
     def dropped_share(self) -> float:

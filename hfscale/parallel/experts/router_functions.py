@@ -11,7 +11,6 @@ Sums for losses are over the real tokens of a sequence and add up over ranks: un
 """
 
 import math
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -144,18 +143,3 @@ def bias_step(counts: Tensor, rate: float) -> Tensor:
     """Return the update of the router's expert biases ``[e]``, given expert loads (Wang et al. 2024, algorithm 1)."""
     loads = counts.double()
     return rate * (loads.mean() - loads).sign()
-
-
-def max_over_mean(counts: Sequence[int]) -> float:
-    """Return the largest load divided by the mean load: 1 where loads are even or all zero."""
-    total = sum(counts)
-    return max(counts) * len(counts) / total if total else 1.0
-
-
-def normalized_entropy(counts: Sequence[int]) -> float:
-    """Return the entropy of the loads over its maximum: 1 where they are even or all zero, 0 with one busy expert."""
-    total = sum(counts)
-    if not total or len(counts) == 1:
-        return 1.0
-    shares = torch.tensor(counts, dtype=torch.float64) / total
-    return float(torch.special.entr(shares).sum()) / float(torch.tensor(float(len(counts))).double().log())

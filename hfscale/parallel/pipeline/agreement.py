@@ -30,20 +30,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a
 
 @dataclass(frozen=True)
 class _Report:
-    """Hold the report of one rank."""
-
     rank_in_stage: int  # ranks of different stages with the same one hold the same shards of tied tensors
-    trains: tuple[bool, ...]  # per stage, whether an untied parameter of this rank trains in it
+    trains: list[int]  # per stage, whether an untied parameter of this rank trains in it
     # per tied tensor, :data:`_ABSENT`, :data:`_FROZEN` or :data:`_TRAINS`, plus :data:`_CHANGED` if it changed since
     # the last step
-    ties: tuple[int, ...]
-    sums: tuple[int, ...]  # per tied tensor, the sum of its bits
-
-    @classmethod
-    def read(cls, numbers: list[int], stages: int, ties: int) -> "_Report":
-        """Parse a report from the list of integers that a rank sent."""
-        trains, states = numbers[1 : 1 + stages], numbers[1 + stages : 1 + stages + ties]
-        return cls(numbers[0], tuple(map(bool, trains)), tuple(states), tuple(numbers[1 + stages + ties :]))
+    ties: list[int]
+    sums: list[int]  # per tied tensor, the sum of its bits
 
 
 class StageAgreement:
@@ -106,7 +98,9 @@ class StageAgreement:
         """Take the reports of all ranks for the coming step, and freeze or train a tie alike on all stages: those that
         changed it decide where they differ, else freeze it.
         """
-        self._reports = [_Report.read(numbers, len(self._stages.stages), len(self._tied)) for numbers in told]
+        ties = 1 + len(self._stages.stages)
+        sums = ties + len(self._tied)
+        self._reports = [_Report(each[0], each[1:ties], each[ties:sums], each[sums:]) for each in told]
         live = self._runtime.live_parameters() if self._tied else {}
         self._thawed.clear()
         for index, name in enumerate(self._tied):

@@ -7,6 +7,7 @@ classes, action for action.
 
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,21 +25,20 @@ def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stage
     return forward + [action._replace(kind="backward") for action in reversed(forward)]
 
 
-def _interleaved(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Run each round of microbatches through all of a rank's stages (interleaved 1F1B, Narayanan et al. 2021b)."""
+def _interleaved(
+    rank: int, pp_size: int, num_microbatches: int, virtual_stages: int, halves: bool = False
+) -> list[Action]:
+    """Run each round of microbatches through all of a rank's stages (interleaved 1F1B, Narayanan et al. 2021b). With
+    ``halves``, weight gradients come ``rank`` passes after input gradients (ZB-H1, Qi et al. 2023).
+    """
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
-    backward = _in_rounds("backward", rank, pp_size, num_microbatches, virtual_stages)
-    warmup = _warmup(2 * (pp_size - 1 - rank), pp_size, num_microbatches, virtual_stages)
-    return forward[:warmup] + _alternating(forward[warmup:], backward)
-
-
-def _interleaved_zero_bubble(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
-    """Return interleaved 1F1B with weight gradients ``rank`` passes after input gradients (ZB-H1, Qi et al. 2023)."""
-    forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
-    inputs = _in_rounds("backward_input", rank, pp_size, num_microbatches, virtual_stages)
-    weights = [action._replace(kind="backward_weight") for action in inputs]
-    warmup = _warmup(pp_size - 1 - rank, pp_size, num_microbatches, virtual_stages)
-    return forward[:warmup] + _alternating(forward[warmup:], inputs, [None] * min(rank, len(inputs)) + weights)
+    backward = _in_rounds("backward_input" if halves else "backward", rank, pp_size, num_microbatches, virtual_stages)
+    weights = [action._replace(kind="backward_weight") for action in backward] if halves else []
+    # forwards before the first backward, which is so many hops after the last rank's
+    hops = (1 if halves else 2) * (pp_size - 1 - rank)
+    rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
+    warmup = min(rounds + hops, num_microbatches * virtual_stages)
+    return forward[:warmup] + _alternating(forward[warmup:], backward, [None] * min(rank, len(backward)) + weights)
 
 
 def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
@@ -55,12 +55,6 @@ def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtu
 
 def _round_size(pp_size: int, num_microbatches: int) -> int:
     return num_microbatches // max(1, num_microbatches // pp_size)
-
-
-def _warmup(hops: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> int:
-    """Return the number of forwards before a rank's first backward, ``hops`` passes after the last rank's."""
-    rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
-    return min(rounds + hops, num_microbatches * virtual_stages)
 
 
 def _alternating(*lists: "list[Action] | list[Action | None]") -> list[Action]:
@@ -163,10 +157,28 @@ def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[A
     return row.actions
 
 
+def _gpipe(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
+    kinds: tuple[Kind, Kind] = ("forward", "backward")
+    return [Action(rank, kind, index) for kind in kinds for index in range(num_microbatches)]
+
+
+def one_forward_one_backward(stage: int, pp_size: int, total: int, _: int = 1) -> list[Action]:
+    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
+    warmup = min(pp_size - stage, total)
+    actions = [Action(stage, "forward", index) for index in range(warmup)]
+    for index in range(total):
+        actions.append(Action(stage, "backward", index))
+        if warmup + index < total:
+            actions.append(Action(stage, "forward", warmup + index))
+    return actions
+
+
 _ROWS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": one_forward_one_backward,  # torch's own listing starts the last stage at microbatch 1; it runs this one
     "interleaved1f1b": _interleaved,
     "looped_bfs": _breadth_first,
-    "interleaved_zero_bubble": _interleaved_zero_bubble,
+    "interleaved_zero_bubble": partial(_interleaved, halves=True),
     "zbv": _zbv,
     "dualpipev": _dualpipev,
 }
@@ -205,14 +217,6 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         return found
     if schedule in ASYNCHRONOUS:
         return asynchronous_order(schedule, pp_size, num_microbatches, steps)
-    if schedule == "gpipe":
-        kinds: tuple[Kind, Kind] = ("forward", "backward")
-        return tuple(
-            tuple(Action(stage, kind, index) for kind in kinds for index in range(num_microbatches))
-            for stage in range(pp_size)
-        )
-    if schedule == "1f1b":  # torch's own listing starts the last stage at microbatch 1; what it runs is this
-        return tuple(tuple(one_forward_one_backward(stage, pp_size, num_microbatches)) for stage in range(pp_size))
     row = _ROWS[schedule]
     return tuple(tuple(row(rank, pp_size, num_microbatches, virtual_stages)) for rank in range(pp_size))
 
@@ -274,17 +278,6 @@ def _why_virtual(schedule: str) -> str:
 
 def _whole_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
-
-
-def one_forward_one_backward(stage: int, pp_size: int, total: int) -> list[Action]:
-    """Return the 1F1B order of one stage over ``total`` microbatches: at most ``pp_size - stage`` in flight."""
-    warmup = min(pp_size - stage, total)
-    actions = [Action(stage, "forward", index) for index in range(warmup)]
-    for index in range(total):
-        actions.append(Action(stage, "backward", index))
-        if warmup + index < total:
-            actions.append(Action(stage, "forward", warmup + index))
-    return actions
 
 
 def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from .worker import StageWorker
 
 
+_CALLS = {
+    "backward_weight": "backward_weight",
+    **{"SEND_F": "send_output", "RECV_F": "receive_input", "SEND_B": "send_gradient", "RECV_B": "receive_gradient"},
+}
 Step = tuple[str, int, int]
-"""What a rank does: a kind of action, or ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``; the stage; the microbatch."""
+"""What a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
@@ -66,17 +70,9 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
         elif kind in GRADIENT:
             worker.backward(microbatch, full=kind == "backward")
             if stage - 1 in workers:
-                workers[stage - 1].take_gradient(worker.hand_out_gradient(microbatch), microbatch)
-        elif kind == "backward_weight":
-            worker.backward_weight(microbatch)
-        elif kind == "SEND_F":
-            worker.send_output(microbatch)
-        elif kind == "RECV_F":
-            worker.receive_input(microbatch)
-        elif kind == "SEND_B":
-            worker.send_gradient(microbatch)
+                workers[stage - 1].take_gradient(worker, microbatch)
         else:
-            worker.receive_gradient(microbatch)
+            getattr(worker, _CALLS[kind])(microbatch)
 
 
 def _has_input(action: Action, done: set[Step], stages: int) -> bool:

@@ -87,7 +87,7 @@ class StageWorker:
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, _Transfer | Tensor] = {}
         self._gradients: dict[int, _Transfer | Tensor] = {}
-        self._returning: dict[int, Tensor] = {}
+        self.returning: dict[int, Tensor] = {}
         self._leaving: dict[int, _Transfer] = {}
         self._sent: list[_Transfer] = []
         self.index, self.has_backward = place.index, True
@@ -129,7 +129,7 @@ class StageWorker:
         if wants:
             assert kept.arrived is not None
             grad, kept.arrived.grad = kept.arrived.grad, None
-            self._returning[microbatch] = torch.zeros_like(kept.arrived) if grad is None else grad
+            self.returning[microbatch] = torch.zeros_like(kept.arrived) if grad is None else grad
         if full:
             self.reduce()
 
@@ -174,20 +174,16 @@ class StageWorker:
             # has been sent what the stage before made after it took the older ones: so this ends.
             while len(self._sent) > 1:
                 self._sent.pop(0).wait()
-            self._sent.append(self._move(dist.isend, self._returning.pop(microbatch), -1))
+            self._sent.append(self._move(dist.isend, self.returning.pop(microbatch), -1))
 
     def take_input(self, output: Tensor, microbatch: int) -> None:
         """Take the output of the previous stage, on the same rank, as input."""
         self._arriving[microbatch] = output.detach()
 
-    def hand_out_gradient(self, microbatch: int) -> Tensor | None:
-        """Return the gradient of the input to the previous stage, on the same rank, if there is one."""
-        return self._returning.pop(microbatch, None)
-
-    def take_gradient(self, gradient: Tensor | None, microbatch: int) -> None:
-        """Take the gradient of the output from the next stage, on the same rank."""
-        if gradient is not None:
-            self._gradients[microbatch] = gradient
+    def take_gradient(self, following: "StageWorker", microbatch: int) -> None:
+        """Take the gradient of the output from the next stage, on the same rank, if it has one."""
+        if microbatch in following.returning:
+            self._gradients[microbatch] = following.returning.pop(microbatch)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -198,7 +194,7 @@ class StageWorker:
 
     def reset(self) -> None:
         """Drop the tensors and transfers of an interrupted step."""
-        for held in (self._kept, self._arriving, self._gradients, self._returning, self._leaving):
+        for held in (self._kept, self._arriving, self._gradients, self.returning, self._leaving):
             held.clear()
         self._sent.clear()
 

@@ -14,7 +14,7 @@ from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...models.fields import partial_output
 from ...models.module_kinds import follow_weight
-from ...plan import BlockPlan, ParameterPlan, Plan
+from ...plan import BlockPlan, Plan
 from ...plan.cut import share_evenly
 from ...plan.feature_plans import recomputed
 from ...plan.parameter import MODEL_AXES
@@ -43,17 +43,12 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         module, attribute = owner_of(model, planned.name)
         whole = getattr(module, attribute)
         if id(whole) not in replaced:
-            replaced[id(whole)] = local_parameter(whole, planned, mesh)
+            share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
+            share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
+            replaced[id(whole)] = nn.Parameter(share, requires_grad=whole.requires_grad)
         own_parameters(module)[attribute] = replaced[id(whole)]
         if attribute == "weight":
             follow_weight(module)
-
-
-def local_parameter(whole: Any, planned: ParameterPlan, mesh: Mesh) -> nn.Parameter:
-    """Return this rank's tensor or expert shard of a full parameter, as a copy."""
-    share = planned.take(whole.detach(), mesh.ranks, axes=MODEL_AXES)
-    share = share.clone() if share.device.type != "meta" else share.new_empty(share.shape)
-    return nn.Parameter(share, requires_grad=whole.requires_grad)
 
 
 _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
@@ -159,16 +154,13 @@ class TensorParallel(Part, SequenceAxis):
         return nullcontext()
 
     def local_seqlen(self, tokens: int) -> int:
-        """Return how many of ``tokens`` this rank has, under sequence parallelism fewer than all."""
         return share_evenly(tokens, self.regions[0].size)[self.regions[0].rank] if self.regions else tokens
 
     def is_seq_sharded(self, module: str) -> bool:
-        """Return whether the hidden states of ``module`` are cut along the sequence in this pass."""
         region = self.region_of(module)
         return region is not None and region.cut
 
     def local_view(self, module: str) -> str | None:
-        """Return a sentence on how activations in ``module`` are local to this rank; ``None`` where they are not."""
         block = next((name for name in self._blocks if module.startswith(f"{name}.")), None)
         if block is not None:
             return (
@@ -230,7 +222,6 @@ class RandomStreams(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Agree on random streams before the first training step."""
         if train:
             self.synchronize(runtime)
         return nullcontext()

@@ -23,19 +23,14 @@ def plan_sequence(draft: Draft) -> None:
     if draft.blueprint.source.startswith(INFERRED):
         unfit = "its blueprint is inferred, which proves nothing of what lies between the blocks"
     if unfit:
-        draft.problem(
-            f"sequence_parallel=True does not fit {draft.config.model_type!r}: {unfit}: use sequence_parallel=False"
-        )
+        _unfit(draft, unfit)
         return
     lists: dict[str, list[str]] = {}
     for layer in draft.stack:
         lists.setdefault(layer.rpartition(".")[0], []).append(layer)
     owners = {path.rpartition(".")[0]: members for path, members in lists.items()}
     if len(owners) < len(lists):  # XLM's attention is in one, what follows it in another
-        draft.problem(
-            f"sequence_parallel=True does not fit {draft.config.model_type!r}: one module runs several lists of layers "
-            f"({', '.join(lists)}), and computes between them: use sequence_parallel=False"
-        )
+        _unfit(draft, f"one module runs several lists of layers ({', '.join(lists)}), and computes between them")
         return
     firsts = {members[0]: owner for owner, members in owners.items()}
     embedding = draft.embedding
@@ -50,10 +45,14 @@ def plan_sequence(draft: Draft) -> None:
     draft.sequence_regions = (*(region for region in regions if region is not None), *ahead)
 
 
+def _unfit(draft: Draft, why: str) -> None:
+    family = draft.config.model_type
+    draft.problem(f"sequence_parallel=True does not fit {family!r}: {why}: use sequence_parallel=False")
+
+
 def _region_ahead(draft: Draft, layer: str) -> SequencePlan:
     """Plan the region of one layer of multi-token prediction, which gets and returns all tokens."""
-    gathered = tuple(_gathered(draft, layer, _edges(draft), _mixtures(draft)))
-    partial = tuple(_partial(draft, [layer]))
+    gathered, partial = tuple(_gathered(draft, layer)), tuple(_partial(draft, [layer]))
     return SequencePlan(layer, layer, (layer,), gathered, partial, direct=False, dropout=_drops_out(draft, [layer]))
 
 
@@ -71,14 +70,12 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
         )
         return None
     if odd is not None:
-        draft.problem(
-            f"sequence_parallel=True does not fit {draft.config.model_type!r}: its layers get a stream of the "
-            f"shape {tuple(odd)} for {PROBED[0]} sample of {PROBED[1]} tokens, and not (samples, tokens, width): use "
-            "sequence_parallel=False"
+        tried = f"{PROBED[0]} sample of {PROBED[1]} tokens"
+        _unfit(
+            draft, f"its layers get a stream of the shape {tuple(odd)} for {tried}, and not (samples, tokens, width)"
         )
         return None
     after = [name for name in around if name not in (before or ())]
-    edges, mixtures = _edges(draft), _mixtures(draft)
     embedding = draft.embedding
     # Then the embedding's sum over ranks may be left to the first layer.
     only_looks_up = embedding is not None and type(draft.modules[embedding]).forward is nn.Embedding.forward
@@ -86,31 +83,24 @@ def _region(draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]) 
         owner=owner,
         exit=after[0] if len(after) == 1 else owner,  # an owner may reshape what its only norm returns
         layers=tuple(layers),
-        gathered=tuple(name for layer in layers for name in _gathered(draft, layer, edges, mixtures)),
+        gathered=tuple(name for layer in layers for name in _gathered(draft, layer)),
         partial=tuple(_partial(draft, [*layers, *after])),
         direct=entry["direct"] == layers[0] and only_looks_up,
         dropout=_drops_out(draft, layers),
     )
 
 
-def _edges(draft: Draft) -> set[str]:
-    """List the modules inside block edges, or with an edge on them."""
-    return {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
-
-
-def _mixtures(draft: Draft) -> set[str]:
-    """List MoE blocks, which compute token by token: a router, experts, and shared experts with edges."""
-    return {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
-
-
-def _gathered(draft: Draft, path: str, edges: set[str], mixtures: set[str]) -> Iterator[str]:
+def _gathered(draft: Draft, path: str) -> Iterator[str]:
     """List the modules under ``path`` that are outside all block edges and may mix tokens."""
+    edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
+    # which compute token by token: a router, experts, and shared experts with edges
+    mixtures = {each.name.rpartition(".")[0] for each in draft.experts if draft.layout.slices_tokens}
     for name in direct_children(draft.modules, path):
         module = draft.modules[path].get_submodule(name.rpartition(".")[2])  # layers may share it: it has one name
         if name in edges or name in mixtures or is_tokenwise(module):
             continue
         if any(edge.startswith(f"{name}.") for edge in edges):
-            yield from _gathered(draft, name, edges, mixtures)
+            yield from _gathered(draft, name)
         elif next(module.parameters(), None) is not None:
             yield name
 

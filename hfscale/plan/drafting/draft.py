@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._compat.transformers.classes import from_config
 from ..._compat.transformers.prediction import PREDICTION
@@ -124,10 +124,6 @@ class Draft:
     def layer_drops(self) -> list[str]:
         """List the config fields that make training skip layers at random (LayerDrop, Fan et al. 2019)."""
         return [name for name, value in self.config.to_dict().items() if "layerdrop" in name and value]
-
-    def is_tied(self, parameter: Tensor) -> bool:
-        """Return whether a tensor is in the model under more than one name."""
-        return sum(p is parameter for _, p in self.named()) > 1
 
     def place(self, name: str) -> tuple[int, str]:
         """Return the module that holds a parameter, and its attribute there."""

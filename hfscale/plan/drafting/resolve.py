@@ -1,11 +1,12 @@
 """Find a model's blueprint: in hfscale's table, from transformers' TP plan, or by inference, in that order."""
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...config.parallel import AXES, ParallelConfig
 from ...errors import PlanError
@@ -101,22 +102,8 @@ _EXPERT_STYLES = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1)
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
 
 
-class _Rule(NamedTuple):
-    """Hold transformers' rule for a module: its layer list, its path inside a layer, and a style."""
-
-    layers: str
-    path: str
-    style: str
-
-
-@dataclass
-class _Roles:
-    """Collect the roles of one block from the rules of its parts."""
-
-    column: list[str] = field(default_factory=list)
-    row: list[str] = field(default_factory=list)
-    shared: list[str] = field(default_factory=list)
-    cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+_Rule = tuple[str, str, str]  # transformers' for a module: its layer list, its path inside a layer, and a style
+_Roles = dict[str, dict[str, Any]]  # of one block: field of :class:`Block` -> module, and how it is cut, if it says so
 
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
@@ -129,18 +116,18 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
     width of a cut projection) is kept whole: right on every rank, only not shared out.
     """
     rules, unknown = _rules_of_layers(host_plan)
-    experts = tuple(rule.path for rule in rules if rule.style == "moe_tp_experts")
-    own_heads = tuple(rule.path for rule in rules if rule.style == "local_params")
+    experts = tuple(path for _, path, style in rules if style == "moe_tp_experts")
+    own_heads = tuple(path for _, path, style in rules if style == "local_params")
     roles, mixtures, foreign = _roles(rules, experts)
-    unknown += [f"{rule.layers}.*.{rule.path}: {rule.style}" for rule in foreign]
-    lists = {rule.layers for rule in rules}
+    unknown += [f"{layers}.*.{path}: {style}" for layers, path, style in foreign]
+    lists = {layers for layers, _, _ in rules}
     if unknown or len(lists) != 1:
         raise PlanError(
             f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: hfscale does not translate "
             f"{'; '.join(unknown) or 'rules for more than one layer list: ' + ', '.join(sorted(lists))}. "
             "Use tp_size=1, or add the family to hfscale.models.FAMILIES"
         )
-    incomplete = [block for block, role in roles.items() if not (role.column and role.row) and not role.cut]
+    incomplete = [block for block, role in roles.items() if not (role["column"] and role["row"]) and not role["cut"]]
     if incomplete:
         raise PlanError(
             f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
@@ -166,7 +153,7 @@ def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]
         if not star or "*" in rest or ("." not in rest and style != "local_params"):
             unknown.append(f"{pattern}: {style}")
             continue
-        rules.append(_Rule(prefix, rest, style))
+        rules.append((prefix, rest, style))
     return rules, unknown
 
 
@@ -174,10 +161,10 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
     """Return the roles by block, the blocks whose roleless modules stay uncut, and the rules with unknown styles."""
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
     inside_experts = tuple(f"{path}." for path in experts)
-    roles: dict[str, _Roles] = {}
+    roles: dict[str, _Roles] = defaultdict(lambda: defaultdict(dict))
     whole, unknown = set(), []
     for rule in rules:
-        path, style = rule.path, rule.style
+        _, path, style = rule
         block = next((mixture for mixture in mixtures if path.startswith(f"{mixture}.")), path.rpartition(".")[0])
         name = path.removeprefix(f"{block}.")
         if style in ("moe_tp_experts", "local_params"):
@@ -185,9 +172,9 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
         if style in _GATHERED:
             whole.add(block)
         elif path.startswith(inside_experts) and style in _EXPERT_STYLES:
-            roles.setdefault(block, _Roles()).cut[name] = _EXPERT_STYLES[style]
+            roles[block]["cut"][name] = _EXPERT_STYLES[style]
         elif style in _STYLES:
-            getattr(roles.setdefault(block, _Roles()), _STYLES[style]).append(name)
+            roles[block][_STYLES[style]][name] = None
             if style == "mla_kv_a_proj":  # low-rank attention computes its latents whole, inside the edges
                 mixtures += (block,)
         else:
@@ -197,19 +184,19 @@ def _roles(rules: Sequence[_Rule], experts: tuple[str, ...]) -> tuple[dict[str, 
 
 def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
     """Return one block of a layer; ``optional`` where dense layers and mixtures use the same entry."""
-    column, row = list(role.column), list(role.row)
-    for name in ("shared_expert", "shared_experts", "shared_mlp") if role.cut else ():
+    column, row = list(role["column"]), list(role["row"])
+    for name in ("shared_expert", "shared_experts", "shared_mlp") if role["cut"] else ():
         # plans made for experts alone leave the shared expert out
         column += [f"{name}.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj")]
         row.append(f"{name}.down_proj")
     return Block(
         column=tuple(dict.fromkeys(column)),
         row=tuple(dict.fromkeys(row)),
-        shared=tuple(role.shared),
-        cut=role.cut,
+        shared=tuple(role["shared"]),
+        cut=role["cut"],
         parts={name: 2 for name in column if name.endswith(".gate_up_proj")},
         own_heads=own_heads,
         rest_shared=mixture,
         optional=optional,
-        dropout=() if role.cut else ("attention_dropout",),
+        dropout=() if role["cut"] else ("attention_dropout",),
     )

@@ -31,9 +31,13 @@ from ...parallel.context.attention_override import (
     attention_configs,
 )
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
-from ...parallel.context.engine import OwnBlocks
-from ...parallel.context.inner_hooks import WholeSequences, ask_for_all_positions, cut_inside, own_tokens
-from ...parallel.context.methods import read
+from ...parallel.context.inner_hooks import (
+    WholeSequences,
+    ask_for_all_positions,
+    cut_inside,
+    own_tokens,
+    read_alone,
+)
 from ...parallel.context.plan import modules_in_layers
 from .probe import apart, perturb, tiny_model_of, without_cache
 
@@ -163,7 +167,7 @@ class _Subject:
 def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     try:
         whole = subject.part(batch)
-        if _differ(subject.passed(whole, _whole_attention), _run(subject.model, batch), batch):
+        if _differ(subject.passed(whole, read_alone), _run(subject.model, batch), batch):
             return "its attention is not the usual one"
         alone = _OneToken()
         mixers.begin(records=True)
@@ -193,10 +197,10 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
         whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
         return whole
 
-    gathered = WholeSequences(record_or_play, lambda: None)
+    gathered = WholeSequences(record_or_play)
     handles = [handle for module in mixers.found() for handle in gathered.install(module)]
     try:
-        wanted = subject.passed(subject.part(batch), _whole_attention)
+        wanted = subject.passed(subject.part(batch), read_alone)
         if _differ(wanted, _run(subject.model, batch), batch):
             return "a mixer in it cannot be given whole sequences"
         if not handles:
@@ -228,10 +232,6 @@ def _run(model: Any, batch: dict[str, Any]) -> Tensor:
     output = model(**batch, **without_cache(model))
     found = getattr(output, "logits", None)
     return found if found is not None else output[0]
-
-
-def _whole_attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
-    return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
 
 class _OneToken:

@@ -14,7 +14,7 @@ from hfscale._compat.torch_attention import flash_takes
 from hfscale.parallel.context import kernels
 from hfscale.parallel.context.attention_override import AttentionCall
 from hfscale.parallel.context.cut_batch import CAUSAL, FULL, MASKED, SKIPPED, CutBatch, MaskBlocks
-from hfscale.parallel.context.engine import OwnBlocks, Reading, attend, wide_zeros
+from hfscale.parallel.context.engine import OwnBlocks, Reading, attend
 from hfscale.parallel.context.kernels import FlashOnCpu, ScoreBlock, ScoreKernel
 from hfscale.parallel.context.methods import read
 from hfscale.plan.sequence_split import Split, choose
@@ -53,7 +53,7 @@ class Parts:
 
     def __init__(self, split: Split, k: Tensor, v: Tensor) -> None:
         self.split, self.k, self.v = split, k, v
-        self.dk, self.dv = wide_zeros(k), wide_zeros(v)
+        self.dk, self.dv = torch.zeros_like(k), torch.zeros_like(v)
 
     def blocks(self, k: Tensor, v: Tensor):  # type: ignore[no-untyped-def]
         for rank in range(self.split.size):
@@ -62,8 +62,7 @@ class Parts:
 
     def gradients(self, k: Tensor, v: Tensor, backward):  # type: ignore[no-untyped-def]
         for rank, kb, vb in self.blocks(k, v):
-            dk, dv = wide_zeros(kb), wide_zeros(vb)
-            backward(rank, kb, vb, dk, dv)
+            dk, dv = backward(rank, kb, vb)
             self.dk[:, :, self.split.places(rank)] += dk
             self.dv[:, :, self.split.places(rank)] += dv
         return torch.zeros_like(k), torch.zeros_like(v)
@@ -154,15 +153,16 @@ def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(monkeypatch: 
     chosen = kernels.kernel_for(on_gpu, SCALE, None, 0.0)  # type: ignore[arg-type]
     seen: list[tuple[str, bool]] = []
 
-    def note(kernel: type, run: Any) -> Any:
-        def see(self: Any, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> Any:
-            seen.append((kernel.__name__, block.bias is not None))
-            return FlashOnCpu.forward(self, q, k, v, block)
+    def scores(self: Any, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> Any:
+        seen.append(("scores", block.bias is not None))
+        return FlashOnCpu.forward(self, q, k, v, block)
 
-        return see
+    def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+        seen.append(("flash", False))
+        return kernels.flash_on_cpu(q, k, v, causal, None, scale)
 
-    for kernel in (kernels.FlashOnCuda, ScoreKernel):
-        monkeypatch.setattr(kernel, "forward", note(kernel, kernel.forward))
+    monkeypatch.setattr(ScoreKernel, "forward", scores)
+    monkeypatch.setattr(kernels, "flash_on_cuda", flash)
     q, k, v = (x.detach() for x in draw())
     padding = torch.ones(2, TOTAL, dtype=torch.bool)
     padding[1, -2:] = False
@@ -171,8 +171,8 @@ def test_pairs_without_a_mask_of_their_own_hold_no_scores_on_a_gpu(monkeypatch: 
         source = Parts(Split(TOTAL, 2), k, v)
         own = [x[:, :, source.split.places(rank)] for x in (q, k, v)]
         attend(*own, None, Reading(mask_of(2, rank, padding=padding), chosen, source))
-    assert ("FlashOnCuda", False) in seen[1:]
-    assert set(seen) == {("FlashOnCuda", False), ("ScoreKernel", True)}
+    assert ("flash", False) in seen[1:]
+    assert set(seen) == {("flash", False), ("scores", True)}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_flash_attention_takes(
     assert padded - width < 8
     on_gpu = SimpleNamespace(device=device, dtype=dtype, shape=(2, 4, TOTAL, padded))
     chosen = kernels.kernel_for(on_gpu, SCALE, None, 0.0)  # type: ignore[arg-type]
-    assert isinstance(chosen, kernels.ByPair if takes or width == 60 else ScoreKernel)
+    assert type(chosen) is (kernels.FlashOnCuda if takes or width == 60 else ScoreKernel)
 
 
 def test_dropout_drops_the_same_in_the_backward_pass() -> None:

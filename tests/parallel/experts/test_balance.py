@@ -9,13 +9,12 @@ import torch
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale.parallel.experts.forward_contexts import real_tokens
+from hfscale.parallel.experts.load_report import LayerLoad
 from hfscale.parallel.experts.router_functions import (
     balance_loss,
     bias_step,
     expert_counts,
     expert_sums,
-    max_over_mean,
-    normalized_entropy,
     probabilities,
     z_loss,
 )
@@ -67,12 +66,15 @@ def test_bias_steps_go_towards_the_mean() -> None:
 
 
 def test_measures_of_a_load() -> None:
-    assert max_over_mean([4, 4, 4]) == 1.0
-    assert normalized_entropy([4, 4, 4]) == pytest.approx(1.0)
-    assert max_over_mean([12, 0, 0]) == 3.0
-    assert normalized_entropy([12, 0, 0]) == 0.0
-    assert normalized_entropy([6, 6, 0, 0]) == pytest.approx(0.5)
-    assert max_over_mean([0, 0]) == normalized_entropy([0, 0]) == normalized_entropy([7]) == 1.0
+    def load(*tokens: int) -> LayerLoad:
+        return LayerLoad("a layer", tokens)
+
+    assert load(4, 4, 4).max_over_mean == 1.0
+    assert load(4, 4, 4).entropy == pytest.approx(1.0)
+    assert load(12, 0, 0).max_over_mean == 3.0
+    assert load(12, 0, 0).entropy == 0.0
+    assert load(6, 6, 0, 0).entropy == pytest.approx(0.5)
+    assert load(0, 0).max_over_mean == load(0, 0).entropy == load(7).entropy == 1.0
 
 
 def test_real_tokens_of_every_kind_of_mask() -> None:

@@ -68,7 +68,7 @@ class Watch:
         return output
 
     def returns(self, microbatch: int) -> None:
-        gradient = self._worker._returning.get(microbatch)
+        gradient = self._worker.returning.get(microbatch)
         if gradient is not None:
             self._gradients.append(StorageWeakRef(gradient.untyped_storage()))
         del gradient

@@ -4,29 +4,16 @@ Every projection's output is tagged in the autograd graph. Walking back from a p
 gives the projections that feed it, and the parameters on the way.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ....models.module_kinds import PROJECTIONS
 from .subject import Subject, run
 
-
-class _Tag(torch.autograd.Function):
-    """Return the input unchanged, with a name to find in the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.tag = name
-        return x.clone()  # not a view: what follows may change it in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+_TAG = "hfscale projection"  # in the autograd graph
 
 
 @dataclass
@@ -57,7 +44,10 @@ def trace(subject: Subject) -> Trace:
     model, result, endings, repeated = subject.model, Trace(), dict[str, Tensor](), set[str]()
 
     def projected(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        output = _Tag.apply(output, name)
+        output = output.clone()  # not a view: what follows may change it in place
+        node: Any = output.grad_fn
+        if node is not None:
+            node.metadata[_TAG] = name
         if name in result.calls:
             repeated.add(name)
         result.calls[name] = Call(args[0], output)
@@ -74,7 +64,7 @@ def trace(subject: Subject) -> Trace:
     def ended(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         endings[name] = output if isinstance(output, Tensor) else output[0]
 
-    run_hooked(model, subject.inputs, lambda: _install(subject, projected, dropped, called, ended))
+    run_hooked(model, subject.inputs, _install(subject, projected, dropped, called, ended))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for call in result.calls.values():
         call.feeds, call.parameters = _walk_back(call.input, names)
@@ -84,9 +74,8 @@ def trace(subject: Subject) -> Trace:
     return result
 
 
-def run_hooked(model: Any, inputs: dict[str, Tensor], install: Callable[[], list[Any]]) -> None:
-    """Run a model with the hooks that ``install`` returns the handles of, and remove them."""
-    handles = install()
+def run_hooked(model: Any, inputs: dict[str, Tensor], handles: list[Any]) -> None:
+    """Run a model, and remove the hooks with these handles."""
     try:
         run(model, inputs)
     finally:
@@ -118,8 +107,8 @@ def _walk_back(tensor: Tensor, names: dict[int, str]) -> tuple[frozenset[str], f
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(getattr(node, "tag", None), str):
-            tags.add(node.tag)
+        if _TAG in node.metadata:
+            tags.add(node.metadata[_TAG])
         elif hasattr(node, "variable"):
             parameters.add(names.get(id(node.variable), ""))
         else:

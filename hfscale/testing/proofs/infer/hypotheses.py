@@ -12,7 +12,7 @@ from torch import nn
 
 from ...._compat.torch import own_parameters
 from ....models.blueprint import Block
-from ....models.fields import HEAD_FIELDS, field, query_key_value
+from ....models.fields import HEAD_FIELDS, field, first_count, query_key_value
 from ....models.module_kinds import PROJECTIONS, used_names, weight_dims
 from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
@@ -36,9 +36,8 @@ class Guesses:
             if candidate.path in inside:
                 self.modules.update(inside[candidate.path].named_modules())
         # the number of attention heads of the clone; 0 where its config does not say
-        self.heads = next((count for name in HEAD_FIELDS if isinstance(count := field(self.config, name), int)), 0)
-        key_heads = (count for name in _KEY_HEADS if isinstance(count := field(self.config, name), int))
-        self.key_heads = next(key_heads, self.heads)  # the number of key/value heads
+        self.heads = first_count(self.config, HEAD_FIELDS) or 0
+        self.key_heads = first_count(self.config, _KEY_HEADS) or self.heads  # the number of key/value heads
         self.widths = {self._width(name) for name in candidate.column}
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...._compat.torch import own_parameters
 from ....config.parallel import AXES, ParallelConfig
+from ....distributed.ops.collectives import apply_mapping
 from ....models.blueprint import TOLERANCE, Blueprint, Proof
 from ....models.module_kinds import follow_weight
 from ....parallel.tensor.edges import Edge, hook_block, set_local_sizes
@@ -141,19 +142,6 @@ class _Group:
         return [call.result() for call in calls]
 
 
-class _RankEdge(torch.autograd.Function):
-    """Apply a function to a tensor, and another one to its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Any:
-        ctx.apply_backward = backward
-        return function(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.apply_backward(gradients[0]), None, None
-
-
 class _RankModel:
     """Hold one rank's copy of a model, with edges."""
 
@@ -180,14 +168,7 @@ class _RankModel:
             own_parameters(module)[attribute] = shard * 0.0 if name in row_biases and rank > 0 else shard
             if attribute == "weight":
                 follow_weight(module)
-        edge = Edge(
-            rank=rank,
-            size=group.size,
-            enter=self._enter,
-            leave=self._leave,
-            enter_other=self._enter,
-            gather=self._gather,
-        )
+        edge = Edge(rank, group.size, self._enter, self._leave, enter_other=self._enter, gather=self._gather)
         for block in blocks:
             set_local_sizes(self.model.get_submodule(block.name), block)
             hook_block(self.model, block, edge)
@@ -201,15 +182,15 @@ class _RankModel:
         return _total(self.group.exchange(self.rank, x))
 
     def _enter(self, x: Tensor) -> Tensor:
-        return _RankEdge.apply(x, Tensor.clone, self._sum)
+        return apply_mapping(x, Tensor.clone, self._sum)
 
     def _leave(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor):
             raise Unproved(f"a block returns a {type(x).__name__}")
-        return _RankEdge.apply(x, self._sum, lambda gradient: gradient)
+        return apply_mapping(x, self._sum, lambda gradient: gradient)
 
     def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
-        return _RankEdge.apply(
+        return apply_mapping(
             x,
             lambda own: torch.cat(self.group.exchange(self.rank, own), -1),
             lambda gradient: gradient.split(lengths, -1)[self.rank],

@@ -14,6 +14,7 @@ from ....models.blueprint import INFERRED, Block, Blueprint, Inference, Proof, a
 from ....models.clone import DROPOUT_WORDS, tiny_clone
 from ....models.names import wild_name
 from ....plan.drafting.layers import base_prefix
+from ....plan.parameter import join_path
 from .candidate_blocks import CandidateBlock, find_candidates
 from .forward_trace import Trace, run_hooked, trace
 from .hypotheses import Guesses
@@ -223,20 +224,17 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
         if drawn or not args[0].any():  # a probability of 1 draws nothing, and leaves nothing
             drawing.add(path)
 
-    def install() -> list[Any]:
-        modules = dict(subject.model.named_modules())
-        handles: list[Any] = []
-        for layer, path in product(subject.layer_names, blocks):
-            block = f"{layer}.{path}" if path else layer
-            for child in blocks[path].column:
-                if (name := f"{block}.{child}") in modules:
-                    handles.append(modules[name].register_forward_hook(partial(column, block)))
-            for child in blocks[path].row:
-                if (name := f"{block}.{child}") in modules:
-                    handles.append(modules[name].register_forward_pre_hook(partial(row, block, path)))
-        return handles
-
-    run_hooked(subject.model, subject.inputs, install)
+    modules = dict(subject.model.named_modules())
+    handles: list[Any] = []
+    for layer, path in product(subject.layer_names, blocks):
+        block = join_path(layer, path)
+        for child in blocks[path].column:
+            if (name := f"{block}.{child}") in modules:
+                handles.append(modules[name].register_forward_hook(partial(column, block)))
+        for child in blocks[path].row:
+            if (name := f"{block}.{child}") in modules:
+                handles.append(modules[name].register_forward_pre_hook(partial(row, block, path)))
+    run_hooked(subject.model, subject.inputs, handles)
     return drawing
 
 
