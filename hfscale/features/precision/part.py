@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.torch import autocast_remembers, own_parameters, tree_map_only, unscale_and_check
+from ..._compat.torch import autocast_remembers, own_buffers, own_parameters, tree_map_only, unscale_and_check
 from ..._compat.transformers.computing import recomputes, stays_in_32_bits
 from ...config.options import MIXED_PRECISIONS
 from ...distributed.ops.shared_casts import Casts, autocasted_weight, cast_weight, is_sharing, sharing
@@ -116,20 +116,21 @@ class _Copies:
 
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
-        before = list[tuple[dict[str, Any], str, Tensor]]()
+        before = list[tuple[nn.Module, str, Tensor]]()
         for inner in module.modules():
             held = own_parameters(inner)
             for name in self.places.get(inner, ()):
                 if held.get(name) is not None and held[name].dtype == torch.float32:
-                    before.append((held, name, own := held[name]))
+                    before.append((inner, name, own := held[name]))
                     held[name] = autocasted_weight(own) if self._dtype is None else cast_weight(own, self._dtype)
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-            for held, name, parameter in before:
-                held[name] = parameter
+            for inner, name, parameter in before:
+                own_parameters(inner)[name] = parameter
+                own_buffers(inner).pop(name, None)  # where PEFT has parametrized the copy, and put it back
 
 
 class LossScaling(Part):

@@ -40,6 +40,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "tied": {"sizes": {"tie_word_embeddings": True}},
     "frozen": {"frozen": "layers.1."},
     "lora": {"lora": LORA},
+    "lora of experts": {"lora": {**LORA, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}},
     "full": {"memory": {"recompute": "full"}},
     "blocks": {"memory": {"recompute": ["self_attn", "post_attention_layernorm"]}},
     "elementwise": {"memory": {"recompute": "elementwise"}},
@@ -123,6 +124,7 @@ EVERY = [
     if not ("ep_size" in LAYOUTS[layout] and case in ("tied", "gpt2", "kept in 32 bits"))
     and not (case == "gpt2" and layout in ("sequence", "regather", "pp2, tp2"))
     and not (case == "blocks" and layout == "regather")
+    and not (case == "lora of experts" and "ep_size" not in LAYOUTS[layout])
 ]
 DAILY = [("sequence", "tied"), ("zbv", "frozen"), ("shard2", "kept in 32 bits"), ("tp2", "blocks"), ("1f1b", "lora")]
 
