@@ -1,5 +1,6 @@
-"""``"bf16_params"`` in an Accelerator's loop, in Trainer, over a base in 4 bits, without a flush, and compiled; casts are
-to float64 here, and weights in float32. tests/recipes has it in recipes.
+"""``"bf16_params"`` in Accelerator, Trainer, over 4 bits, without a flush, and compiled; tests/recipes has it in recipes.
+
+Casts are to float64 here, but for a base in 4 bits and compiled layers; weights are in float32.
 """
 
 from collections.abc import Callable
@@ -167,6 +168,7 @@ def compiled(how: bool | str) -> tuple[float, dict[str, Tensor]]:
     return float(loss), {planned.name: p.grad for planned, p in runtime_of(model).parameters()}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at the copies'
 def test_compiled_layers_compute_the_same() -> None:
     (expected, gradients), (loss, found) = compiled(False), compiled("aot_eager")
     assert loss == expected
