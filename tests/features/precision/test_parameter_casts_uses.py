@@ -1,4 +1,4 @@
-"""``"bf16_params"`` in Accelerator, Trainer, over 4 bits, without a flush, and compiled; tests/recipes has it in recipes.
+"""``"bf16_params"`` in Accelerator and Trainer, over 4 bits, without a flush and compiled; tests/recipes has recipes.
 
 Casts are to float64 here, but for a base in 4 bits and compiled layers; weights are in float32.
 """
