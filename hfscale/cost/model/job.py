@@ -107,8 +107,8 @@ class Place:
         return self.layer_weights + self.table_weights
 
 
-def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
-    """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
+def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: str = "no") -> Job:
+    """Return the job of a plan's step under a ``mixed`` precision."""
     layout, again = plan.layout, recomputed(plan)
     count, in_layers = max(1, len(plan.layers)), tuple(f"{layer}." for layer in plan.layers)
     fraction = len(again.layers) / count if again.budget is None else 0.5
@@ -132,9 +132,9 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         replicas=replicas(plan),
         adapted=sum(sum(plan.by_name[a.base].shape[-2:]) for a in plan.adapters if a.kept_in == LORA_A) / count,
         trained=trains,
-        value_bytes=2 if mixed else types_of(plan, False).size,
+        value_bytes=types_of(plan).size if mixed == "no" else 2,
         gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
-        gathered_bytes=_gathered_bytes(plan, mixed),
+        gathered_bytes=_gathered_bytes(plan, mixed != "no"),
         unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
     )
 

@@ -106,9 +106,10 @@ def estimate_memory(
     """Estimate the bytes that one rank holds in training."""
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
-    chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
+    chosen = frozenset(trained_names(plan) if trained is None else trained)
     training = [planned for planned in held if planned.name in chosen]
-    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, mixed=mixed, trained=chosen, **further)
+    further |= {"mixed": mixed_precision, "trained": chosen}
+    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
     kept, again, away, notes = activation_bytes(plan, situation)
     state = optimizer_bytes(
         training, here, optimizer, options, plan.layers, [mixture.name for mixture in plan.mixtures]
@@ -120,7 +121,7 @@ def estimate_memory(
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
-        gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed),
+        gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed_precision != "no"),
         optimizer=state - on_host,
         activations=kept,
         gathered=_gathered(plan, held, situation),
@@ -200,18 +201,19 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of autocast's copies of 32-bit matrices; microbatches with the same weights share one."""
+    """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
+    all_cast = situation.mixed == "bf16_params"
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    left = looked_up | packed | weights_in_8_bits(plan)  # what is in 8 bits for a product is made again
-    copied = [p for p in held if len(p.shape) > 1 and p.dtype.itemsize == 4 and p.name not in left]
+    left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)  # those in 8 bits are made again
+    copied = [p for p in held if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left]
     mixtures, total = tuple(f"{each.name}." for each in plan.mixtures), 0
     for planned in copied:
         count = situation.held_by(planned.stage)
         # The host casts stacked weights of a mixture that nobody described in every pass.
-        if len(planned.shape) == 2 or planned.name.startswith(mixtures):
+        if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
             count = min(count, {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1))
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
     return total
@@ -219,7 +221,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
     """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed."""
-    layout, mixed = plan.layout, situation.mixed
+    layout, mixed = plan.layout, situation.mixed != "no"
     if layout.data_world == 1:
         return _copied(plan, held, situation) if mixed else 0
     by_layer, eight = Counter[str](), gathered_in_8_bits(plan)

@@ -169,7 +169,7 @@ def estimate(
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
         optim_args: its options, where they change its state.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp8"``.
+        mixed_precision: ``"no"``, ``"bf16"``, ``"bf16_params"`` or ``"fp8"``.
         plan_kwargs: of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``quantization_config``, ...
 
     Raises:
@@ -203,8 +203,8 @@ def costs(
 ) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
     """Return shape, job and memory of each pipeline rank of a plan; ``spec`` measures layers without a formula."""
     count = microbatches or plan.layout.num_microbatches or plan.layout.pp
-    shape, mixed = shape_of_plan(plan, None if spec is None else spec.config), mixed_precision != "no"
-    job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed)
+    shape = shape_of_plan(plan, None if spec is None else spec.config)
+    job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed_precision)
     held = memory_of_ranks(
         plan,
         tokens=sequence * batch,

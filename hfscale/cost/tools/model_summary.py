@@ -66,14 +66,14 @@ def summarize(
     **given: Any,
 ) -> ModelSummary:
     """Summarize a model and its training; ``given`` are arguments of its plan for one process."""
-    mixed, plan = mixed_precision != "no", make_plan(config, mixed_precision=mixed_precision, **given)
+    mixed, plan = mixed_precision, make_plan(config, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, trained = shape_of_plan(plan, config), trained_names(plan)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
     entries = sum(matrix_entries(plan).values())
-    types = Types(2, 2) if mixed else types_of(plan, False)
+    types = types_of(plan) if mixed_precision == "no" else Types(2, 2)
     layer = plan.layers[len(plan.layers) // 2]
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
 
@@ -109,7 +109,7 @@ def _kept(
     """Return a layer's bytes by a formula, or measured on one and on two tensor ranks, also where it is computed again
     in one of the ``ways``.
     """
-    mixed, data = full[1].mixed_precision != "no", {"dp_shard_size": 2}
+    mixed, data = full[1].mixed_precision, {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
         again = {name: seen(*way, alone, sizes) for name, way in ways.items()}
@@ -126,7 +126,7 @@ def _kept(
 
     kept = of(False, **data)
     spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
-    return {"kept": kept, "kept_alone": of(True) if mixed else kept, "kept_spread": spread}
+    return {"kept": kept, "kept_alone": kept if mixed == "no" else of(True), "kept_spread": spread}
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:

@@ -32,7 +32,7 @@ class DataParallel(Part, DataAxes):
         """Wrap the model in FSDP2, and materialize tensors on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
-        shard.apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
+        shard.apply_data_axes(model, plan, mesh, runtime.options)
         if weights is not None:
             shard.install_local_weights(model, weights.tensors, plan, mesh)
         if plan.stages is None:  # stages say it themselves, and look for targets past the model

@@ -306,7 +306,7 @@ class Runtime:
     def shares_casts(self) -> bool:
         """Return whether microbatches in flight share one low-precision copy of each weight; FSDP2 makes its own."""
         staged = self.plan.stages is not None and self.mesh.data_world == 1
-        return staged and self.options.mixed_precision != "no"
+        return staged and self.options.mixed_precision != "no" and not self.options.casts_parameters
 
     def counts(self, planned: ParameterPlan) -> bool:
         """Return whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
