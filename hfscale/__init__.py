@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api.build import from_config, from_pretrained, parallelize, plan
     from .checkpoint import (
         SaveCheck,
+        StatesInMemory,
         check_save,
         load_state,
         save_pretrained,
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     from .cost.tools.memory_report import memory_estimate
     from .distributed.ops.token_scores import TokenScores
     from .distributed.processes import fitting_layout
+    from .distributed.restarts import restart_in_place
     from .integrations.accelerator import Accelerator
-    from .integrations.trainer import Seq2SeqTrainer, Trainer, TrainerMixin
+    from .integrations.trainer import Seq2SeqTrainer, StatesInMemoryCallback, Trainer, TrainerMixin
     from .optim import create_optimizer
     from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load, record_routes
     from .parallel.experts.engine_routes import routes_from_sglang, routes_from_vllm
@@ -73,6 +75,8 @@ __all__ = [
     "RoutingConfig",
     "SaveCheck",
     "Seq2SeqTrainer",
+    "StatesInMemory",
+    "StatesInMemoryCallback",
     "Teacher",
     "TokenScores",
     "Trainer",
@@ -101,6 +105,7 @@ __all__ = [
     "preempted",
     "record_routes",
     "record_schedule",
+    "restart_in_place",
     "routes_from_sglang",
     "routes_from_vllm",
     "save_pretrained",
@@ -119,8 +124,8 @@ _MODULES = {
     ".integrations.accelerator": ["Accelerator"],
     ".api.adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
     ".checkpoint": [
-        *["SaveCheck", "check_save", "load_state", "save_pretrained", "save_state", "stream_weights"],
-        *["verify_experts", "wait_for_saves"],
+        *["SaveCheck", "StatesInMemory", "check_save", "load_state", "save_pretrained", "save_state"],
+        *["stream_weights", "verify_experts", "wait_for_saves"],
     ],
     ".checkpoint.upcycle.upcycle": ["upcycle"],
     ".config.parallel": ["ParallelConfig"],
@@ -129,6 +134,7 @@ _MODULES = {
     ".parallel.experts": ["ExpertLoad", "ExpertLoadHistory", "expert_load", "record_routes"],
     ".parallel.experts.engine_routes": ["routes_from_sglang", "routes_from_vllm"],
     ".distributed.processes": ["fitting_layout"],
+    ".distributed.restarts": ["restart_in_place"],
     ".config.routing": ["RoutingConfig"],
     ".cost.tools.memory_report": ["memory_estimate"],
     ".config.memory": ["MemoryConfig"],
@@ -136,7 +142,7 @@ _MODULES = {
     ".optim": ["create_optimizer"],
     ".api.build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
-    ".integrations.trainer": ["Seq2SeqTrainer", "Trainer", "TrainerMixin"],
+    ".integrations.trainer": ["Seq2SeqTrainer", "StatesInMemoryCallback", "Trainer", "TrainerMixin"],
     ".train": [
         *["BadStepError", "BadSteps", "Preempted", "Teacher", "preempted", "watchdog"],
         *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics"],

@@ -28,6 +28,8 @@ GROUPS = {
         "wait_for_saves",
         "check_save",
         "SaveCheck",
+        "StatesInMemory",
+        "restart_in_place",
         "stream_weights",
         "preempted",
         "watchdog",
@@ -41,7 +43,7 @@ GROUPS = {
         *["record_routes", "routes_from_vllm", "routes_from_sglang"],
     ],
     "Pipelines": ["record_schedule"],
-    "Accelerate and Trainer": ["Accelerator", "Trainer", "Seq2SeqTrainer", "TrainerMixin"],
+    "Accelerate and Trainer": ["Accelerator", "Trainer", "Seq2SeqTrainer", "TrainerMixin", "StatesInMemoryCallback"],
     "Errors": ["HFScaleError", "ConfigError", "PlanError", "MeshError", "CheckpointError", "BadStepError"],
 }
 FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from hfscale._compat.torch_device import device_module, is_accelerator
 from hfscale._compat.transformers.classes import from_config as host_from_config
 from hfscale.api.build import from_pretrained, plan
-from hfscale.cli.amounts import tokens_of
 from hfscale.cli.look import check_writable, table
+from hfscale.cli.model_flags import tokens_of
 from hfscale.config.memory import MemoryConfig
 from hfscale.config.parallel import ParallelConfig
 from hfscale.cost.model.memory_model import MemoryEstimate

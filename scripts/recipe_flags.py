@@ -3,7 +3,7 @@
 import argparse
 from typing import TypeVar
 
-from hfscale.recipes.flags import add_memory_limit
+from hfscale.cli.cmd_train import add_memory_limit
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.schema import Recipe
 

@@ -12,7 +12,7 @@ from typing import Any
 from hfscale import ParallelConfig, memory_estimate, plan
 from hfscale.cli.look import table
 from hfscale.plan.table import human
-from hfscale.recipes.memory_limit import of_one_microbatch
+from hfscale.recipes.batch_sizes import of_one_microbatch
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.run import config_of
 from hfscale.recipes.schema import PretrainRecipe

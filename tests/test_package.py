@@ -88,7 +88,7 @@ _NAME_CUDA = {
     "distributed/ops/head_cross_entropy.py",
     *(
         "config/options.py",
-        "integrations/trainer/streams.py",
+        "integrations/trainer/resume_callbacks.py",
         "parallel/tensor/lazy_logits.py",
         "cost/tools/simulated_rank.py",
         "cost/tools/simulated_rank.py",

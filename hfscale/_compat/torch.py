@@ -19,12 +19,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-__all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map", "triton_works"]
+__all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map", "tree_map_only", "triton_works"]
 
 HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
 """A module's attributes with its hooks, by kind."""

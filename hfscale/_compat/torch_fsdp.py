@@ -9,8 +9,8 @@ keep routers, decays or sinks in 32, and adapters train in 32 bits beside a base
 dtype than most of a module get a group of their own there: gathered and resharded with the others, reduced by itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,31 +29,36 @@ MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 """Attributes that FSDP2 sets on every module inside of a wrapped one."""
 
 Agree = Callable[[list[bool]], list[bool]]
+_ByType = dict[tuple[torch.dtype, bool], list[nn.Parameter]]  # by dtype, and whether they keep it in computing
 _state_of: Callable[[Any], Any] = fully_shard.state  # type: ignore[attr-defined]
 
 
-def shard_by_type(module: nn.Module, *, ignored: set[nn.Parameter], **how: Any) -> None:
-    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, without the parameters ``ignored``; raise
-    :class:`ConfigError` if this torch has one group per module, and a module holds parameters of several dtypes.
+def shard_by_type(
+    module: nn.Module, *, ignored: set[nn.Parameter], uncast: Collection[nn.Parameter] = (), **how: Any
+) -> None:
+    """Apply ``fully_shard(module, **how)`` with one group per trained dtype, and one for ``uncast`` ones, without the
+    parameters ``ignored``; raise :class:`ConfigError` if this torch has one group per module, and it holds several.
     """
-    others: dict[torch.dtype, list[nn.Parameter]] = {}  # trained, not yet sharded, but for the most frequent dtype
+    others: _ByType = {}  # not yet sharded, but for those trained in the most frequent dtype
     for parameter in module.parameters():
-        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
-            others.setdefault(parameter.dtype, []).append(parameter)
-    if others:
-        del others[max(others, key=lambda dtype: sum(parameter.numel() for parameter in others[dtype]))]
+        grouped = parameter.requires_grad or parameter in uncast
+        if grouped and parameter not in ignored and not isinstance(parameter, DTensor):
+            others.setdefault((parameter.dtype, parameter in uncast), []).append(parameter)
+    if cast := [key for key in others if not key[1]]:
+        del others[max(cast, key=lambda key: sum(parameter.numel() for parameter in others[key]))]
     if others and not _has_several_groups():
         _shard_modules_of_one_type(module, others, ignored, how)
         others = {}
     apart = {parameter for parameters in others.values() for parameter in parameters}
     fully_shard(module, ignored_params=ignored | apart, **how)
     groups: Any = _state_of(module)._fsdp_param_groups if others else []
-    for parameters in others.values():
+    for (_, keeps), parameters in others.items():
         first = groups[0]
+        policy = replace(first.mp_policy, param_dtype=None) if keeps else first.mp_policy
         groups.append(
             type(first)(
                 parameters, first.modules, first.mesh_info, first.post_forward_mesh_info, first.device,
-                how.get("shard_placement_fn"), first.mp_policy, first.offload_policy,
+                how.get("shard_placement_fn"), policy, first.offload_policy,
             )
         )  # fmt: skip
 
@@ -64,16 +69,18 @@ def _has_several_groups() -> bool:
 
 
 def _shard_modules_of_one_type(
-    module: nn.Module, others: dict[torch.dtype, list[nn.Parameter]], ignored: set[nn.Parameter], how: dict[str, Any]
+    module: nn.Module, others: _ByType, ignored: set[nn.Parameter], how: dict[str, Any]
 ) -> None:
     """Wrap inner modules that hold only one of the ``others``, for torch with one group per module."""
-    left = {parameter: dtype for dtype, parameters in others.items() for parameter in parameters}
+    left = {parameter: key for key, parameters in others.items() for parameter in parameters}
     for name, inner in module.named_modules():
         held = {parameter for parameter in inner.parameters() if parameter not in ignored}
         types = {left.get(parameter) for parameter in held}
         if name and len(types) == 1 and None not in types:
-            fully_shard(inner, ignored_params=ignored, **how)
-            left = {parameter: dtype for parameter, dtype in left.items() if parameter not in held}
+            keeps = any(kind[1] for kind in types if kind is not None)
+            policy = replace(how["mp_policy"], param_dtype=None) if keeps else how["mp_policy"]
+            fully_shard(inner, ignored_params=ignored, **{**how, "mp_policy": policy})
+            left = {parameter: key for parameter, key in left.items() if parameter not in held}
     if left:
         name, parameter = next((name, p) for name, p in module.named_parameters() if p in left)
         raise ConfigError(

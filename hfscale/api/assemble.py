@@ -21,7 +21,7 @@ from ..features.memory.kept_activations import KeptActivations
 from ..features.memory.plan import plan_memory
 from ..features.memory.recomputation import Recomputation
 from ..features.precision.liger_kernels import LigerKernels
-from ..features.precision.part import Autocast, LossScaling, SharedCasts
+from ..features.precision.part import Autocast, LossScaling, ParameterCasts, plan_precision
 from ..features.prediction.part import MultiTokenPrediction, plan_prediction
 from ..features.quantization.part import Quantization
 from ..parallel.context import ContextParallel
@@ -59,6 +59,7 @@ PLAN_PARTS: tuple[Callable[[Draft], None], ...] = (
     plan_pipeline,
     plan_data,
     plan_memory,
+    plan_precision,
     plan_float8,
 )
 """Plan one feature each, in order: each finds in the draft what those before it have decided.
@@ -76,7 +77,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     return (
         LossScaling(),
         LigerKernels(),
-        SharedCasts(),
+        ParameterCasts(),
         Float8(),
         ExpertParallel(),
         TensorParallel(),

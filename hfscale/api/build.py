@@ -82,8 +82,9 @@ def from_pretrained(
         path: a directory or a Hub id, as for ``AutoModel.from_pretrained``.
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with, or its name in transformers.
-        mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type; ``"fp8"``
-            is bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss, and
+        mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type;
+            ``"bf16_params"`` casts parameters where they are used, so that hidden states are in 16 bits; ``"fp8"`` is
+            bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss, and
             leaves no gradients after an overflow.
         routing: the router of mixtures and its balancing; the model's own router by default.
         memory: activation checkpointing, offloading to the CPU, and activations in 8 bits; none by default.

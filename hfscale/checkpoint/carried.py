@@ -38,9 +38,8 @@ class Carried:
 
 
 def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
-    """Record on a new model which tensors of its checkpoint it does not load: none if it is of another class than the
-    checkpoint's (a classifier of a causal LM's), since a head that it replaced is not part of it.
-    """
+    """Record which tensors of its checkpoint a new model does not load."""
+    # Of a head that another class has replaced, nothing is copied.
     own = class_name(model) in (model.config.architectures or ())
     model._hfscale_carried = Carried(directory, frozenset(names if own else ()))
 
@@ -51,10 +50,7 @@ def carried_by(model: nn.Module) -> Carried | None:
 
 
 def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
-    """Return the tensors to copy, by stored name, and log which these are; a tensor that is not in the source any more
-    is left out with a warning. With ``as_stored`` quantized tensors are copied with their scales, as they are; else the
-    values that they stand for.
-    """
+    """Return the tensors to copy, by stored name, and log which; ``as_stored``: quantized ones with their scales."""
     carried = carried_by(model)
     if carried is None or not carried.names:
         return {}

@@ -24,6 +24,7 @@ from .._compat.transformers.conversions import convert, loaded_targets
 from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans
+from ..train.guards.replicas import odd_numbers
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import local_tensor
 from .stored_forms.forms import load_weights_as, open_plain
@@ -51,10 +52,8 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     """
     runtime = runtime_of(model)
     check_path("directory", directory)
-    if runtime.plan.quantized is not None and any(
-        name in runtime.plan.quantized.weights and runtime.plan.by_name[name].cut_over("ep")
-        for name in runtime.plan.by_name
-    ):
+    quantized = runtime.plan.quantized
+    if quantized is not None and any(runtime.plan.by_name[name].cut_over("ep") for name in quantized.weights):
         raise ConfigError(
             "verify_experts compares values with the checkpoint's, and the experts are held in 4 bits: load the model "
             "without quantization_config, or with the experts in llm_int8_skip_modules"
@@ -83,14 +82,8 @@ def checksum(part: Tensor, spans: Sequence[Sequence[tuple[int, int]]], shape: Se
         for size, place in zip(shape[1:], places[1:], strict=True):
             index = index.unsqueeze(-1) * size + place
         bits = part[first : first + rows].contiguous().view(_INTEGERS[part.dtype.itemsize]).long()
-        total += int((bits * _weights(index)).sum())
+        total += int((bits * odd_numbers(index)).sum())
     return total % _MODULUS
-
-
-def _weights(index: Tensor) -> Tensor:
-    """Return a different odd number for each index; products overflow on purpose."""
-    mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
-    return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
 
 def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:

@@ -16,35 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers.classes import empty_copy
+from .._compat.transformers.classes import empty_copy, stock_class
 from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
 from ..distributed.files.reader import ResizedOnDisk, ShareOnDisk, TensorOnDisk, is_elsewhere, named_files
+from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
+from ..features.adapters import Adapters
+from ..features.adapters.storage import load_adapter
 from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..plan.feature_plans import PredictionPlan
+from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.parameter_names import put_buffer, put_parameter
-from ..train.runtime.shards import LocalWeights
+from ..train.runtime.shards import LocalWeights, local_tensor
+from ..train.runtime.writing import all_or_none
 from .carried import note_carried
 from .merged import merged_parameters, parts_of_share, stored_sources
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.forms import load_weights_as, open_plain
-from .stored_forms.scheme import StoredForm
+from .stored_forms.scheme import StoredForm, form_in
 
 _log = logging.getLogger(__name__)
 
 
 class _Loader:
-    def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str]) -> None:
-        self.plan, self.mesh, self.resized = plan, mesh, resized
-        self.form: StoredForm | None = None  # of quantized weights in the checkpoint
+    def __init__(self, plan: Plan, mesh: Mesh, resized: Collection[str], form: StoredForm | None) -> None:
+        self.plan, self.mesh, self.resized, self.form = plan, mesh, resized, form
         self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name here
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
@@ -140,8 +144,8 @@ class _Loader:
         for key, tensor in stored.items():
             target = targets[key].name
             planned_target = self.plan.by_name.get(target)
-            here = self._name_here(target)
-            if here is None:
+            here = self.name_here(target)
+            if here is None or (planned_target is None and is_elsewhere(self.plan, self.mesh.pp_rank, target)):
                 continue  # on another stage
             if target in self.rows:
                 shown[key] = self.rows[target]
@@ -173,15 +177,8 @@ class _Loader:
             if self.held.get(name) == name
         }
 
-    def _name_here(self, target: str) -> str | None:
-        """Return this rank's name of the parameter or buffer ``target``; ``None`` if it is on another stage."""
-        planned = self.plan.by_name.get(target)
-        if planned is None:
-            return None if is_elsewhere(self.plan, self.mesh.pp_rank, target) else target
-        return target if target in self.meta else self.held.get(planned.tied_to or target)
-
-    def name_of_tie(self, name: str) -> str | None:
-        """Return the name of a tied parameter on this rank; ``None`` if it is on another stage."""
+    def name_here(self, name: str) -> str | None:
+        """Return a parameter's name on this rank, ``None`` if it is on another stage; unplanned names as they are."""
         if name in self.meta or name not in self.plan.by_name:
             return name
         return self.held.get(self.plan.by_name[name].tied_to or name)
@@ -249,9 +246,8 @@ def load_pretrained(
     """
     for index in Path(path, kwargs.get("subfolder") or "").glob("*.safetensors.index*.json"):
         named_files(index)
-    loader = _Loader(plan, mesh, resized)
-    loader.form = form
-    with loading_through(loader.prepare, loader.name_of_tie, loader.initialize) as report:
+    loader = _Loader(plan, mesh, resized, form)
+    with loading_through(loader.prepare, loader.name_here, loader.initialize) as report:
         model = auto_class.from_pretrained(path, **kwargs, **_placed(plan, mesh))
     if loader.quantizing is None:  # nothing is dispatched, and Accelerate would treat the model as dispatched
         vars(model).pop("hf_device_map", None)
@@ -283,3 +279,32 @@ def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: to
     """Put real buffers into a model, and move existing ones to ``device``."""
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, buffers.get(name, buffer).to(device))
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Replace a model's weights, or only its adapter, by those of a plain checkpoint; call it on every rank."""
+    runtime = runtime_of(model)
+    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
+        finish_move(directory)
+        if (adapters := runtime.part(Adapters)) is not None:
+            shares = load_adapter(str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh)
+        else:
+            shares = _shares(runtime, str(directory))
+    for planned, parameter in runtime.parameters():
+        if planned.name in shares:
+            local_tensor(parameter).copy_(shares[planned.name])
+
+
+def _shares(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
+    kind, dtype = stock_class(runtime.model), runtime.model.dtype
+    form, options = form_in(Path(directory)), {"dtype": dtype}
+    if form is not None:  # of the same model as plain values, whose config describes no quantized weights
+        options["config"] = runtime.model.config
+    _, weights, missing = load_pretrained(kind, directory, runtime.plan, runtime.mesh, options, form=form)
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of another "
+            "model"
+        )
+    return weights.tensors

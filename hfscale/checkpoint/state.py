@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader
 from .._compat.accelerate import stock_optimizer
 from .._compat.torch_device import device_module, is_accelerator
 from ..distributed.files.directories import target_of
-from ..distributed.mesh import Mesh
 from ..distributed.processes import host_group
 from ..errors import CheckpointError, check_count, in_words
 from ..parallel.data import reshard
@@ -44,7 +43,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
 from .state_directory import none_there, run_of
 from .state_load import Resumed, load_from
-from .state_save import contents_of, take_state, write_state
+from .state_save import TakenState, contents_of, take_state, write_state
 
 
 class _Save(threading.Thread):
@@ -71,17 +70,6 @@ _running: list[_Save] = []
 memory; the next save, and the end of the process, wait for it and raise its error on every rank."""
 
 
-def begin_save(name: str, work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread, once the previous save is done."""
-    wait_for_saves()
-    save = _Save(name, work)
-    try:
-        save.start()
-    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
-        save.run()
-    _running.append(save)
-
-
 def wait_for_saves() -> None:
     """Wait until the last ``hfscale.save_state(..., asynchronous=True)`` is on disk; call it on every rank.
 
@@ -95,11 +83,6 @@ def wait_for_saves() -> None:
         if save.error is not None:
             told = in_words(save.error)
             raise CheckpointError(f"the asynchronous save of {save.target} failed: {told}") from save.error
-
-
-def apart(mesh: Mesh) -> Mesh:
-    """Return the mesh with a separate control group for a thread's messages; the first call is collective."""
-    return mesh if mesh.control is None else replace(mesh, control=_group(dist.group.WORLD))
 
 
 @functools.lru_cache(maxsize=1)  # the latest process group's
@@ -163,23 +146,43 @@ def save_state(
     count = _check_numbers(step, keep_last, keep_every)
     refuse_under_way(runtime, "save_state")
     everyone_arrives(runtime.mesh, timeout, call)
+    if check_replicas:
+        with all_or_none(runtime.mesh, f"{target} could not be written"):
+            wait_for_saves()
+            guards.check_replicas(runtime, call)
+    taken = taken_now(runtime, target, optimizer, count, others)
+    if asynchronous:
+        write_behind(taken, target, lambda: write_state(taken, target, keep_last, keep_every))
+    else:
+        write_state(taken, target, keep_last, keep_every)
+
+
+def taken_now(
+    runtime: Runtime, target: Path, optimizer: torch.optim.Optimizer | None, step: int | None, others: dict[str, Any]
+) -> TakenState:
+    """Return this rank's state of a run, to be written to ``target``, once the previous save is done; collective."""
     if (streams := runtime.part(RandomStreams)) is not None:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
-        if check_replicas:
-            guards.check_replicas(runtime, call)
         reshard(runtime.model)  # or weights that FSDP2 has gathered would be saved as shards
-        given = _given(others)
-        taken = take_state(runtime, stock_optimizer(optimizer), count, given)
+        taken = take_state(runtime, stock_optimizer(optimizer), step, _given(others))
         runtime.run = runtime.run or uuid.uuid4().hex
-        if asynchronous:
-            taken.held = on_host(taken.held)
-    if asynchronous:
-        taken.mesh = apart(taken.mesh)
-        begin_save(str(target), lambda: write_state(taken, target, keep_last, keep_every))
-    else:
-        write_state(taken, target, keep_last, keep_every)
+    return taken
+
+
+def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> None:
+    """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
+    with all_or_none(taken.mesh, f"{target} could not be written"):
+        taken.held = on_host(taken.held)
+    if taken.mesh.control is not None:  # the thread's messages have a group of their own
+        taken.mesh = replace(taken.mesh, control=_group(dist.group.WORLD))
+    save = _Save(str(target), write)
+    try:
+        save.start()
+    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
+        save.run()
+    _running.append(save)
 
 
 def load_state(

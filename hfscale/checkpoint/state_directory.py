@@ -104,8 +104,7 @@ def states_in(source: Path) -> list[Path]:
     inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
     inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
     marks = {path: mark_of(path) for path in inside}
-    last = max(marks.values(), key=lambda mark: mark.written, default=complete.Mark(0.0, {})).run
-    return sorted(inside, key=lambda path: (marks[path].run == last, *_age(marks[path])), reverse=True)
+    return sorted(inside, key=lambda path: age(marks[path], *marks.values()), reverse=True)
 
 
 def candidates(source: Path) -> list[Path]:
@@ -140,9 +139,10 @@ def none_there(source: Path, mesh: Mesh) -> bool:
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
-    every = mesh.all_gather_object(candidates(source) if is_writer(mesh) else [])[0]
+    found = [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
     wrong: dict[Path, list[str]] = {}
-    for directory in every:
+    for name in mesh.all_gather_object(found)[0]:
+        directory = Path(os.path.normpath(source / name))
         problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
         if not problems and verify:
             problems = [each for told in mesh.all_gather_object(_changed(directory, mesh)) for each in told]
@@ -192,9 +192,10 @@ def mark_of(directory: Path) -> complete.Mark:
         return complete.Mark(0.0, {})
 
 
-def _age(mark: complete.Mark) -> tuple[int, float]:
-    """Return a sort key for states of one run: by step, then by time of writing."""
-    return (-1 if mark.step is None else mark.step, mark.written)
+def age(mark: complete.Mark, *among: complete.Mark) -> tuple[bool, int, float]:
+    """Return a sort key: the run that wrote last comes last, and then the step."""
+    last = max(among, key=lambda each: each.written).run
+    return mark.run == last, -1 if mark.step is None else mark.step, mark.written
 
 
 def run_of(directory: Path) -> str:
@@ -203,7 +204,7 @@ def run_of(directory: Path) -> str:
         mark = complete.read_mark(directory)
         whole = [path for path in directory.parent.iterdir() if path.name[0] != "." and not problems_of(path)]
         further = mark.step is not None and any(
-            each.run == mark.run and _age(each)[0] > mark.step for each in map(mark_of, whole)
+            each.run == mark.run and (each.step or 0) > mark.step for each in map(mark_of, whole)
         )
     except (OSError, CheckpointError):
         return uuid.uuid4().hex
@@ -211,15 +212,13 @@ def run_of(directory: Path) -> str:
 
 
 def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove states of ``run`` beside ``newest``, except those of the ``keep_last`` highest steps (``None``: all),
-    ``newest`` among them, and of the steps that ``keep_every`` divides. Incomplete ones are not counted.
-    """
+    """Remove states of ``run`` beside ``newest`` but the ``keep_last`` last and those that ``keep_every`` divides."""
     if keep_last is None:
         return
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
     marks = {path: mark_of(path) for path in beside if not problems_of(path)}
     own = {path: mark for path, mark in marks.items() if mark.run == run}
-    order = sorted(own, key=lambda path: (not path.name.startswith("."), *_age(own[path])), reverse=True)
+    order = sorted(own, key=lambda path: (not path.name.startswith("."), *age(own[path], *own.values())), reverse=True)
     for path in order[keep_last - 1 :]:
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:

@@ -179,9 +179,7 @@ class StateReader:
         self._file = lru_cache(_OPEN_FILES)(lambda rank: SafetensorsFile(directory / weights_name(rank)).slices())
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted``: how the reading layout shards it.
-        Raise :class:`CheckpointError` if it has another shape or layout than it can be used in, or is incomplete.
-        """
+        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted``: how the reading layout shards it."""
         self.check(key, wanted)
         written = self.index.tensors[key]
         if written.cuts == wanted.cuts and (written.own or written.block == wanted.block):
@@ -192,20 +190,16 @@ class StateReader:
                 first = {c.axis: first[c.axis] - first[c.axis] % _copies(c) for c in written.cuts}
             return self._piece(key, written, first)[...]
         if written.block or wanted.block:
-            whole = self._whole(key, written)
+            whole = self.whole(key)
             return whole[..., wanted.blocks(ranks)].contiguous() if wanted.block else whole
         return self._assembled(key, written, wanted.spans(ranks))
-
-    def whole(self, key: str) -> Tensor:
-        """Return the full tensor."""
-        return self._whole(key, self.index.tensors[key])
 
     def dtype(self, key: str) -> torch.dtype:
         """Return a tensor's dtype."""
         return self._piece(key, self.index.tensors[key], {}).dtype
 
     def check(self, key: str, wanted: StateTensor) -> None:
-        """Raise the errors of :meth:`read`, without reading."""
+        """Raise :class:`CheckpointError` if a tensor is of another shape or layout than ``wanted`` can be read from."""
         written = self.index.tensors.get(key)
         if written is None:
             raise CheckpointError(f"{self.directory} has no {key}: it was saved from another model or optimizer")
@@ -270,7 +264,9 @@ class StateReader:
             raise CheckpointError(f"{self.directory} has only a part of {key}: it is damaged, use another state")
         return found
 
-    def _whole(self, key: str, written: StateTensor) -> Tensor:
+    def whole(self, key: str) -> Tensor:
+        """Return the full tensor."""
+        written = self.index.tensors[key]
         if not written.block:
             return self._assembled(key, written, [[(0, size)] for size in written.shape])
         found = self._empty(key, written.shape)

@@ -30,6 +30,7 @@ from ..train.runtime.full_tensors import in_order, tensors_of_stage
 from ..train.runtime.shards import local_tensor
 from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
 from .carried import carried_by
+from .hosts import Hosts
 from .random_states import random_states
 from .state_directory import NewState, prune
 from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name
@@ -134,9 +135,7 @@ def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 def state_lies(
     optimizer: Any, planned: ParameterPlan, key: str, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> StateTensor:
-    """Return how a tensor of an optimizer's state is sharded, relative to its state in one process; ``shape``, the
-    tensor's, and ``weight``, its weight's, are both those of this rank's shards, or both full.
-    """
+    """Return how a state tensor is sharded; its ``shape`` and its ``weight``'s are both of shards, or both full."""
     if getattr(optimizer, "lies", None) is not None:
         return optimizer.lies(planned, key, shape)
     if not shape or not planned.cuts:
@@ -211,17 +210,25 @@ def _digest(state: Any) -> str:
     return digest.hexdigest()
 
 
-def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Write a taken state: every rank its file, rank 0 the index. If one rank fails, ``target`` is unchanged on all."""
+def write_state(
+    taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None, hosts: Hosts | None = None
+) -> None:
+    """Write a taken state: every rank its file, rank 0 the index. If one rank fails, ``target`` is unchanged on all.
+    On ``hosts`` that do not share ``target``, the first rank of each writes its index, and its files go to the next.
+    """
     mesh, run, new = taken.mesh, taken.runtime.run, None
+    makes = is_writer(mesh) if hosts is None else hosts.makes
     with all_or_none(mesh, f"{target} could not be written"):
         try:
-            if is_writer(mesh):
+            if makes:
                 new = NewState(target)
             index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
-            every = mesh.all_gather_object(_write_own(taken, index, staging_of(target)))
+            every = mesh.all_gather_object(_write_own(taken, index, staging_of(target), makes))
+            files = {name: file for rank in every for name, file in rank.items()}
+            if hosts is not None:
+                files = hosts.copy_to_next(mesh, every, staging_of(target))
             if new is not None:
-                new.commit({name: file for rank in every for name, file in rank.items()}, taken.index.step, run)
+                new.commit(files, taken.index.step, run)
                 new = None
             numbers = {key: share for key, share in taken.held.items() if not key.startswith("buffers/")}
             warn_of_not_finite(mesh, not_finite(numbers), str(target))
@@ -229,17 +236,17 @@ def write_state(taken: TakenState, target: Path, keep_last: int | None, keep_eve
             if new is not None:
                 new.give_up()
     with all_or_none(mesh, f"{target} is written, and older states beside it could not be removed"):
-        if is_writer(mesh):
+        if makes:
             prune(target, run, keep_last, keep_every)
 
 
-def _write_own(taken: TakenState, index: StateIndex, directory: Path) -> dict[str, FileSum]:
-    """Write this rank's files and fsync them."""
+def _write_own(taken: TakenState, index: StateIndex, directory: Path, makes: bool) -> dict[str, FileSum]:
+    """Write this rank's files and fsync them; with the index and config files if it ``makes`` the directory."""
     rank = index.rank_of(taken.mesh.ranks)
     files = {rest_name(rank): write_synced(directory / rest_name(rank), taken.rest)}
     if taken.held:
         files[weights_name(rank)] = write_tensors(directory / weights_name(rank), taken.held)
-    if is_writer(taken.mesh):
+    if makes:
         for name, content in {INDEX: index.write(), **taken.beside}.items():
             files[name] = write_synced(directory / name, content)
     return files

@@ -225,16 +225,12 @@ class _Stored:
         """Yield the tensors one after the other, and with ``carried`` those that the class does not load."""
         for entry, tensor in whole:
             stored = self._as_stored.made_of(entry.name, tensor) if self._here else {}
+            encodes = self._encoder if self._encoder is not None and self._encoder.wants(entry.name) else self._again
             for key, made in stored.items():
-                yield from self._encoded(entry.name, key, made).items()
+                yield from encodes.made_of(key, made).items()
         last = carried_tensors(self._model, self._again.form is not None) if self._here and carried else {}
         for key, on_disk in last.items():
             yield key, on_disk[...]
-
-    def _encoded(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        if self._encoder is not None and self._encoder.wants(name):
-            return self._encoder.made_of(key, tensor)
-        return self._again.made_of(key, tensor)
 
 
 def _full(

@@ -14,8 +14,7 @@ from .._compat.parsers import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
-from .amounts import bytes_of, tokens_of
-from .model import check_place
+from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
     *("train", "drill", "plan", "estimate", "search", "calibrate", "verify", "blueprint", "schedule"),
@@ -131,10 +130,13 @@ _COUNTS = (
     *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
+_BYTES = ("max_memory", "max_shard_size")
 
 
 def check_early(arguments: argparse.Namespace) -> None:
-    """Refuse names, sizes and paths that are impossible in themselves, before torch is imported (seconds)."""
+    """Refuse names, sizes and paths that are impossible in themselves, before torch is imported (seconds); turn amounts
+    into numbers.
+    """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])
@@ -146,9 +148,10 @@ def check_early(arguments: argparse.Namespace) -> None:
     for name in given.keys() & set(_COUNTS):
         check_count(_flag(name), _number(given[name]))
     for name in given.keys() & set(_TOKENS):
-        tokens_of(given[name], _flag(name))
-    if isinstance(given.get("max_memory"), str):
-        bytes_of(given["max_memory"], "--max-memory")
+        setattr(arguments, name, tokens_of(given[name], _flag(name)))
+    for name in given.keys() & set(_BYTES):
+        if isinstance(given[name], str):
+            setattr(arguments, name, bytes_of(given[name], _flag(name)))
     if "auto_class" in given and not str(given["auto_class"]).startswith("AutoModel"):
         raise ConfigError(
             f"--auto-class {given['auto_class']} is not one of transformers' Auto classes: use AutoModelForCausalLM"

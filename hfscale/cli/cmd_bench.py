@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .amounts import bytes_of
 from .look import add_json, check_writable, print_json, table, working
+from .model_flags import bytes_of
 
 if TYPE_CHECKING:
     from .bench_collectives import Measured

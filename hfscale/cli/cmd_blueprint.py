@@ -3,7 +3,7 @@
 import argparse
 
 from .look import add_json, print_json
-from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
+from .model_flags import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
 DESCRIPTION = (

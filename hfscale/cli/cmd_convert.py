@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from ..errors import ConfigError
-from .amounts import bytes_of
 from .look import add_output, check_directory, check_target, show
 
 HELP = "make a Hugging Face directory of a saved state"
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     index = convert_state(
         arguments.state,
         arguments.out,
-        max_shard_size=bytes_of(arguments.max_shard_size, "--max-shard-size"),
+        max_shard_size=arguments.max_shard_size,
         trust_remote_code=arguments.trust_remote_code,
         as_stored=arguments.as_stored,
     )

@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from .amounts import bytes_of
 from .look import add_output, check_directory, check_target, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
@@ -31,8 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
     from ..api.merge_files import logit_difference, merge_adapter
 
     places = arguments.base, arguments.adapter, arguments.out
-    size, trusted = bytes_of(arguments.max_shard_size, "--max-shard-size"), arguments.trust_remote_code
-    options = {"max_shard_size": size, "trust_remote_code": trusted, "as_stored": arguments.as_stored}
+    trusted = arguments.trust_remote_code
+    options = {name: getattr(arguments, name) for name in ("max_shard_size", "trust_remote_code", "as_stored")}
     changed = merge_adapter(*places, **options)
     if not arguments.json:
         print(f"{arguments.out}: {changed} tensors have the adapter in them")

@@ -5,12 +5,20 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..config.sections import ESTIMATED_PRECISIONS
 from ..errors import ConfigError
-from .amounts import gigabytes_of, tokens_of
 from .look import add_json, bar, print_json, show
-from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import OPTIMIZER, add_adapter_arguments, add_layout_arguments, layout_of, plan_arguments
+from .model_flags import (
+    OPTIMIZER,
+    add_layout_arguments,
+    add_model_arguments,
+    add_training_arguments,
+    building,
+    check_place,
+    gigabytes_of,
+    layout_of,
+    load_config,
+    plan_arguments,
+)
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -25,12 +33,22 @@ DESCRIPTION = (
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
 hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
 hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
+_TOKENS, _GB = 2048, "80"
+_TRAINING = (
+    *("quantize", "lora", "rank", "tokens", "gpu", "optimizer", "mixed_precision", "recompute", "tile_tokens"),
+    "offload",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_layout_arguments(parser)
-    add_training_arguments(parser)
+    group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
+    add_training_arguments(group)
+    told = f"of one microbatch of a batch rank, as 4096 or 4K (default: {_TOKENS})"
+    group.add_argument("--tokens", metavar="N", help=told)
+    told = f"memory of one GPU, as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
+    group.add_argument("--gpu", metavar="SIZE", help=told)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -42,27 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_place(arguments.model)
-    tokens = tokens_of(_TOKENS if arguments.tokens is None else arguments.tokens, "--tokens")
-    size = gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
+    tokens, size = arguments.tokens or _TOKENS, gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
     from ..plan import render, to_json
 
-    layout, auto_class = layout_of(arguments), auto_class_of(arguments.auto_class)
+    layout = layout_of(arguments)
     config = load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
         found = _dry_run(arguments, config, layout, tokens)
         show(arguments, found.to_dict(), str(found))
         return
-    chosen = plan_arguments(arguments) | remote_code(arguments)
-    planned = make_plan(config, layout, auto_class=auto_class, dtype=arguments.dtype, **chosen)
-    memory, flags = None, ("quantize", "lora", "rank", "tokens", "optimizer", "mixed_precision", "recompute", "gpu")
-    if any(getattr(arguments, name) is not None for name in flags):
+    planned = make_plan(config, layout, **plan_arguments(arguments))
+    memory = None
+    if any(getattr(arguments, name) is not None for name in _TRAINING):
         from ..cost.tools.memory_report import memory_estimate
 
-        more = {"gradient_checkpointing": arguments.recompute, "mixed_precision": arguments.mixed_precision}
-        memory = memory_estimate(planned, arguments.optimizer or OPTIMIZER, tokens=tokens, **more)
+        optimizer, precision = arguments.optimizer or OPTIMIZER, arguments.mixed_precision
+        memory = memory_estimate(planned, optimizer, tokens=tokens, mixed_precision=precision)
     if arguments.json:
         document = json.loads(to_json(planned))
         if memory is not None:
@@ -76,7 +92,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig", tokens: int) -> "DryRun":
     """Return the counts of a dry run, which has no quantized weights and no optimizer."""
-    from ..config.memory import MemoryConfig
     from ..cost.tools.dry_run import dry_run
 
     beside = [f"--{name}" for name in ("quantize", "optimizer", "gpu") if getattr(arguments, name) is not None]
@@ -86,42 +101,7 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             "estimate"
         )
     with building(arguments, config), bar() as progress:
-        return dry_run(
-            config,
-            layout,
-            sequence_length=tokens,
-            dtype=arguments.dtype,
-            memory=MemoryConfig(recompute="full") if arguments.recompute else None,
-            auto_class=auto_class_of(arguments.auto_class),
-            progress=progress,
-            **{
-                "mixed_precision": arguments.mixed_precision or "no",
-                **plan_arguments(arguments),
-                **remote_code(arguments),
-            },
-        )
-
-
-_TOKENS, _GB = "2048", "80"
-
-
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of adapters, quantized weights, optimizer, tokens, and memory of a GPU."""
-    group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
-    add_adapter_arguments(group, "weights in 4 or 8 bits, and where they align")
-    group.add_argument(
-        "--tokens", metavar="N", help=f"of one microbatch of a batch rank, as 4096 or 4K (default: {_TOKENS})"
-    )
-    group.add_argument("--optimizer", metavar="NAME", help=f"as adamw_8bit or adafactor (default: {OPTIMIZER})")
-    group.add_argument(
-        "--mixed-precision",
-        choices=ESTIMATED_PRECISIONS,
-        help="compute in bfloat16 over the weights' own type, products of layers in 8 bits",
-    )
-    group.add_argument("--recompute", action="store_true", default=None, help="recompute layers in the backward pass")
-    group.add_argument(
-        "--gpu", metavar="SIZE", help=f"memory of one GPU, as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
-    )
+        return dry_run(config, layout, sequence_length=tokens, progress=progress, **plan_arguments(arguments))
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:

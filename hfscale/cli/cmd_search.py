@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .amounts import bytes_of, tokens_of
 from .look import add_json, check_writable, print_json, working
-from .model import add_model_arguments, auto_class_of, load_config, remote_code
-from .model_flags import QUANTIZATIONS, add_adapter_arguments, add_machine_arguments, plan_arguments
+from .model_flags import (
+    ON_HOST,
+    OPTIMIZER,
+    QUANTIZATIONS,
+    add_html,
+    add_machine_arguments,
+    add_model_arguments,
+    add_training_arguments,
+    load_config,
+    plan_arguments,
+    write_html,
+)
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
 DESCRIPTION = (
@@ -34,53 +43,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of a rank, as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
     )
     add_machine_arguments(parser)
-    add_adapter_arguments(parser, "weights in 4 or 8 bits; with --lora")
+    add_training_arguments(parser)
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="tuned for --its-tokens-per-step")
     parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
+    add_html(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.out, arguments.html)
-    from ..cost.model.machines_known import constants_of, find_machine
+    from ..cost.model.machines_known import MEASURED, constants_of, find_machine
     from ..cost.tools.model_summary import summarize
     from ..cost.tools.search import search
 
-    tokens = tokens_of(arguments.tokens_per_step, "--tokens-per-step")
-    sequence = tokens_of(arguments.sequence_length, "--sequence-length")
-    budget = None if arguments.max_memory is None else bytes_of(arguments.max_memory, "--max-memory")
     if arguments.quantize is not None and arguments.lora is None:
         raise ConfigError(f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well")
     machine = find_machine(arguments.hardware)
     config = load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or ("float32" if arguments.lora is None else "bfloat16")
-    mixed = "bf16" if dtype == "float32" else "no"
+    mixed = arguments.mixed_precision or ("bf16" if dtype == "float32" else "no")
+    optimizer, tile = arguments.optimizer or OPTIMIZER, arguments.tile_tokens
+    on_host = tuple(name for name in ON_HOST if name in (arguments.offload or "").split(","))
+    asked = {"recompute": arguments.recompute, "tile_tokens": tile, "offload": on_host or None}
     working(f"planning {arguments.model}")
-    more: dict[str, Any] = {**plan_arguments(arguments), **remote_code(arguments)}
-    more |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": dtype}
+    training = {"dtype": dtype, "mixed_precision": mixed, "optimizer": optimizer}
+    more: dict[str, Any] = {**plan_arguments(arguments), **training}
+    del more["memory"]  # of which all is tried that was not asked for
     found = search(
-        summarize(config, mixed_precision=mixed, optimizer=arguments.optimizer, sequence=sequence, **more),
+        summarize(config, sequence=arguments.sequence_length, tile=tile, **more),
         arguments.gpus,
         machine,
-        tokens_per_step=tokens,
-        max_memory=budget,
+        tokens_per_step=arguments.tokens_per_step,
+        max_memory=arguments.max_memory,
+        only={name: value for name, value in asked.items() if value is not None},
         constants=constants_of(arguments.hardware),
     )
     if arguments.json:
         print_json(found.to_dict())
     else:
         print(found)
-        print(f"\nweights in {dtype}, mixed precision {mixed}, {arguments.optimizer}. Estimated, with constants of")
-        print("other code on GPUs. Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
-        _print_rules(arguments, found.sequences * found.sequence)
-    if arguments.html is not None:
-        from ..cost.tools.html import page_of
-
-        arguments.html.write_text(page_of(found, f"{arguments.model} on {found.gpus} x {machine.name}"))
+        print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}. {MEASURED}.")
+        print("Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
+        _print_rules(arguments, found.tokens)
+    write_html(arguments.html, found, f"{arguments.model} on {found.gpus} x {machine.name}")
     if arguments.out is not None:
-        _write(arguments, found, dtype, mixed)
+        _write(arguments, found, training)
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
@@ -90,16 +98,16 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
         raise ConfigError("--learning-rate and --its-tokens-per-step go together: give both, or neither")
     if arguments.learning_rate is None:
         return
-    before = tokens_of(arguments.its_tokens_per_step, "--its-tokens-per-step")
+    before = arguments.its_tokens_per_step
     print(f"\na learning rate of {arguments.learning_rate:g} at {before:,} tokens a step becomes, by rule of thumb")
     for rule in learning_rates(arguments.learning_rate, before, tokens):
         print(f"  {rule.learning_rate:.3g}  {rule.name}: {rule.says}")
 
 
-def _write(arguments: argparse.Namespace, found: Any, dtype: str, mixed: str) -> None:
+def _write(arguments: argparse.Namespace, found: Any, training: dict[str, Any]) -> None:
     from ..cost.tools.search import recipe_of
 
-    more: dict[str, Any] = {"training": {"dtype": dtype, "mixed_precision": mixed, "optimizer": arguments.optimizer}}
+    more: dict[str, Any] = {"training": training}
     if arguments.lora is not None:
         targets = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}

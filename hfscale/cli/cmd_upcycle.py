@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from .amounts import bytes_of
 from .look import add_output, check_target, show
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
@@ -33,9 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_target(arguments.directory, arguments.overwrite, MODEL=arguments.model)
     from ..checkpoint.upcycle.upcycle import upcycle
 
-    names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed")
+    names = ("num_experts", "top_k", "every", "noise", "reinitialize", "seed", "max_shard_size")
     given = {name: getattr(arguments, name) for name in names}
-    given["max_shard_size"] = bytes_of(arguments.max_shard_size, "--max-shard-size")
     written = upcycle(arguments.model, arguments.directory, **given)
     size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
     text = f"{written}: {arguments.num_experts} experts, of a token {arguments.top_k}, {size / 2**20:,.0f} MiB"

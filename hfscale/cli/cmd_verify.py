@@ -5,8 +5,17 @@ from dataclasses import asdict
 
 from ..errors import ConfigError
 from .look import add_json, show, working
-from .model import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
-from .model_flags import add_layout_arguments, add_lora, layout_of
+from .model_flags import (
+    add_layout_arguments,
+    add_lora,
+    add_model_arguments,
+    auto_class_of,
+    building,
+    check_place,
+    layout_of,
+    load_config,
+    remote_code,
+)
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (

@@ -1,11 +1,18 @@
-"""Flags shared by several subcommands: layout, adapters, quantization, machine and optimizer."""
+"""Flags shared by several subcommands, and what they say: amounts, a model, its layout, training and machine."""
 
 import argparse
+import difflib
+import re
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.declared import declared
 from ..config.layout import LayoutFields
-from ..errors import ConfigError
+from ..config.memory import byte_count
+from ..config.sections import ESTIMATED_PRECISIONS
+from ..distributed.files.replace import finish_move
+from ..errors import ConfigError, written_like_a_path
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -19,6 +26,91 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "as_stored": {"as_stored": True},
 }
 """Kinds of ``--quantize``, as a recipe has them."""
+ON_HOST = ("parameters", "optimizer", "activations")
+_TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def bytes_of(text: str, flag: str) -> int:
+    """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000."""
+    found = byte_count(text)
+    if not found:
+        raise ConfigError(
+            f"{flag} {text} is no size: write a positive number and KiB, MiB or GiB (2^10, 2^20, 2^30), or KB, MB "
+            "or GB (10^3, 10^6, 10^9), as 60GiB"
+        )
+    return found
+
+
+def tokens_of(text: str, flag: str) -> int:
+    """Parse a number of tokens: ``"4M"`` -> 4,194,304."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
+    count = 0.0 if found is None else float(found[1]) * _TOKENS[found[2]]
+    if not count or not count.is_integer():
+        raise ConfigError(
+            f"{flag} {text} is no number of tokens: use a whole number of at least 1, alone or with K, M or G "
+            "(2^10, 2^20, 2^30), as 4194304 or 4M"
+        )
+    return int(count)
+
+
+def gigabytes_of(text: str, flag: str) -> float:
+    """Parse a size in units of 10^9 bytes: ``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899."""
+    alone = text.strip()
+    return bytes_of(f"{alone}GB" if alone[-1:].isdigit() else alone, flag) / 1e9
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, its Auto class, its dtype, and whether its own code may run."""
+    parser.add_argument("model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json")
+    parser.add_argument("--auto-class", default="AutoModelForCausalLM", help="the Auto class (default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: the config's)")
+
+
+def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return keyword arguments that let the model's own code run, if requested."""
+    return {"trust_remote_code": True} if arguments.trust_remote_code else {}
+
+
+def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
+    """Explain transformers' errors about a model that it cannot build inside the ``with`` block."""
+    from .._compat.transformers.classes import built_or_explained
+
+    return built_or_explained(auto_class_of(arguments.auto_class), config)
+
+
+def auto_class_of(name: str) -> Any:
+    """Return the Auto class of this name."""
+    import transformers
+
+    from .._compat.transformers.classes import auto_classes
+
+    found = getattr(transformers, name, None) if name.startswith("AutoModel") else None
+    if not hasattr(found, "from_config"):
+        close = difflib.get_close_matches(name, auto_classes(), n=3) or ["AutoModelForCausalLM"]
+        raise ConfigError(f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ...")
+    return found
+
+
+def load_config(model: str, trusted: bool = False) -> Any:
+    """Return the config of MODEL."""
+    check_place(model)
+    from ..api import arguments
+
+    config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
+    arguments.check_sizes(config)
+    return config
+
+
+def check_place(model: str) -> None:
+    """Refuse a MODEL that is written like a path and does not exist, without slow imports."""
+    path = Path(model)
+    finish_move(path)
+    if not path.exists() and written_like_a_path(model):
+        raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
 
 
 class Adds(Protocol):
@@ -35,23 +127,35 @@ def add_lora(parser: Adds, what: str) -> None:
     parser.add_argument("--lora", metavar="TARGETS", nargs="?", const="all-linear", help=told)
 
 
-def add_adapter_arguments(parser: Adds, quantize: str = "weights in 4 or 8 bits, or in the checkpoint's own") -> None:
-    """Add ``--quantize`` (its help: ``quantize``), ``--lora`` and ``--rank``, which :func:`plan_arguments` reads."""
-    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help=quantize)
+def add_training_arguments(parser: Adds) -> None:
+    """Add the flags of adapters, weights in fewer bits, optimizer, precision and memory for :func:`plan_arguments`."""
+    parser.add_argument("--quantize", choices=tuple(QUANTIZATIONS), help="weights in 4 or 8 bits, or as stored")
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
+    parser.add_argument("--optimizer", metavar="NAME", help=f"its name in HF Trainer (default: {OPTIMIZER})")
+    told = "compute in bfloat16 over the weights' own type, products of layers in 8 bits"
+    parser.add_argument("--mixed-precision", choices=ESTIMATED_PRECISIONS, help=told)
+    told = "none, elementwise, selective, full (without HOW), every n-th layer, or a budget as 8GiB"
+    parser.add_argument("--recompute", metavar="HOW", nargs="?", const="full", help=told)
+    parser.add_argument("--tile-tokens", type=int, metavar="N", help="run norms and MLPs in tiles of N tokens")
+    parser.add_argument("--offload", metavar="WHAT,...", help=f"to the host: any of {', '.join(ON_HOST)}")
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.plan` for adapters, quantized weights and products in 8 bits."""
+    """Return the arguments of :func:`hfscale.plan` for the class, its dtype, adapters, quantized weights, precision and
+    memory.
+    """
     from transformers import BitsAndBytesConfig
 
-    from ..config.options import Options
+    from ..config.memory import MemoryConfig
 
-    given: dict[str, Any] = {}
-    precision = getattr(arguments, "mixed_precision", None) or "no"
-    if Options(mixed_precision=precision).products is not None:
-        given["mixed_precision"] = precision
+    on_host = list(filter(None, (arguments.offload or "").split(",")))
+    if unknown := set(on_host).difference(ON_HOST):
+        raise ConfigError(f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several")
+    again, away = arguments.recompute or "none", dict[str, Any]((f"offload_{name}", True) for name in on_host)
+    memory = MemoryConfig(int(again) if again.isdigit() else again, tile_tokens=arguments.tile_tokens, **away)
+    given: dict[str, Any] = {"memory": memory, "mixed_precision": arguments.mixed_precision or "no"}
+    given |= {"auto_class": auto_class_of(arguments.auto_class), "dtype": arguments.dtype, **remote_code(arguments)}
     kind, rank = arguments.quantize, arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
@@ -65,20 +169,25 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def add_sequence_length(parser: Adds) -> None:
-    """Add ``--sequence-length``, which :func:`.amounts.tokens_of` reads."""
-    parser.add_argument(
-        "--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8192 or 8K (default: 4K)"
-    )
-
-
 def add_machine_arguments(parser: Adds) -> None:
-    """Add ``--hardware``, ``--sequence-length`` and ``--optimizer``, on which a step's time depends."""
-    parser.add_argument(
-        "--hardware", default="h100", metavar="NAME", help="h100, h200, b200, a100-80, a100-40, or a calibration's JSON"
-    )
-    add_sequence_length(parser)
-    parser.add_argument("--optimizer", default=OPTIMIZER, metavar="NAME", help="its name in HF Trainer")
+    """Add ``--hardware`` and ``--sequence-length``."""
+    told = "h100, h200, b200, gb200, gb300, a100-80, a100-40, or a calibration's JSON"
+    parser.add_argument("--hardware", default="h100", metavar="NAME", help=told)
+    told = "tokens of a sequence, as 8192 or 8K (default: 4K)"
+    parser.add_argument("--sequence-length", default="4096", metavar="N", help=told)
+
+
+def add_html(parser: Adds) -> None:
+    """Add ``--html``, for :func:`write_html`."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
+
+
+def write_html(target: Path | None, found: Any, title: str) -> None:
+    """Write the page of an estimate or a search, if asked for."""
+    if target is not None:
+        from ..cost.tools.html import page_of
+
+        target.write_text(page_of(found, title))
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:

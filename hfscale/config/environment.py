@@ -1,8 +1,12 @@
-"""Read what the launcher tells this process in environment variables."""
+"""Read what the launcher tells this process in environment variables, and where a machine keeps things in memory."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+MEMORY = "/dev/shm"  # a file system in memory on every Linux
 
 
 def started_processes() -> int:
@@ -31,3 +35,10 @@ def without_launcher_switches() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def memory_of(directory: Path, memory: str | Path = MEMORY) -> Path:
+    """Return the directory in memory of a run whose states on disk are in ``directory``."""
+    path = os.path.realpath(directory)
+    digest = hashlib.blake2b(path.encode(), digest_size=6).hexdigest()
+    return Path(memory) / f"hfscale-{os.getuid()}-{os.path.basename(path)}-{digest}"

@@ -14,9 +14,9 @@ from .routing import RoutingConfig
 from .schedules import ASYNCHRONOUS
 from .sections import SECTIONS
 
-MIXED_PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+MIXED_PRECISIONS = {"no": None, **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16), "fp16": torch.float16}
 """Types that forward passes compute in, by name, whatever the type of the weights; for ``fp8``, the type outside of
-products in 8 bits."""
+products in 8 bits. With ``bf16_params`` parameters are cast where they are used, and nothing by autocast."""
 
 
 _FLOAT8_CAPABILITY = (8, 9)
@@ -70,8 +70,13 @@ class Options:
 
     @property
     def around_products(self) -> str:
-        """The precision outside 8-bit products: a name of :data:`MIXED_PRECISIONS`."""
-        return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
+        """The precision outside 8-bit products, by Accelerate's name of it."""
+        return "bf16" if self.mixed_precision in ("fp8", "bf16_params") else self.mixed_precision
+
+    @property
+    def casts_parameters(self) -> bool:
+        """Whether parameters are cast where they are used, in place of autocast."""
+        return self.mixed_precision == "bf16_params"
 
     @property
     def products(self) -> Float8Config | None:

@@ -11,7 +11,7 @@ from .routing import RoutingConfig
 SECTIONS: dict[str, type] = {"routing": RoutingConfig, "memory": MemoryConfig, "float8": Float8Config}
 """Argument of :func:`hfscale.from_pretrained` -> the class whose fields are the keys of its section."""
 
-ESTIMATED_PRECISIONS = ("no", "bf16", "fp8")
+ESTIMATED_PRECISIONS = ("no", "bf16", "bf16_params", "fp8")
 """Values of ``mixed_precision`` whose bytes and seconds are estimated without a GPU."""
 
 

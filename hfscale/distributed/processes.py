@@ -29,7 +29,7 @@ TIMEOUT = timedelta(minutes=10)
 ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``InitProcessGroupKwargs``.
 """
 
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 Pair = tuple[int, int]
 
@@ -86,7 +86,7 @@ def start(device: torch.device) -> None:
         stores: Any = dist
         store = stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), started_processes(), False)
         # The launcher's store outlives its workers: without a prefix these would find the addresses of dead ones.
-        options["store"] = stores.PrefixStore(f"start-{os.environ[_RESTARTS]}", store)
+        options["store"] = stores.PrefixStore(f"start-{os.environ[RESTARTS]}", store)
         options |= {"rank": int(os.environ["RANK"]), "world_size": started_processes()}
     if is_accelerator(device):
         dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **options)
@@ -97,7 +97,12 @@ def start(device: torch.device) -> None:
 
 def restarted() -> bool:
     """Return whether the launcher has restarted the ranks (``--max_restarts``), which meet through its store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(_RESTARTS, "0") != "0"
+    return has_agent_store() and os.environ.get(RESTARTS, "0") != "0"
+
+
+def has_agent_store() -> bool:
+    """Return whether the launcher has a store, which outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @cache

@@ -1,5 +1,6 @@
 """List blueprints of decoders like LLaMA: separate queries, keys and values; a gated MLP, or a mixture of experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,6 @@ _GEMMA_ATTENTION = replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), option
 _LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
 # ... where gate and up are one matrix
 _FUSED_MLP = Block(column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=())
-# Norms over all heads at once
-_OLMO2 = in_layers(
-    "layers",
-    self_attn=replace(
-        _LLAMA_ATTENTION, key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")
-    ),
-    mlp=_LLAMA_MLP,
-)
 # A convolution of each channel by itself, between two gates
 _SHORT_CONVOLUTION = Block(
     column=("in_proj",),
@@ -41,6 +34,13 @@ _EXPERTS = {"experts.gate_up_proj": (1, 2), "experts.down_proj": (2, 1)}
 _EXPERTS_TRANSPOSED = {"experts.gate_up_proj": (2, 2), "experts.down_proj": (1, 1)}
 
 
+def _llama(
+    mlp: Block = _LLAMA_MLP, unfit: Callable[[Any], str | None] = Blueprint.unfit, **attention: Any
+) -> Blueprint:
+    """Return the blueprint of layers like LLaMA's, with changes to their attention."""
+    return in_layers("layers", unfit, self_attn=replace(_LLAMA_ATTENTION, **attention), mlp=mlp)
+
+
 def _mixture(shared_expert: str, experts: dict[str, tuple[int, int]], **changes: Any) -> Block:
     """Return the block of a mixture, or of the dense MLP that some layers have instead; the router is not cut."""
     return Block(
@@ -55,42 +55,24 @@ def _mixture(shared_expert: str, experts: dict[str, tuple[int, int]], **changes:
 
 
 DECODERS: dict[str, Blueprint] = {
-    "apertus": in_layers(
-        "layers",
-        self_attn=replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm")),
-        mlp=Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()),
+    "apertus": _llama(
+        Block(column=("up_proj",), row=("down_proj",), shared=("act_fn",), dropout=()), shared=("q_norm", "k_norm")
     ),
-    "bitnet": in_layers(
-        "layers",
-        self_attn=replace(_LLAMA_ATTENTION, across=("attn_sub_norm",)),
-        mlp=replace(_LLAMA_MLP, across=("ffn_sub_norm",)),
-    ),
-    "diffllama": in_layers(
-        "layers",
-        # The difference is between the first half of the heads and the second.
-        self_attn=replace(
-            _LLAMA_ATTENTION, parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()
-        ),
-        mlp=_LLAMA_MLP,
-    ),
-    "doge": in_layers(
-        "layers",
-        self_attn=replace(
-            _LLAMA_ATTENTION,
-            key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
-            shared=("q_norm", "k_norm"),
-            across=("dt_proj",),
-            own_heads=True,
-        ),
-        mlp=_LLAMA_MLP,
+    "bitnet": _llama(replace(_LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),
+    # The difference is between the first half of the heads and the second.
+    "diffllama": _llama(parts={"q_proj": 2, "k_proj": 2, "v_proj": 2}, head_groups=2, shared=("",), dropout=()),
+    "doge": _llama(
+        key_value={"k_proj": (), "v_proj": (), "A": (), "dt_proj": ()},
+        shared=("q_norm", "k_norm"),
+        across=("dt_proj",),
+        own_heads=True,
     ),
     # The state-space mixer beside the attention stays whole.
     "falcon_h1": in_layers("layers", self_attn=_LLAMA_ATTENTION, feed_forward=_LLAMA_MLP),
     # The MLP stays whole: some layers keep those of its numbers that stand out of their row.
     "gemma3n_text": in_layers("layers", self_attn=_GEMMA_ATTENTION),
-    "glm": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_FUSED_MLP),
-    "glm4": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_FUSED_MLP),
-    "granite_swa": in_layers("layers", self_attn=replace(_LLAMA_ATTENTION, own_heads=True), mlp=_LLAMA_MLP),
+    **dict.fromkeys(("glm", "glm4"), _llama(_FUSED_MLP)),
+    "granite_swa": _llama(own_heads=True),
     "mllama_text_model": in_layers(
         "layers",
         # some layers read the picture, and nothing of the text but what asks
@@ -102,12 +84,10 @@ DECODERS: dict[str, Blueprint] = {
     ),
     "modernbert-decoder": in_layers(
         "layers",
-        attn=Block(column=("q_proj", "k_proj", "v_proj"), row=("Wo",)),
+        attn=replace(_LLAMA_ATTENTION, row=("Wo",)),
         mlp=Block(column=("Wi",), row=("Wo",), parts={"Wi": 2}, dropout=("mlp_dropout",)),
     ),
-    "hunyuan_v1_dense": in_layers(
-        "layers", self_attn=replace(_LLAMA_ATTENTION, shared=("query_layernorm", "key_layernorm")), mlp=_LLAMA_MLP
-    ),
+    "hunyuan_v1_dense": _llama(shared=("query_layernorm", "key_layernorm")),
     "lfm2": in_layers(
         "layers",
         self_attn=replace(_LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()),
@@ -116,28 +96,22 @@ DECODERS: dict[str, Blueprint] = {
     ),
     "lfm3": in_layers(
         "layers",
-        self_attn=Block(
-            column=("q_proj", "k_proj", "v_proj", "g_proj"),
-            row=("o_proj",),
-            shared=("q_norm", "k_norm"),
-            optional=True,  # the gate
-        ),
+        self_attn=replace(_GEMMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "g_proj")),  # the gate may be missing
         conv=_SHORT_CONVOLUTION,
         feed_forward=_LFM_MLP,
     ),
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO2,
-    "phi3": in_layers(
-        "layers",
-        self_attn=Block(
-            column=("qkv_proj",),
-            row=("o_proj",),
-            parts={"qkv_proj": query_key_value},
-            key_value={"qkv_proj": (1, 2)},
-            local_attributes=("num_key_value_heads",),
-            local_config=("num_attention_heads",),
-        ),
-        mlp=_FUSED_MLP,
+    # norms over all heads at once
+    **dict.fromkeys(
+        ("olmo2", "olmo3"),
+        _llama(key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")),
+    ),
+    "phi3": _llama(
+        _FUSED_MLP,
+        column=("qkv_proj",),
+        parts={"qkv_proj": query_key_value},
+        key_value={"qkv_proj": (1, 2)},
+        local_attributes=("num_key_value_heads",),
+        local_config=("num_attention_heads",),
     ),
     "recurrent_gemma": in_layers(
         "layers",
@@ -151,27 +125,20 @@ DECODERS: dict[str, Blueprint] = {
         ),
         mlp_block=_LLAMA_MLP,
     ),
-    "stablelm": in_layers(
-        "layers",
-        self_attn=replace(_LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads")),
-        mlp=_LLAMA_MLP,
-    ),
+    "stablelm": _llama(local_attributes=("num_heads", "num_key_value_heads")),
     # Mixtures of experts, latent attention and kinds of layers that transformers' plan does not cover.
     # The norm behind the mixture reads what is summed. The attention stays whole, as in the host's plan.
     "axk1": in_layers(
         "layers",
         mlp=_mixture("shared_experts", _EXPERTS, leave=("experts", "shared_experts"), outside=("post_mlp_layernorm",)),
     ),
-    "gemma4_text": in_layers(
-        "layers",
-        self_attn=_GEMMA_ATTENTION,
-        mlp=_LLAMA_MLP,
+    "gemma4_text": _llama(
         unfit=lambda config: "enable_moe_block has a router beside its experts" if config.enable_moe_block else None,
+        shared=("q_norm", "k_norm"),
+        optional=True,
     ),
-    "gpt_oss": in_layers(
-        "layers",
-        self_attn=replace(_LLAMA_ATTENTION, own_heads=True),
-        mlp=Block(
+    "gpt_oss": _llama(
+        Block(
             column=(),
             row=(),
             # gate and up interleaved
@@ -181,6 +148,7 @@ DECODERS: dict[str, Blueprint] = {
             rest_shared=True,
             dropout=(),
         ),
+        own_heads=True,
     ),
     "hrm_text": Blueprint(
         layers=("L_module.layers", "H_module.layers"),
@@ -194,15 +162,10 @@ DECODERS: dict[str, Blueprint] = {
         "layers", self_attn=_LLAMA_ATTENTION, feed_forward=_mixture("shared_expert", _EXPERTS_TRANSPOSED)
     ),
     # Queries are of low rank where a config asks for it, keys and values always.
-    "minicpm3": in_layers(
-        "layers",
-        self_attn=Block(
-            column=("q_proj", "q_b_proj", "kv_b_proj"),
-            row=("o_proj",),
-            shared=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
-            optional=True,
-        ),
-        mlp=_LLAMA_MLP,
+    "minicpm3": _llama(
+        column=("q_proj", "q_b_proj", "kv_b_proj"),
+        shared=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+        optional=True,
     ),
     # A layer is one mixer: attention, an MLP, a mixture, or a state-space mixer, which stays whole.
     "nemotron_h": in_layers(
@@ -216,5 +179,5 @@ DECODERS: dict[str, Blueprint] = {
         ),
     ),
     # The host's plan in transformers 5.17 describes its dense layers only.
-    "qwen2_moe": in_layers("layers", self_attn=_LLAMA_ATTENTION, mlp=_mixture("shared_expert", _EXPERTS)),
+    "qwen2_moe": _llama(_mixture("shared_expert", _EXPERTS)),
 }

@@ -18,6 +18,10 @@ _NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
 _FLAT_MLP = Block(column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",))
 
 
+def _flat(layers: str, mlp: Block = _FLAT_MLP, **attention: Any) -> Blueprint:
+    return Blueprint(layers, {"self_attn": replace(_SEPARATE, **attention), "": mlp})
+
+
 def _one_key_value(config: Any) -> tuple[int, ...]:
     """Return the sizes of all queries, one key and one value, where a config asks for multi-query attention."""
     if not config.multi_query or getattr(config, "new_decoder_architecture", False):
@@ -27,10 +31,7 @@ def _one_key_value(config: Any) -> tuple[int, ...]:
 
 
 GPT_DECODERS: dict[str, Blueprint] = {
-    "biogpt": Blueprint(
-        layers="layers",
-        blocks={"self_attn": replace(_SEPARATE, dropout=("attention_probs_dropout_prob",)), "": _FLAT_MLP},
-    ),
+    "biogpt": _flat("layers", dropout=("attention_probs_dropout_prob",)),
     "bloom": in_layers(
         "h",
         # both add the residual
@@ -124,17 +125,11 @@ GPT_DECODERS: dict[str, Blueprint] = {
         ),
         mlp=_GPT_MLP,
     ),
-    "opt": Blueprint(
-        layers="decoder.layers",
-        blocks={"self_attn": replace(_SEPARATE, local_attributes=("num_heads",)), "": replace(_FLAT_MLP, dropout=())},
-    ),
+    "opt": _flat("decoder.layers", replace(_FLAT_MLP, dropout=()), local_attributes=("num_heads",)),
     "persimmon": in_layers(
         "layers",
         self_attn=replace(_NEOX_ATTENTION, shared=("q_layernorm", "k_layernorm"), local_attributes=("num_heads",)),
         mlp=_NEOX_MLP,
     ),
-    "xglm": Blueprint(
-        layers="layers",
-        blocks={"self_attn": replace(_SEPARATE, local_attributes=("embed_dim", "num_heads")), "": _FLAT_MLP},
-    ),
+    "xglm": _flat("layers", local_attributes=("embed_dim", "num_heads")),
 }

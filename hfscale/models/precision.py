@@ -16,6 +16,9 @@ WIDENS_INSIDE = ("ctrl", "inkling2", "inkling2_text", "minimax", "openai-gpt")
 """Families whose layers widen activations to 32 bits, or have buffers that do or that take the type of what they are
 given, and go on with weights as they are: mixed precision is autocast alone there, over data ranks too."""
 
+WIDENS_AROUND = ("xglm",)
+"""Families that add a table in 32 bits to hidden states in front of their layers, which FSDP2 brings back to 16."""
+
 
 class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

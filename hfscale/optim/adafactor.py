@@ -18,21 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.optimization import Adafactor
 
 from ..distributed.mesh import Mesh
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, whole, without_dim
-from .sharded import Groups, Member, Piece, State, Stepper, gradients_present, sum_over_ranks
+from .sharded import Groups, Member, Piece, State, Stepper, gradients_present, stock_defaults, sum_over_ranks
 
-DEFAULTS: dict[str, Any] = {
-    "eps": (1e-30, 1e-3),
-    "clip_threshold": 1.0,
-    "decay_rate": -0.8,
-    "beta1": None,
-    "scale_parameter": True,
-    "relative_step": True,
-    "warmup_init": False,
-}
+DEFAULTS: dict[str, Any] = stock_defaults(Adafactor)
 """The stock class's defaults; HF Trainer sets ``scale_parameter`` and ``relative_step`` to ``False``."""
 
 _NARROW = (torch.float16, torch.bfloat16)

@@ -6,8 +6,7 @@ of whole blocks is stepped in place, and other parameters are gathered and stepp
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,7 @@ from ..cost.model.optimizer_bytes import BLOCK, MIN_8BIT_SIZE
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..plan.quantized import flat_blocks_align
-from .sharded import Groups, Member, Stepper, describe
-from .stock import Stock
-
-Make = Callable[[Stock, Sequence[Member], Groups], Stepper]
+from .sharded import Member
 
 
 def stock_class(name: str, stock: str) -> Any:
@@ -41,44 +37,27 @@ def without_paging(name: str, options: dict[str, Any], device: torch.device) -> 
     return options
 
 
-def steppers_by_size(
-    name: str,
-    stock_class: Any,
-    options: dict[str, Any],
-    members: Sequence[Member],
-    groups: Groups,
-    mesh: Mesh,
-    local: Make,
-    whole: Make,
-) -> list[Stepper]:
-    """Return three steppers of ``members``: 8 bits on shards and on full tensors, and 32 bits on shards. ``local`` and
-    ``whole`` make steppers of shards and of full parameters.
-    """
+def by_size(
+    name: str, members: Sequence[Member], options: dict[str, Any], mesh: Mesh
+) -> tuple[list[Member], list[Member], list[Member]]:
+    """Divide members into those of 8 bits that are stepped in place, those stepped as full tensors, and those of 32."""
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
         threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
         narrow = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
     apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
-    if apart:
-        _warn(name, apart, mesh)
-    in_place = [member for member in narrow if member not in apart]
-    wide = [member for member in members if member not in narrow]
-    eight: Stock = partial(stock_class, **{**options, "optim_bits": 8, "min_8bit_size": 0})
-    rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
-    return [
-        local(eight, in_place, groups),
-        whole(eight, apart, groups),
-        local(partial(stock_class, **{**rest, "optim_bits": 32}), wide, groups),
-    ]
+    if apart and mesh.speaks_for_stage:
+        _warn(name, apart)
+    return [m for m in narrow if m not in apart], apart, [m for m in members if m not in narrow]
 
 
-def _warn(name: str, apart: Sequence[Member], mesh: Mesh) -> None:
-    if not mesh.speaks_for_stage:
-        return  # another rank warns
+def _warn(name: str, apart: Sequence[Member]) -> None:
+    names = [member.planned.name for member in apart]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
     largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
     warnings.warn(
-        f"{name!r}: the shards of {describe(apart)} are not whole blocks of {BLOCK} entries, so these are stepped "
+        f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these are stepped "
         f"as full tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a time "
         f"(up to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. A "
         "layout that cuts between blocks avoids it, and so does a 32-bit optimizer",

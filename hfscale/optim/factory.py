@@ -16,7 +16,7 @@ from ..plan.feature_plans import offloaded, refuse_aside
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
-from .eight_bit import steppers_by_size, stock_class, without_paging
+from .eight_bit import by_size, stock_class, without_paging
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
@@ -171,14 +171,18 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
     mesh = order.runtime.mesh
     stock = stock_class(order.name, order.choice.stock)
     options = {**without_paging(order.name, order.options, mesh.device), "lr": order.lr}
-    defaults = stock([{"params": []}], **options).defaults
-    return order.made(
-        order.groups,
-        defaults,
-        lambda members, groups: steppers_by_size(
-            order.name, stock, options, members, groups, mesh, order.local, order.whole
-        ),
-    )
+    eight: Stock = partial(stock, **{**options, "optim_bits": 8, "min_8bit_size": 0})
+    rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
+
+    def steppers(members: Sequence[Member], groups: Groups) -> list[Stepper]:
+        in_place, apart, wide = by_size(order.name, members, options, mesh)
+        return [
+            order.local(eight, in_place, groups),
+            order.whole(eight, apart, groups),
+            order.local(partial(stock, **{**rest, "optim_bits": 32}), wide, groups),
+        ]
+
+    return order.made(order.groups, stock([{"params": []}], **options).defaults, steppers)
 
 
 def _adafactor(order: _Order) -> ShardedOptimizer:

@@ -27,16 +27,10 @@ from ..plan import Cut, ParameterPlan
 from ..plan.cost_shares import share_by_cost
 from ..plan.cut import cut_shape, share_spans, write_share
 from ..plan.parameter import MODEL_AXES
-from .sharded import Groups, Member, State, Stepper, gradients_present
+from .sharded import Groups, Member, State, Stepper, gradients_present, stock_defaults
 
-_EPS = 1e-7
-DEFAULTS: dict[str, Any] = {
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": (3.4445, -4.7750, 2.0315),
-    "ns_steps": 5,
-    "adjust_lr_fn": None,
-}
+DEFAULTS: dict[str, Any] = stock_defaults(torch.optim.Muon)
+_EPS = DEFAULTS.pop("eps")
 ADJUSTMENTS = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),

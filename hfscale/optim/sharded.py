@@ -9,8 +9,9 @@ would cost more than the update of a small tensor, and bitsandbytes does not sup
     state[parameter]           <--->  the stepper's state, lent for the step: plain tensors and numbers
 """
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -154,10 +155,10 @@ def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
     ]
 
 
-def describe(members: Iterable[Member], limit: int = 3) -> str:
-    """Return the first names of some parameters."""
-    names = [member.planned.name for member in members]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the defaults of the options of a stock class, except learning rate and weight decay."""
+    options = signature(stock).parameters.values()
+    return {each.name: each.default for each in options if each.name not in ("params", "lr", "weight_decay")}
 
 
 Piece = tuple[Tensor, tuple[str, ...]]  # a tensor, and the axes to all-reduce it over

@@ -1,13 +1,21 @@
-"""Assign sequences to steps and ranks: pure functions of integers."""
+"""Assign sequences to steps and ranks, and predict the memory that a rank needs for its own."""
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import hfscale
 
+from .._compat.torch_device import accelerators
+from .launch import layout_of
+from .main_process import gathered, is_main
 from .schema import Recipe, RecipeError
+from .tasks import task_of
+
+GIB = 2**30
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
@@ -43,9 +51,7 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
 
 
 def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
-    """Return the sequences of each optimizer step over all ranks: ``steps`` rows of ``batch_size``. Every epoch visits
-    all sequences once, in an order of its own, and a step may begin in one epoch and end in the next.
-    """
+    """Return the sequences of each step over all ranks, ``[steps, batch_size]``; every epoch has its own order."""
     epochs = range(-(-steps * batch_size // available))
     drawn = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
     visited = torch.cat([torch.randperm(available, generator=generator) for generator in drawn])
@@ -70,3 +76,41 @@ def evaluation_steps(
         first = start + batch_rank * share
         counted = max(0, min(share, start + total - first))
         yield [first + index if index < counted else 0 for index in range(size)], counted, range(start, start + total)
+
+
+def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
+    """Print the predicted memory of the largest rank, and return its estimate; refuse more than ``limit`` GiB."""
+    if limit is None:
+        return None
+    layout = layout_of(recipe)
+    own = hfscale.memory_estimate(model, recipe.training.optimizer, **of_one_microbatch(recipe, layout))
+    most = max(gathered(own), key=lambda estimate: estimate.total)
+    if is_main():
+        print(f"memory predicted, of the rank with most:\n{most}", flush=True)
+    if most.total > limit * GIB:
+        kind, size = max(most.kinds.items(), key=lambda item: item[1])
+        raise RecipeError(
+            f"--max-memory={limit:g}: a rank would need about {most.total / GIB:.2f} GiB, most of it {kind} "
+            f"({size / GIB:.2f} GiB): use more ranks, a smaller training.microbatch_size, "
+            "training.gradient_checkpointing=true, an 8-bit training.optimizer, or an adapter over a quantized base"
+        )
+    return most
+
+
+def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
+    """Return the arguments of :func:`hfscale.memory_estimate` for a recipe's steps."""
+    training = recipe.training
+    microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
+    count = layout.microbatches_of(microbatches)
+    length, again = recipe.data.sequence_length, training.gradient_checkpointing
+    tokens = math.ceil(microbatches * size / count) * length * task_of(recipe.data).rows
+    sizes = {"tokens": tokens, "sequence_length": length}
+    return {**sizes, "num_microbatches": count, "gradient_checkpointing": again}
+
+
+def beside(expected: Any, outcome: Any) -> str:
+    """Return a line with the predicted and the measured peak."""
+    measured = f"measured {outcome.memory / GIB:.2f} GiB"
+    if not accelerators().is_available():  # what the system counts, with Python and its libraries
+        measured += f" of the whole process, {outcome.memory_before / GIB:.2f} GiB before the first step"
+    return f"memory of the rank with most: predicted {expected.total / GIB:.2f} GiB, {measured}"

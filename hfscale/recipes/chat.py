@@ -45,9 +45,7 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
 
 
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
-    """Return one conversation as a row; the assistant's turns have labels (``train_on`` is ``completions``), or all
-    tokens do (``all``). ``where`` is what to call the record in an error.
-    """
+    """Return a conversation as a row, with labels of the assistant's turns or of ``all``; ``where`` is its name."""
     # What an assistant's call of a tool has for content depends on the template.
     if not (isinstance(messages, list) and messages) or not all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages

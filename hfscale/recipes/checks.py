@@ -53,7 +53,6 @@ def made_of(section: str, kind: Callable[..., Any], given: dict[str, Any], fixed
 
 
 def _check_declared(section: str, values: Any) -> None:
-    """Check a section's values against the limits that its fields declare."""
     for each in fields(values):
         name, value, asked = f"{section}.{each.name}", getattr(values, each.name), each.metadata
         if value is None:
@@ -110,7 +109,6 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
 
 
 def _check_learning(recipe: FinetuneRecipe) -> None:
-    """Check teacher and rewards against each other and the data."""
     teacher, data = recipe.teacher, recipe.data
     if recipe.rewards and recipe.distils:
         raise RecipeError("a teacher and rewards are different things to learn from: give one of them")
@@ -138,7 +136,6 @@ def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
 
 
 def _check_weights(recipe: Recipe) -> None:
-    """Check adapters, quantization and the types of weights against each other."""
     adapter = recipe.adapter if isinstance(recipe, FinetuneRecipe) else {}
     if isinstance(recipe, FinetuneRecipe):
         _check_adapter(adapter)

@@ -173,9 +173,7 @@ def _text(path: Path) -> str | None:
 
 
 def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, question and answer, the docstring's first paragraph, for each documented public function and method
-    of a module; nothing if ``path``, as ``asyncio/events.py``, is private or ``source`` is not Python of this version.
-    """
+    """Yield name, question and answer, the docstring's first paragraph, for documented functions of a module."""
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     if any(part.startswith("_") for part in parts):
         return

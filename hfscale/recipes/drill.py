@@ -8,6 +8,7 @@ import hashlib
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..config.environment import memory_of
 from ..config.parallel import ParallelConfig
 from ..plan.columns import aligned
 from .launch import prepare_launch
@@ -26,9 +28,11 @@ from .read import read_recipe
 from .run_log import read_metrics
 from .schema import RecipeError
 
-KINDS = ("rank", "save", "load", "all", "stop")
-"""A rank is killed in a step, in a save, or while it starts again; all are killed; one is stopped for a while."""
-_STOPPED, _LOAD, _LOOK = 3.0, 8.0, 0.02  # seconds
+KINDS = ("rank", "save", "load", "all", "stop", "full")
+"""A rank is killed in a step, in a save, or while it starts again; all are, with their parents, as of a machine that is
+lost; one is stopped for a while; one finds the disk full, as it can write no more than a few bytes."""
+_STOPPED, _LOAD, _LOOK = 3.0, 4.0, 0.02  # seconds
+_FULL = 100  # bytes
 
 
 class Strike(NamedTuple):
@@ -55,6 +59,8 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
     if steps < 2 * kills:
         raise RecipeError(f"{kills} kills need at least {2 * kills} steps, and training.steps={steps}: use more")
     fixed = [*overrides, "training.log_every=1", f"training.save_every={every}", "training.resume=true"]
+    fixed += [f"training.memory_every={recipe.training.memory_every or max(1, every // 5)}"]
+    fixed += [f"training.restarts={recipe.training.restarts or 2 * kills}"]
     plain = _Run(source, [*fixed, f"name={recipe.name}-drill-plain"], kills)
     undisturbed = plain.finish()
     struck, chance, strikes = _Run(source, [*fixed, f"name={recipe.name}-drill"], kills), random.Random(seed), []
@@ -114,7 +120,8 @@ class _Run:
         """Wait for step ``due``, strike, and wait until the ranks have done a step again."""
         self._wait(lambda: self._step() >= due)
         if kind == "save":
-            self._wait(lambda: any((self._directory / "state" / ".incomplete").glob("*")))
+            disk = self._directory / "state"
+            self._wait(lambda: any(disk.glob(".incomplete/*")) or any(memory_of(disk).glob(".*.incomplete")))
         time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
         rank = chance.randrange(self._ranks)
         step = resumed = self._step()
@@ -125,10 +132,10 @@ class _Run:
             os.kill(process, signal.SIGCONT)
             begun = time.monotonic()
         else:
-            begun = self._kill(range(self._ranks) if kind == "all" else [rank])
+            begun = self._kill(range(self._ranks) if kind == "all" else [rank], kind)
             if kind == "load":
                 time.sleep(chance.uniform(0, _LOAD))
-                begun = self._kill([rank])
+                begun = self._kill([rank], kind)
             step, written = self._step(), self._metrics.stat().st_mtime_ns
             # until steps behind the last save have been taken out
             self._wait(lambda: self._metrics.stat().st_mtime_ns != written)
@@ -136,11 +143,16 @@ class _Run:
         self._wait(lambda: self._step() > resumed)
         return Strike(kind, rank, step, max(step - resumed, 0), time.monotonic() - begun)
 
-    def _kill(self, ranks: Iterable[int]) -> float:
+    def _kill(self, ranks: Iterable[int], kind: str) -> float:
         """Kill ranks; return when, once all have been started again."""
         before, begun = self._pids(), time.monotonic()
         for rank in ranks:
-            os.kill(before[rank], signal.SIGKILL)
+            if kind == "full":
+                resource.prlimit(before[rank], resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
+                self._wait(lambda: not Path(f"/proc/{before[rank]}").exists())  # noqa: B023
+                begun = time.monotonic()
+            else:
+                os.kill(self._parents[before[rank]] if kind == "all" else before[rank], signal.SIGKILL)
         self._wait(lambda: len(now := self._pids()) == self._ranks and not {*now.values()} & {*before.values()})
         return begun
 
@@ -155,11 +167,16 @@ class _Run:
         return int(logged[-1]) if logged else 0
 
     def _pids(self) -> dict[int, int]:
-        """Return the process of each rank: children of the agent."""
-        found = {}
-        for path in Path(f"/proc/{self._agent.pid}/task").glob("*/children"):
-            for child in path.read_text().split():
-                with suppress(OSError, KeyError):  # it has ended, or is no rank
-                    text = Path(f"/proc/{child}/environ").read_text()
-                    found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = int(child)
+        """Return the process of each rank: children of the agent's children, which are their parents."""
+        found, self._parents = {}, {c: parent for parent in _children(self._agent.pid) for c in _children(parent)}
+        for child in self._parents:
+            with suppress(OSError, KeyError):  # it has ended, or is no rank
+                text = Path(f"/proc/{child}/environ").read_text()
+                found[int(dict(each.partition("=")[::2] for each in text.split("\0"))["RANK"])] = child
         return found
+
+
+def _children(process: int) -> list[int]:
+    with suppress(OSError):  # it has ended
+        return [int(c) for path in Path(f"/proc/{process}/task").glob("*/children") for c in path.read_text().split()]
+    return []

@@ -116,7 +116,6 @@ def _text(completion: Any) -> str:
 
 
 def _describe(tokenizer: Any, recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
-    """Write tokenizer, recipe and plot, and print what was reached."""
     directory, name = recipe.directory, "reward" if recipe.rewards else "loss"
     OmegaConf.save(OmegaConf.structured(recipe), directory / "recipe.yaml")
     places = ["adapter"] * bool(recipe.adapter) + ["checkpoint"] * (not recipe.adapter or bool(recipe.merge))

@@ -81,7 +81,8 @@ def _check_same(recipe: Recipe) -> None:
 def _decisive(recipe: Recipe) -> dict[str, object]:
     """Return the recipe's keys and values that decide what is computed."""
     free = {"name", "replace", "parallel", "fallbacks", "save_check"}
-    free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "resume", "watchdog")}
+    free |= {f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "memory_every")}
+    free |= {"training.resume", "training.restarts", "training.watchdog"}
     flat: dict[str, object] = {}
     for key, value in asdict(recipe).items():
         if isinstance(value, dict) and key not in free:

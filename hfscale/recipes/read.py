@@ -20,9 +20,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
 def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> PretrainRecipe | FinetuneRecipe:
-    """Return the recipe at a path, or the one of that name that comes with hfscale, with overrides ``key=value`` on
-    top: fine-tuning if it has a base, pretraining if it has a model section.
-    """
+    """Return the recipe at a path, or of a shipped name, with overrides ``key=value``; one with a base fine-tunes."""
     path = locate(recipe)
     given = {*_content(path), *(text.partition("=")[0].partition(".")[0] for text in overrides)}
     if "base" in given and "model" in given:

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 import hfscale
 
 from .._compat.torch_device import accelerators
+from .batch_sizes import GIB, beside
 from .main_process import on_main
-from .memory_limit import GIB, beside
 from .pictures import Sample, opened
 from .run_log import plot_losses, read_metrics
 from .schema import DataRecipe, FinetuneRecipe, Recipe
@@ -75,7 +75,6 @@ def describe_source(data: DataRecipe) -> str:
 
 
 def _metadata(config: Any, recipe: Recipe, made: Made) -> ModelCardData:
-    """Return the metadata that the Hub reads from a card."""
     tuned = recipe if isinstance(recipe, FinetuneRecipe) else None
     tags = ["hfscale", config.model_type, "fine-tuned" if tuned else "pretrained"]
     if tuned and made.coverage:

@@ -96,9 +96,7 @@ class RowBatches(Sequence[dict[str, Tensor]]):
 
 
 class PairRows(Rows):
-    """Provide pairs: a batch alternates each pair's preferred and rejected text, padded to one length. ``counted``
-    says, for either text, whether its pair counts in the loss; the model does not take it.
-    """
+    """Provide pairs: preferred and rejected texts alternate, and ``counted`` says of each whether its pair counts."""
 
     texts = 2
 
@@ -169,9 +167,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def packed_rows(examples: Sequence[Example], length: int) -> Columns:
-    """Pack whole examples into rows of at most ``length`` tokens. Positions restart at every example: given such
-    positions and no attention mask, transformers keeps attention within the examples.
-    """
+    """Pack whole examples into rows; positions, which restart at each, keep transformers' attention within them."""
     rows = first_fit([len(example.input_ids) for example in examples], length)
     return {
         "input_ids": [_joined([examples[index].input_ids for index in row]) for row in rows],

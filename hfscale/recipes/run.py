@@ -12,13 +12,12 @@ from .._compat.transformers.classes import made_or_explained
 from ..features.adapters.storage import config_class
 from ..plan.quantized import AS_STORED
 from ..train.guards import check_packed_rows
-from .batch_sizes import per_rank
+from .batch_sizes import expect_memory, per_rank
 from .checks import made_of
 from .dataset import END_OF_TEXT_ID, prepare
 from .generating import train_on_generations
 from .launch import layout_of
 from .main_process import is_main
-from .memory_limit import expect_memory
 from .pictures import answers, samples
 from .places import check_places
 from .results import finish
@@ -31,9 +30,9 @@ AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def start(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Run a recipe in the only process, or as a rank of a launcher's; ``limit`` is the most GiB that one rank may be
-    predicted to need, and ``None`` makes no estimate.
-    """
+    """Run a recipe in the only process, or as a rank of a launcher's; ``limit``: as for :func:`expect_memory`."""
+    if recipe.training.restarts:
+        hfscale.restart_in_place(recipe.training.restarts)
     try:
         carry_out(recipe, limit)
     finally:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from .._compat.torch_device import accelerators
+from ..config.environment import memory_of
 from .checks import STEPS_BEFORE_PROFILE, steps_to_profile
 from .main_process import is_main, rank
 from .schema import Recipe, RecipeError
@@ -34,7 +35,9 @@ class RunLog(TrainerCallback):
         if is_main() and recipe.saved_state is None:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
-            shutil.rmtree(recipe.directory / "state", ignore_errors=True)
+            disk = recipe.directory / "state"
+            for left in (disk, *memory_of(disk).glob("step-*")):
+                shutil.rmtree(left, ignore_errors=True)
             self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 

@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from ..config.environment import memory_of
 from ..config.sections import OptionSections
 from ..errors import HFScaleError
 
@@ -132,6 +133,10 @@ class TrainingRecipe:
     # steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none. A process that is sent SIGTERM
     # or SIGUSR1 then saves behind its step as well, and ends with exit code 75
     save_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
+    # steps between states in the memory of the machines, from which ``resume`` goes on where they are newer
+    memory_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
+    # how often processes that fail are forked again, without imports, before it is the launcher's turn
+    restarts: int = 0
     # of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits; there is no
     # ``mfu`` on other devices
     peak_tflops: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
@@ -206,7 +211,9 @@ class Recipe(OptionSections):
     @property
     def has_state(self) -> bool:
         """Return whether there are checkpoints of a run of this name."""
-        return any((self.directory / "state").glob("checkpoint-*"))
+        state = self.directory / "state"
+        kept = self.training.memory_every is not None and any(memory_of(state).glob("step-*"))
+        return (kept and (self.directory / "recipe.yaml").exists()) or any(state.glob("checkpoint-*"))
 
 
 @dataclass

@@ -171,7 +171,9 @@ def train_to_the_end(trainer: Any, recipe: Recipe) -> None:
 
 def callbacks_of(recipe: Recipe) -> list[TrainerCallback]:
     """Return the callbacks that check and record a run."""
-    return [Watch(recipe), RunLog(recipe), *([Profile(recipe)] if recipe.profile else [])]
+    every = recipe.training.memory_every
+    memory = [hfscale.StatesInMemoryCallback(every)] if every else []
+    return [*memory, Watch(recipe), RunLog(recipe), *([Profile(recipe)] if recipe.profile else [])]
 
 
 def optimizer_of(recipe: Recipe, model: Any) -> Any:

@@ -27,15 +27,33 @@ from .._compat.transformers.computing import enable_checkpointing
 from .._compat.transformers.experts import use_eager_experts
 from ..config.memory import MemoryConfig
 from ..config.parallel import ParallelConfig
+from ..models.fields import text_config
 from ..models.precision import keep_float64
 from ..train.runtime import runtime_of
 from ..train.runtime.parameter_names import stock_name
 from ..train.runtime.shards import local_tensor
 from .differences import difference, gradient_difference
 from .pool import RankPool
-from .texts import ragged_batch, vocabulary_of
 
 Batch = dict[str, Tensor]
+
+
+def vocabulary_of(config: Any) -> int:
+    """Return a model's vocabulary size, or that of tiny models if only a nested config has one."""
+    return int(getattr(text_config(config), "vocab_size", 60))
+
+
+def ragged_batch(
+    generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool
+) -> dict[str, Tensor]:
+    """Return random tokens; about a third of the labels are ignored, and the second row is padded at its end."""
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        mask[1, -3:] = 0
+        labels[1, -3:] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels.fill_(-100) if masked else labels}
 
 
 @dataclass

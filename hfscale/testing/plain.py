@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parity import Batch, Case
-from .texts import ragged_batch, vocabulary_of
+from .parity import Batch, Case, ragged_batch, vocabulary_of
 
 Maker = Callable[["PlainCase", torch.Generator, int], Batch]
 

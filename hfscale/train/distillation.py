@@ -160,9 +160,7 @@ class ModelTeacher:
 def scored(
     runtime: Runtime, batch: Batch | Sequence[Batch], read: Callable[[Any, VocabularySlice], dict[str, Tensor]]
 ) -> list[Mapping[str, Tensor]]:
-    """Run a model up to its head; return what ``read`` makes of its lazy logits, for each batch, on all ranks that
-    share it.
-    """
+    """Run a model up to its head; return what ``read`` makes of each batch's lazy logits, on all its ranks."""
     kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
     microbatches, count = prepare(runtime, batch, train=False)
 

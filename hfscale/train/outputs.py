@@ -35,7 +35,6 @@ def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> l
 
 
 def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:
-    """Return tensors without values, of the given shapes and types."""
     return [
         {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in each.items()}
         for each in kinds

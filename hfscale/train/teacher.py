@@ -10,8 +10,7 @@ A text is what a row's last label reads: its attended tokens before it, and thei
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,10 @@ class TeacherWriter:
                 tensors, failure = self._shard(own[0] if own else None), ""
                 if own and mesh.speaks_for_batch:
                     try:
-                        with _whole_or_none(_shard_file(self._directory, own[0])) as part:
-                            save_file(tensors, part)
+                        file = _shard_file(self._directory, own[0])
+                        part = file.with_suffix(".part")  # until it is whole
+                        save_file(tensors, part)
+                        part.replace(file)
                     except OSError as error:
                         failure = str(error)
                 mesh.all_gather_object(None, failure)
@@ -79,8 +80,9 @@ class TeacherWriter:
             if apart:
                 return f"{self._directory} holds another teacher ({', '.join(apart)}): write to another directory"
             if not path.is_file():
-                with _whole_or_none(path) as part:
-                    part.write_text(json.dumps(self._about, indent=2) + "\n")
+                part = path.with_suffix(".part")
+                part.write_text(json.dumps(self._about, indent=2) + "\n")
+                part.replace(path)
         except (OSError, ValueError) as error:
             return f"{self._directory} cannot be written: {error}"
         return [shard for shard in range(self._about["shards"]) if not _shard_file(self._directory, shard).is_file()]
@@ -252,14 +254,6 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
         data = b"|".join(part.to(torch.int64).numpy().tobytes() for part in parts)
         texts.append((row, hashlib.sha256(data).hexdigest()[:32], places))
     return texts
-
-
-@contextmanager
-def _whole_or_none(path: Path) -> Iterator[Path]:
-    """Yield the name under which to write a file that gets its own once it is whole."""
-    part = path.with_suffix(".part")
-    yield part
-    part.replace(path)
 
 
 def _shard_file(directory: Path, shard: int) -> Path:

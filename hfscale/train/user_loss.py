@@ -126,9 +126,7 @@ def token_scores(
 def loss_of_scores(
     runtime: Runtime, count: Tensor, score_loss: UserFunction, temperature: float, batch: Any, passes: int
 ) -> Objective:
-    """Return the objective of a user's ``score_loss``: its mean over distinct batches, microbatch by microbatch. Refuse
-    schedules without a flush, and numbers of microbatches that differ: those of ``batch``, and ``passes`` of the model.
-    """
+    """Return the objective of a user's ``score_loss``, its mean over distinct batches; refuse cut batches."""
     refuse_without_flush(runtime, "score_loss")
     given = 1 if isinstance(batch, Mapping) else len(batch)
     if given != passes:
@@ -160,10 +158,8 @@ def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, tem
 
 
 def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
-    flags = own.dtype == torch.bool  # not every backend can send booleans
-    whole = own.to(torch.uint8) if flags else own
-    whole = runtime.context.gather_tokens(batch, whole)
-    return whole.bool() if flags else whole
+    sent = own.to(torch.uint8) if own.dtype == torch.bool else own  # not every backend can send booleans
+    return runtime.context.gather_tokens(batch, sent).to(own.dtype)
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -217,14 +213,9 @@ class UserLoss:
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
-        if not train:
-            with torch.no_grad():
-                total = runtime.run_step(model, inputs, Objective(self._loss), train)
-                self._loss_fn.agree()
-                return (total / self._total_count()).to(total.dtype)
         runtime.release()  # or weights that FSDP2 has gathered would be listed as parameters
-        parameters = list(runtime.model.parameters())
-        with gradients_aside(parameters) as before:
+        parameters = list(runtime.model.parameters()) if train else []
+        with torch.set_grad_enabled(train), gradients_aside(parameters) as before:
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
             count = self._total_count()

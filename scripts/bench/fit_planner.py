@@ -141,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {
         "source": f"fitted by scripts/bench/fit_planner.py on {', '.join(chosen)} of the Ultra-Scale Playbook's sweep",
         "time": {name: float(f"{value:.4g}") for name, value in asdict(constants).items()},
+        "own": json.loads(CONSTANTS.read_text())["own"],
         "nanotron": {
             "slow": {name: float(f"{value:.4g}") for name, value in slow.items()},
             "memory": {name: float(f"{value:.4g}") for name, value in memory.items()},

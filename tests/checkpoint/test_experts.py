@@ -252,8 +252,8 @@ def test_what_is_saved_is_what_was_loaded(checkpoints: dict[str, Path], outcome:
 def load_what_rank_zero_has(path: Path, layout: Layout) -> str:
     original = load._Loader.__init__
 
-    def init(self: load._Loader, plan: Any, mesh: Any, resized: Any) -> None:
-        original(self, plan, replace(mesh, ranks={**mesh.ranks, "ep": 0}), resized)
+    def init(self: load._Loader, plan: Any, mesh: Any, *given: Any) -> None:
+        original(self, plan, replace(mesh, ranks={**mesh.ranks, "ep": 0}), *given)
 
     load._Loader.__init__ = init  # type: ignore[method-assign]
     try:

@@ -47,7 +47,12 @@ WRONG = {
     f"{SEARCH} {STEP} --learning-rate 1e-4": "--its-tokens-per-step",
     f"{SEARCH} {STEP} --sequence-length 0": "at least 1",
     f"{SEARCH} {STEP} --out FOLDER/no/recipe.yaml": "is not a folder",
+    f"{SEARCH} {STEP} --recompute selective": "none, elementwise, full",
+    f"{SEARCH} {STEP} --recompute full --tile-tokens 1048576": "no layout of 8 GPUs, recompute=full, tile_tokens",
+    f"{SEARCH} {STEP} --tile-tokens 2048": "recompute='full' or 'elementwise'",
+    f"{SEARCH} {STEP} --offload weights": "activations, parameters or optimizer",
     f"{SEARCH} --tokens-per-step 256K": "--gpus",
+    "plan MODEL --tile-tokens 64": "recompute='full' or 'elementwise'",
     "plan MODEL --dry-run --tokens 0": "at least 1",
     "plan MODEL --dry-run --quantize nf4": "leave --quantize out",
     "plan MODEL --dry-run --tp 3": "tp_size",
@@ -78,3 +83,11 @@ def test_wrong_use_is_answered(line: str, folder: Path, capsys: pytest.CaptureFi
     assert "Traceback" not in said.err
     assert len(said.err.splitlines()) < 25
     assert WRONG[line] in said.err
+
+
+def test_flags_of_training_and_memory_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ("quantize", "lora", "rank", "optimizer", "mixed-precision", "recompute", "tile-tokens", "offload")
+    for command in ("plan", "estimate", "search"):
+        assert main([command, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert [name for name in shared if f"--{name}" not in said] == [], command

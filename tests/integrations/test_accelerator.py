@@ -46,15 +46,16 @@ class Stream(IterableDataset):
 
 
 def build(path: str, layout: dict[str, int], **asked: Any) -> Any:
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=torch.float64, **asked).train()
+    asked = {"dtype": torch.float64, **asked}
+    return hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), **asked).train()
 
 
-def train(path: str, layout: dict[str, int], out: str, precision: str = "no") -> dict[str, Any]:
+def train(path: str, layout: dict[str, int], out: str, precision: str = "no", **asked: Any) -> dict[str, Any]:
     """The loop of Accelerate's documentation."""
-    around = "bf16" if precision == "fp8" else precision
+    around = "bf16" if precision in ("fp8", "bf16_params") else precision
     AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision, and this one is used again
     accelerator = hfscale.Accelerator(gradient_accumulation_steps=2, mixed_precision=around)
-    model = build(path, layout, mixed_precision=precision)
+    model = build(path, layout, mixed_precision=precision, **asked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=10 * accelerator.num_processes)
     loader = DataLoader(Rows(16), batch_size=2)

@@ -18,7 +18,7 @@ from peft import IA3Config, LoHaConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hfscale.cli import main
-from hfscale.recipes.flags import memory_limit_flags
+from hfscale.cli.cmd_train import memory_limit_flags
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.run import adapter_of, quantization_of
 from hfscale.recipes.run import carry_out as finetune
@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": LORA, "merge": True},
     "qlora": {"adapter": LORA, "quantization": NF4, "merge": "float32"},
     "adamw_8bit": {"training": {"optimizer": "adamw_8bit"}},
+    "bf16_params": {"training": {"mixed_precision": "bf16_params"}},
     "fp8": {"training": {"mixed_precision": "fp8"}, "float8": {"recipe": "tensorwise", "leave_out": ["down_proj"]}},
 }
 # The first is what the others must equal; only the mixture has experts to spread.
@@ -52,7 +53,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_moe": {"single": {}, "ep2": {"ep_size": 2}, "ep2-tp2": {"ep_size": 2, "tp_size": 2}},
 }
 # Blocks of 64 values are cut by no layout here; 8-bit states turn rounding into steps of their own size.
-TOLERANCE = {"full": 1e-5, "lora": 1e-5, "qlora": 2e-5, "adamw_8bit": 1e-4, "fp8": 1e-2}
+TOLERANCE = {"full": 1e-5, "lora": 1e-5, "qlora": 2e-5, "adamw_8bit": 1e-4, "bf16_params": 1e-2, "fp8": 1e-2}
 STEPS = 3
 _FAST = {
     ("qlora", "llama"): ["single", "tp2", "cp2"],

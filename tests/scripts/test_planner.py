@@ -149,7 +149,7 @@ def _megatron(row: dict[str, str], products: float) -> float:
         attention_again=True,
         causal=False,
     )
-    machine, constants = replace(find_machine("a100-80"), products=products), fitted()
+    machine, constants = replace(find_machine("a100-80"), products=products), read_constants(CONSTANTS)
     layers = layer_seconds(shape, job, machine, constants) * (shape.layers / pp)
     head = head_seconds(shape, job, machine, constants)
     stages = [layers + (head if stage == pp - 1 else Seconds()) for stage in range(pp)]

@@ -1,5 +1,6 @@
 """Attention kernels, packed rows and recomputation of stock models."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -170,6 +171,13 @@ class _DocumentMasks:
             return made(mask_function=mask_function, **kwargs)
 
         return by_document
+
+
+def stays_in_32_bits(model: Any) -> Callable[[str], bool]:
+    """Return whether transformers keeps the parameter of a name in 32 bits where it loads the model in 16."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
+    return lambda name: bool(kept) and pattern.search(name) is not None
 
 
 def recomputes(model: Any) -> bool:

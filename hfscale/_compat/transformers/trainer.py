@@ -60,7 +60,7 @@ class TrainerHooks(_Mixin):
                 super()._save_checkpoint(model, trial)
             finally:
                 self._aside = None
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and target.is_dir():
             self._push_from_checkpoint(str(target))
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -87,9 +87,7 @@ def quantized_again(model: nn.Module) -> QuantizedAgain:
 
 
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
-    """Return the stored tensors of a weight that now has the values ``value``, by their part in it; raise
-    :class:`CheckpointError` for another shape, or one scale for several matrices, which have changed.
-    """
+    """Return the stored tensors, by part, of a weight that now has the values ``value``; refuse another shape."""
     if tuple(value.shape) != weight.shape:
         raise CheckpointError(
             f"a weight of shape {weight.shape} is now {tuple(value.shape)}: save it without quantization="

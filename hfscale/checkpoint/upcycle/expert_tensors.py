@@ -235,8 +235,7 @@ class Upcycling:
 
     def _expert(self, dense: Tensor, projection: str, layer: int, expert: int) -> Tensor:
         varied = self.variation.apply(dense, projection, layer, expert)
-        start = self.family.start(projection)
-        return varied if start == 1 else varied * start
+        return varied * 0.5 if self.family.shared and projection == "down" else varied
 
     def _read(self, name: str) -> Tensor:
         return self.dense.read(self.stored[name])

@@ -66,10 +66,6 @@ class Family:
     one_window: bool = False
     shared: SharedExpert | None = None  # the target's shared expert
 
-    def start(self, projection: str) -> float:
-        """Return the factor on a routed expert's copy of a projection."""
-        return 0.5 if self.shared is not None and projection == "down" else 1.0
-
 
 _MIXTRAL = Family(
     target="mixtral",
@@ -159,9 +155,7 @@ def find_family(config: PreTrainedConfig) -> Family:
 
 
 def upcycled_config(config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int) -> PreTrainedConfig:
-    """Return the target's config: fields that both families have are copied, the rest is translated. Raise
-    :class:`ConfigError`, with every reason, if the family, a feature of the model or an argument does not fit.
-    """
+    """Return the target's config: common fields are copied, the rest is translated; refuse with every reason."""
     family = find_family(config)
     problems = _arguments(config, family, num_experts, top_k, every)
     values: dict[str, Any] = config.to_dict()

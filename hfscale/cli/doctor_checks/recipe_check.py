@@ -13,8 +13,7 @@ from ...errors import HFScaleError
 from ...features.adapters import describe_coverage
 from ...plan import Plan
 from ...plan.table import human
-from ...recipes.batch_sizes import per_rank
-from ...recipes.memory_limit import of_one_microbatch
+from ...recipes.batch_sizes import of_one_microbatch, per_rank
 from ...recipes.places import check_places
 from ...recipes.run import AnyRecipe, adapter_of, config_of, options_of, quantization_of
 from ...recipes.schema import FinetuneRecipe

@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,23 @@ from .schedule_plot import LOOKS, draw, forward_length, has_later_stages, shown_
 def run_schedule(arguments: argparse.Namespace) -> None:
     """Carry out one ``hfscale schedule``."""
     measured = _measured(arguments.trace, arguments.step)
-    asked = _asked(arguments, measured)
+    actions, schedule, microbatches = _asked(arguments, measured)
     if measured:
-        asked = replace(asked, order=_as_measured(asked.order, measured))
+        actions = _as_measured(actions, measured)
     costs, transfer = measured_costs(measured) if measured else DEFAULT_COSTS, arguments.transfer or 0.0
     if transfer < 0:
         raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
     costs = replace(costs, communication=transfer * costs.forward)
-    planned = simulate(asked.order, costs, asked.schedule, asked.microbatches)
+    planned = simulate(actions, costs, schedule, microbatches)
     shown = [("", planned)]
     if measured:
         planned = replace(planned, unit=measured.unit)
         ranks = measured.num_ranks
         if ranks != planned.num_ranks:
             raise ConfigError(f"{arguments.trace} has {ranks} ranks and the plan {planned.num_ranks}: use --pp {ranks}")
-        name, microbatches = measured.name or asked.schedule, measured.microbatches or asked.microbatches
-        shown = [("planned", planned), ("measured", replace(measured, name=name, microbatches=microbatches))]
-    _write(arguments, asked.order, planned, shown)
+        name, count = measured.name or schedule, measured.microbatches or microbatches
+        shown = [("planned", planned), ("measured", replace(measured, name=name, microbatches=count))]
+    _write(arguments, actions, planned, shown)
 
 
 def _write(
@@ -117,17 +117,10 @@ def measured_costs(timeline: Timeline) -> Costs:
     return Costs(**costs)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Hold the order to draw, the schedule's name, and the microbatches of one step."""
-
-    order: Order
-    schedule: str
-    microbatches: int
-
-
-def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
-    """Return the schedule that the arguments ask for, completed from the recorded run or the CSV file."""
+def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
+    """Return the order that the arguments ask for, completed from the recorded run or the CSV file, its schedule's
+    name, and the microbatches of one step.
+    """
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
     schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
     runs = [measured] if measured else []
@@ -143,7 +136,7 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> _Asked:
     microbatches = size(arguments.microbatches, "num_microbatches", 2 * ranks)  # as in plans, and in runs
     virtual = size(arguments.virtual_stages, "virtual_stages", default_virtual_stages(schedule))
     steps = arguments.steps or _steps(schedule, microbatches, measured)
-    return _Asked(order(schedule, ranks, microbatches, virtual, steps), schedule, microbatches)
+    return order(schedule, ranks, microbatches, virtual, steps), schedule, microbatches
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:

@@ -4,11 +4,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 
+from ..._compat.peft import LORA_A
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
-from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed
+from ...plan.feature_plans import ContextPlan, gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
 from .activation_bytes import has_head, is_matrix, layers_held, trained_names
 from .layer_bytes import types_of, widest
+from .llama_bytes import method_of, replicas
 from .situation import Situation
 
 _UNPACKED = {4: 9.0, 8: 10.0}  # by bits: read, written in 16 bits and read again, in both passes
@@ -31,7 +33,12 @@ class Job:
     recompute: float = 0.0  # fraction of the layers that the backward pass computes again
     elementwise: bool = False  # whether it computes all but products and attention again in all layers
     attention_again: bool = False  # whether it computes attention between its projections again in all layers
+    tile: int = 0  # tokens of a tile, in which norms and MLPs run once more; 0: they run whole
+    eight: float = 0.0  # fraction of the layers' weights whose products are in 8 bits
+    method: str = "gather"  # how context ranks exchange keys and values
+    replicas: float = 1.0  # context ranks that have each key head, where they exchange heads
     causal: bool = True  # whether attention leaves out what comes later
+    adapted: float = 0.0  # values per token and layer that products with adapters read and give
     trained: float = 1.0  # fraction of the weights that train; the others have no gradient of their own
     value_bytes: float = 2  # of a value of the stream between the blocks
     gradient_bytes: float = 4  # of a gradient as ranks exchange it
@@ -100,11 +107,13 @@ class Place:
         return self.layer_weights + self.table_weights
 
 
-def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: bool = False) -> Job:
-    """Return the job of a plan's step; ``mixed``: whether 16 bits compute over weights in another dtype."""
+def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: str = "no") -> Job:
+    """Return the job of a plan's step under a ``mixed`` precision."""
     layout, again = plan.layout, recomputed(plan)
-    fraction = len(again.layers) / max(1, len(plan.layers)) if again.budget is None else 0.5
-    entries = matrix_entries(plan)
+    count, in_layers = max(1, len(plan.layers)), tuple(f"{layer}." for layer in plan.layers)
+    fraction = len(again.layers) / count if again.budget is None else 0.5
+    entries, context = matrix_entries(plan), plan.feature(ContextPlan)
+    inside = {name: size for name, size in entries.items() if name.startswith(in_layers)}
     trains = sum(entries.get(name, 0) for name in trained_names(plan)) / max(1, sum(entries.values()))
     return Job(
         layout,
@@ -117,10 +126,15 @@ def job_of(plan: Plan, *, sequence: int, batch: int, microbatches: int, mixed: b
         recompute=0.5 if again.modules and not again.tile else fraction,
         elementwise=again.elementwise,
         attention_again=again.attention,
+        tile=again.tile,
+        eight=sum(inside[name] for name in weights_in_8_bits(plan) & inside.keys()) / max(1, sum(inside.values())),
+        method="gather" if context is None else method_of(context, layout.cp),
+        replicas=replicas(plan),
+        adapted=sum(sum(plan.by_name[a.base].shape[-2:]) for a in plan.adapters if a.kept_in == LORA_A) / count,
         trained=trains,
-        value_bytes=2 if mixed else types_of(plan, False).size,
+        value_bytes=types_of(plan).size if mixed == "no" else 2,
         gradient_bytes=2 if layout.gradient_compression in ("bf16", "fp16") else widest(plan),
-        gathered_bytes=_gathered_bytes(plan, mixed),
+        gathered_bytes=_gathered_bytes(plan, mixed != "no"),
         unpacked=0.0 if plan.quantized is None else _UNPACKED[plan.quantized.bits],
     )
 

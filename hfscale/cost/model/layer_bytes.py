@@ -20,7 +20,7 @@ before it is cut over tensor ranks; of the norms' outputs, and of what adapters 
 
 Under autocast over weights of 32 bits, blocks compute in 16, and what is between them (the stream, norms and what they
 return) stays in 32. So every projection that reads a norm's output keeps its own copy in 16 bits, and so does every
-adapter.
+adapter. Where parameters are cast, by FSDP2 or under ``"bf16_params"``, all of it is in 16.
 
 Any other layer is measured (:class:`.situation.MeasuredLayers`) or else estimated from above: twice the rows and
 columns of every matrix, and the shorter of the two once more; of experts, twice both for each that a token is sent to;
@@ -44,12 +44,12 @@ from .llama_bytes import ATTENTION, MLP, Llama, method_of, replicas, score_bytes
 from .situation import LayerBytes, Situation, Types, own_parameters
 
 
-def types_of(plan: Plan, mixed: bool) -> Types:
-    """Return the sizes of the types that the plan's model and its adapters compute in."""
+def types_of(plan: Plan, mixed: str = "no") -> Types:
+    """Return the sizes of the types that the plan's model and its adapters compute in under a ``mixed_precision``."""
     size = next((p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan))
-    if mixed and plan.layout.data_world > 1:
+    if mixed == "bf16_params" or (mixed != "no" and plan.layout.data_world > 1):
         return Types(2, 2)
-    if mixed and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
+    if mixed != "no" and size == 4:  # autocast leaves 64 bits alone, and 16 are what it computes in
         return Types(2, 2, autocasts=size)
     return Types(size, max((plan.by_name[a.name].dtype.itemsize for a in plan.adapters), default=size))
 

@@ -1,12 +1,13 @@
 """Look up machines and their timing constants: data files with sources, or a file of ``hfscale calibrate``.
 
 ``constants.json`` is written by ``scripts/bench/fit_planner.py`` from the runs of 1B and 3B models of the Ultra-Scale
-Playbook's sweep (Tazi et al. 2025; nanotron on H100). Fractions are of what a machine's data file says, so that they
-carry over to other machines; seconds are of the host, and ``hfscale calibrate`` measures them.
+Playbook's sweep (Tazi et al. 2025; nanotron on H100); its ``own``, which goes before, by
+``scripts/bench/fit_measured.py`` from steps of hfscale on one H100 and one H200. Fractions are of what a machine's data
+file says, so that they carry over to other machines; seconds are of the host, and ``hfscale calibrate`` measures them.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 
 from ...errors import ConfigError
 
+MEASURED = (
+    "seconds: estimated, with constants fitted on steps of hfscale on one H100 and one H200 (torch 2.11, transformers "
+    "5.23); what ranks exchange as in runs of other code on H100s, since hfscale was not measured on several GPUs"
+)
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 CONSTANTS = Path(__file__).parent / "constants.json"
 _FOLDER = Path(__file__).parent / "machines"
@@ -33,6 +38,7 @@ class Machine:
     nic_bandwidth: float  # to other nodes, for each rank
     ranks_per_node: int = 8
     host_bandwidth: float = 32e9  # to the host's memory
+    flops_8: float | None = None  # likewise of products in 8 bits, where it has them
     products: float | None = None  # fraction of flops that large products reach, where runs told; else the constants'
     title: str = ""  # for people
     sources: tuple[str, ...] = ()  # where the numbers are from
@@ -115,12 +121,12 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
-    """Return the constants of the committed file, fitted on public runs."""
-    return read_constants(CONSTANTS)
+    """Return the constants of the committed file: fitted on public runs of other code, and on hfscale's own."""
+    return replace(read_constants(CONSTANTS), **json.loads(CONSTANTS.read_text())["own"])
 
 
 def constants_of(hardware: str | Machine) -> Constants:
-    """Return the constants that a calibration measured, or those fitted on public runs."""
+    """Return the constants that a calibration measured, or those fitted on runs."""
     path = Path(hardware) if isinstance(hardware, str) else None
     if path is not None and path.is_file() and '"time"' in path.read_text():
         return read_constants(path)

@@ -35,7 +35,7 @@ from .situation import Situation
 OVERHEAD = 0.3 * 2**30  # what libraries and collectives take beside torch's tensors
 _FRAGMENTS = 1.1  # of activations: what an allocator needs for them, in the public runs
 _DATA = ("dp_shard", "edp_shard")
-_BESIDE = ("on_host", "again", "notes")  # fields of an estimate that are no kind of bytes on the device
+_BESIDE = ("on_host", "again", "apart", "notes")  # fields of an estimate that are no kind of bytes on the device
 _CODE = 4 * 16  # bytes of the table of 4-bit values, one per weight
 _OUTER_CODE = 4 * 256
 
@@ -59,6 +59,7 @@ class MemoryEstimate:
     loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # what lies on the host instead; no part of the total
     again: int = 0  # of the activations, what a layer computes again, at the most
+    apart: int = 0  # of all kinds, bytes that are freed before as many of others are made, in a step of one microbatch
     notes: tuple[str, ...] = ()  # what of this is estimated, and how
 
     @property
@@ -73,8 +74,8 @@ class MemoryEstimate:
 
     @property
     def needed(self) -> float:
-        """Bytes that a rank needs to run: all kinds at once, and the libraries' own."""
-        return self.total + OVERHEAD
+        """Bytes that a rank needs to run: all kinds that are there at once, and the libraries' own."""
+        return self.total - self.apart + OVERHEAD
 
     @property
     def likely(self) -> float:
@@ -98,14 +99,17 @@ def estimate_memory(
     mixed_precision: str = "no",
     trained: Collection[str] | None = None,  # parameters that train; by default adapters, or all that is not quantized
     chunk_rows: int | None = None,  # rows of one chunk of the loss; by default a quarter of the tokens
+    fused: bool = False,  # whether kernels of a GPU turn logits into their gradient, in place
+    apart: bool = False,  # whether gradients are made while activations go: one microbatch, and none left of the last
     **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
     """Estimate the bytes that one rank holds in training."""
     here, adapters = dict(ranks or {}), {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
-    chosen, mixed = frozenset(trained_names(plan) if trained is None else trained), mixed_precision != "no"
+    chosen = frozenset(trained_names(plan) if trained is None else trained)
     training = [planned for planned in held if planned.name in chosen]
-    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, mixed=mixed, trained=chosen, **further)
+    further |= {"mixed": mixed_precision, "trained": chosen}
+    situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
     kept, again, away, notes = activation_bytes(plan, situation)
     state = optimizer_bytes(
         training, here, optimizer, options, plan.layers, [mixture.name for mixture in plan.mixtures]
@@ -117,14 +121,15 @@ def estimate_memory(
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
-        gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed),
+        gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed_precision != "no"),
         optimizer=state - on_host,
         activations=kept,
         gathered=_gathered(plan, held, situation),
         exchanged=_exchanged(plan, situation, tokens),
-        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4)),
+        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
         on_host=away + on_host,
         again=again,
+        apart=min(trains, kept - again) if apart else 0,
         notes=tuple(notes),
     )
     if not offloaded(plan).parameters:
@@ -132,7 +137,7 @@ def estimate_memory(
     shards = ("weights", "adapters", "gradients", "optimizer")
     away = sum(found.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
-    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
+    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, apart=0, notes=tuple(notes))
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
@@ -196,18 +201,19 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of autocast's copies of 32-bit matrices; microbatches with the same weights share one."""
+    """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
+    all_cast = situation.mixed == "bf16_params"
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
-    left = looked_up | packed | weights_in_8_bits(plan)  # what is in 8 bits for a product is made again
-    copied = [p for p in held if len(p.shape) > 1 and p.dtype.itemsize == 4 and p.name not in left]
+    left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)  # those in 8 bits are made again
+    copied = [p for p in held if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left]
     mixtures, total = tuple(f"{each.name}." for each in plan.mixtures), 0
     for planned in copied:
         count = situation.held_by(planned.stage)
         # The host casts stacked weights of a mixture that nobody described in every pass.
-        if len(planned.shape) == 2 or planned.name.startswith(mixtures):
+        if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
             count = min(count, {"pipedream": count, "pipedream_2bw": 2}.get(str(plan.layout.pipeline_schedule), 1))
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
     return total
@@ -215,7 +221,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
     """Return the bytes of gathered weights: those outside the layers and the largest layer, or all if none is freed."""
-    layout, mixed = plan.layout, situation.mixed
+    layout, mixed = plan.layout, situation.mixed != "no"
     if layout.data_world == 1:
         return _copied(plan, held, situation) if mixed else 0
     by_layer, eight = Counter[str](), gathered_in_8_bits(plan)
@@ -244,7 +250,7 @@ def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
     return ceil(cp_buffer_bytes(plan, size * (k + v), size * q, tokens, situation.tokens))
 
 
-def _loss(plan: Plan, situation: Situation, chunk_rows: int) -> int:
+def _loss(plan: Plan, situation: Situation, chunk_rows: int, fused: bool) -> int:
     if not has_head(plan, situation.pp_rank):
         return 0
     weight = plan.by_name[f"{plan.head}.weight"]
@@ -252,4 +258,5 @@ def _loss(plan: Plan, situation: Situation, chunk_rows: int) -> int:
     whole = weight.model_shape(situation.ranks)
     wide = max(4, weight.dtype.itemsize)
     gradient = wide * prod(whole) if owner in situation.trained else 0
-    return 2 * wide * chunk_rows * whole[0] + gradient
+    logits = types_of(plan, situation.mixed).size if fused else 2 * wide
+    return logits * chunk_rows * whole[0] + gradient

@@ -36,23 +36,17 @@ class BitsAndBytesOptimizer:
     paged: bool = False  # whether the state may be moved out of a GPU that is full
 
 
+_BITSANDBYTES_NAMES = {
+    "Adam": ("adam_8bit",),
+    "AdamW": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    "AdEMAMix": ("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+    "Lion": ("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+    "RMSprop": ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+}
 BITSANDBYTES = {
-    "adam_8bit": BitsAndBytesOptimizer("Adam", 8),
-    "adamw_8bit": BitsAndBytesOptimizer("AdamW", 8),
-    "adamw_bnb_8bit": BitsAndBytesOptimizer("AdamW", 8),
-    "paged_adamw_8bit": BitsAndBytesOptimizer("AdamW", 8, paged=True),
-    "paged_adamw_32bit": BitsAndBytesOptimizer("AdamW", 32, paged=True),
-    "ademamix": BitsAndBytesOptimizer("AdEMAMix", 32),
-    "ademamix_8bit": BitsAndBytesOptimizer("AdEMAMix", 8),
-    "paged_ademamix_8bit": BitsAndBytesOptimizer("AdEMAMix", 8, paged=True),
-    "paged_ademamix_32bit": BitsAndBytesOptimizer("AdEMAMix", 32, paged=True),
-    "lion_8bit": BitsAndBytesOptimizer("Lion", 8),
-    "lion_32bit": BitsAndBytesOptimizer("Lion", 32),
-    "paged_lion_8bit": BitsAndBytesOptimizer("Lion", 8, paged=True),
-    "paged_lion_32bit": BitsAndBytesOptimizer("Lion", 32, paged=True),
-    "rmsprop_bnb": BitsAndBytesOptimizer("RMSprop", 32),
-    "rmsprop_bnb_8bit": BitsAndBytesOptimizer("RMSprop", 8),
-    "rmsprop_bnb_32bit": BitsAndBytesOptimizer("RMSprop", 32),
+    name: BitsAndBytesOptimizer(stock, 8 if name.endswith("_8bit") else 32, name.startswith("paged_"))
+    for stock, names in _BITSANDBYTES_NAMES.items()
+    for name in names
 }
 """Optimizers of bitsandbytes by the names that HF Trainer has for them, and ``adam_8bit``."""
 

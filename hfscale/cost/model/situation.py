@@ -65,7 +65,7 @@ class Situation:
     pp_rank: int = 0  # whose stages are meant
     ranks: dict[str, int] = field(default_factory=dict)  # coordinates on the other axes; those left out are 0
     in_flight: tuple[int, ...] = ()  # for each stage, microbatches that it holds at once; 1 where it is not said
-    mixed: bool = False  # whether 16 bits compute over weights of another type
+    mixed: str = "no"  # the ``mixed_precision``: how 16 bits compute over weights of another type
     trained: frozenset[str] = frozenset()  # names of the parameters that train
     routes: int | None = None  # experts that a token is sent to; None: all
     all_recomputed: bool = False  # whether all layers are, whatever the plan says

@@ -2,7 +2,8 @@
 
 Per layer, for forward and backward of one microbatch::
 
-    products      2 for every token and weight forward, 4 backward, 2 more where a layer is recomputed
+    products      2 for every token and weight forward, 4 backward, 2 more where a layer is recomputed, and 2 for those
+                  of MLPs in tiles; in 8 bits at their own rate, and casts
     attention     2 s q forward for every token where it is causal, 2.5 times that backward (Dao 2023)
     elementwise   norms and residuals 44 bytes for every value of the stream, 8 for every value of queries, keys, values
                   and attention's result, 30 for every value inside of a gated MLP (14 of a plain one), in 16 bits
@@ -25,6 +26,10 @@ from .job import Job, Place, job_of
 from .machines_known import Constants, Machine
 from .model_shape import ModelShape, shape_of_plan
 from .traffic import data_bus, data_traffic, edge_traffic, layer_traffic, sent, tensor_bus
+
+_CAST = 21  # bytes moved for a value that is cast to 8 bits
+_ADAPTED = 24  # for a value that a product with an adapter reads or gives
+_TILE = 3.2  # of what the host needs to launch a layer: a tile's norms and MLP, three times
 
 
 @dataclass(frozen=True)
@@ -69,17 +74,21 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     stream = 44 * shape.hidden / (tp if job.sequence_parallel else 1)
     inside = 8 * (2 * shape.queries + 2 * shape.keys) + (30 if shape.gated else 14) * shape.mlp_width
     moved = tokens * (stream + inside / tp) * (1 + repeated / 3) * job.value_bytes / 2
+    within = passes * shape.active_weights + (2 * (shape.active_weights - shape.attention_weights) if job.tile else 0)
+    fewer = job.eight * (1 - machine.flops / (machine.flops_8 or machine.flops))
+    cast = 2 * shape.hidden + 2 * shape.queries + 2 * shape.keys + (3 if shape.gated else 2) * shape.mlp_width
+    moved += tokens / tp * (_CAST * job.eight * cast + _ADAPTED * job.adapted)
     own = shape.held(tp) + shape.expert_weights / job.expert_ranks
     exchange, bytes_of = constants.far_latency * tp if tp > machine.ranks_per_node else 0.0, layer_traffic(shape, job)
     for size, neighbours in ((bytes_of.tp, tp), (bytes_of.ep, layout.ep * tp), (bytes_of.cp, layout.cp * tp)):
         exchange += size / tensor_bus(neighbours, machine, constants)
     return Seconds(
-        products=passes * tokens * shape.active_weights / tp / _product_rate(machine, constants),
+        products=tokens * within / tp / _product_rate(machine, constants) * (1 - fewer),
         attention=attention / (constants.attention * machine.flops),
         elementwise=(constants.elementwise * moved + job.unpacked * own) / bandwidth,
         accumulation=12 * job.trained * own / bandwidth,
         exchange=exchange,
-        host=constants.layer_host * (1 + repeated / 3),
+        host=constants.layer_host * (1 + repeated / 3 + (_TILE * tokens / job.tile if job.tile else 0)),
     )
 
 

@@ -12,7 +12,9 @@ all-reduce. With ``x`` the bytes of a microbatch's stream and ``w`` those of a r
                    Once in a step 2 (n-1)/n of the gradients that are partial: of adapters' factors, of routers
     ep             4 x (n-1)/n for each expert that a token is sent to: there and back, and their gradients; 2 more
                    where the layer is recomputed
-    cp             3 (n-1)/n of all keys and values: gathered in both passes, and their gradients scattered
+    cp             3 (n-1)/n of all keys and values: gathered in both passes, and their gradients scattered; where heads
+                   are exchanged, 4 (n-1)/n of this rank's queries and results, keys and values, half of it forward;
+                   what is sent forward again where the layer is recomputed
     pp             x forward and its gradient backward, cut over the tensor ranks where the sequence is
     dp_shard       (n-1)/n w once, to reduce gradients; weights are gathered once, or, without stages, in both passes of
                    every microbatch, those around the layers in one; experts that are spread over n of these ranks
@@ -54,9 +56,16 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
         times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
         experts = times * sent(layout.ep) * stream
-    keys = 2 * job.value_bytes * job.tokens * layout.cp * shape.keys / layout.tp
     between = _between_tensor_ranks(shape, job) * sent(layout.tp) * stream
-    return Traffic(tp=between, ep=experts, cp=3 * sent(layout.cp) * keys)
+    return Traffic(tp=between, ep=experts, cp=sent(layout.cp) * _between_context_ranks(shape, job))
+
+
+def _between_context_ranks(shape: ModelShape, job: Job) -> float:
+    """Return the bytes of a layer that context ranks exchange, of which each sends all but its own."""
+    own = job.value_bytes * job.tokens / job.layout.tp
+    if job.method.startswith("heads"):
+        return (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)
+    return (3 + job.recompute) * 2 * own * job.layout.cp * shape.keys
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:

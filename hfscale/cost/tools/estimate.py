@@ -19,7 +19,7 @@ from ...plan import Plan
 from ...plan.columns import aligned
 from ...plan.table import human
 from ..model.job import Job, job_of, places_of, with_host_of
-from ..model.machines_known import Constants, Machine, constants_of, find_machine
+from ..model.machines_known import MEASURED, Constants, Machine, constants_of, find_machine
 from ..model.memory_model import MemoryEstimate
 from ..model.model_shape import ModelShape, shape_of_plan
 from ..model.step_time import StepTime, part_seconds, stage_seconds, step_time
@@ -28,7 +28,6 @@ from .memory_report import check_asked, memory_of_ranks
 from .simulated_rank import RunSpec, run_spec
 
 _MOST_ACTIONS = 100_000  # that are played through; a formula says the rest
-_NOTE = "seconds: estimated with constants of other code on GPUs; hfscale was not measured on them yet"
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,6 @@ class StageEstimate:
     layers: int
     seconds: float  # of a microbatch's forward and backward pass
     memory: MemoryEstimate
-
-    @property
-    def needed(self) -> float:
-        """Bytes that it needs to run: all kinds at once, and the libraries' own."""
-        return self.memory.needed
-
-    @property
-    def likely(self) -> float:
-        """Bytes that it is likely to reserve: an allocator needs a tenth more for activations."""
-        return self.memory.likely
 
 
 @dataclass(frozen=True)
@@ -83,17 +72,17 @@ class Estimate:
     @property
     def fullest(self) -> StageEstimate:
         """The rank that is likely to need most memory."""
-        return max(self.stages, key=lambda stage: stage.likely)
+        return max(self.stages, key=lambda stage: stage.memory.likely)
 
     @property
     def needed(self) -> float:
         """Bytes that the fullest rank needs to run."""
-        return self.fullest.needed
+        return self.fullest.memory.needed
 
     @property
     def likely(self) -> float:
         """Bytes that the fullest rank is likely to reserve."""
-        return self.fullest.likely
+        return self.fullest.memory.likely
 
     @property
     def verdict(self) -> str:
@@ -106,7 +95,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain numbers and strings."""
-        machine, names = self.hardware, ("rank", "layers", "seconds", "needed", "likely")
+        machine, sizes = self.hardware, ("needed", "likely")
         return {
             "hardware": machine.name,
             "layout": self.layout,
@@ -124,7 +113,7 @@ class Estimate:
             "mfu": self.mfu,
             "time": self.time.terms,
             "stages": [
-                {**{name: getattr(stage, name) for name in names}, "memory": stage.memory.kinds}
+                {**vars(stage), **{name: getattr(stage.memory, name) for name in sizes}, "memory": stage.memory.kinds}
                 for stage in self.stages
             ],
             "notes": list(self.notes),
@@ -137,7 +126,7 @@ class Estimate:
         )
         memory = [["rank", "layers", *kinds, "needed", "likely"]]
         for stage in self.stages:
-            sizes = [*stage.memory.kinds.values(), round(stage.needed), round(stage.likely)]
+            sizes = [*stage.memory.kinds.values(), round(stage.memory.needed), round(stage.memory.likely)]
             memory.append([str(stage.rank), str(stage.layers), *map(human, sizes)])
         terms = sorted(self.time.terms.items(), key=lambda item: -item[1])
         seconds = [[name, f"{s:.4f}", f"{100 * s / self.seconds:.1f}%"] for name, s in terms if s]
@@ -167,20 +156,20 @@ def estimate(
 ) -> Estimate:
     """Estimate seconds and bytes of one training step, for every pipeline rank, by kind and by term. Nothing is run.
 
-    Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on public runs of
-    other code on H100s, or from what ``hfscale calibrate`` measured; hfscale itself was not run on GPUs yet.
+    Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on runs of hfscale
+    on one H100 and one H200 (of other code on H100s for what ranks exchange), or from what ``hfscale calibrate`` found.
 
     Args:
         source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
         parallel: the layout; with a plan, the plan's.
-        hardware: a name (``h100``, ``h200``, ``b200``, ``a100-80``, ``a100-40``), a JSON file of ``hfscale calibrate``,
-            or a :class:`hfscale.cost.model.machines_known.Machine`.
+        hardware: a name (``h100``, ``h200``, ``b200``, ``gb200``, ``gb300``, ``a100-80``, ``a100-40``), a JSON file of
+            ``hfscale calibrate``, or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
         batch_size: sequences of one microbatch of one batch rank.
         num_microbatches: of one batch rank in a step; by default the layout's, or as many as there are stages.
         optimizer: a name that :func:`hfscale.create_optimizer` knows.
         optim_args: its options, where they change its state.
-        mixed_precision: ``"no"`` or ``"bf16"``.
+        mixed_precision: ``"no"``, ``"bf16"``, ``"bf16_params"`` or ``"fp8"``.
         plan_kwargs: of :func:`hfscale.plan`: ``dtype``, ``memory``, ``peft_config``, ``quantization_config``, ...
 
     Raises:
@@ -196,7 +185,7 @@ def estimate(
         plan, spec = source, None
     else:
         config = source if isinstance(source, PreTrainedConfig) else load_config(str(source), dict(plan_kwargs))[0]
-        plan = make_plan(config, parallel, **plan_kwargs)
+        plan = make_plan(config, parallel, mixed_precision=mixed_precision, **plan_kwargs)
         spec = run_spec(config, mixed_precision=mixed_precision, **plan_kwargs)
     sizes = sequence_length, batch_size, num_microbatches
     shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args)
@@ -214,8 +203,8 @@ def costs(
 ) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
     """Return shape, job and memory of each pipeline rank of a plan; ``spec`` measures layers without a formula."""
     count = microbatches or plan.layout.num_microbatches or plan.layout.pp
-    shape, mixed = shape_of_plan(plan, None if spec is None else spec.config), mixed_precision != "no"
-    job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed)
+    shape = shape_of_plan(plan, None if spec is None else spec.config)
+    job = job_of(plan, sequence=sequence, batch=batch, microbatches=count, mixed=mixed_precision)
     held = memory_of_ranks(
         plan,
         tokens=sequence * batch,
@@ -244,19 +233,34 @@ def _of_plan(
     played = _played(plan, taken, job)
     bubble = None if played is None else max(0.0, played.makespan - job.microbatches * max(taken))
     of_ranks, experts = [place.weights for place in places], [place.expert_weights for place in places]
+    time = step_time(stages, of_ranks, job, machine, constants, bubble, experts)
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
         stages=tuple(
             StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(plan.layout.pp)
         ),
-        time=step_time(stages, of_ranks, job, machine, constants, bubble, experts),
+        time=time,
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,
         flops=flops,
-        notes=(*held[0].notes, _NOTE),
+        notes=(*held[0].notes, *_range_of_mixture(shape, job, time, held), MEASURED),
         schedule=played,
     )
+
+
+def _range_of_mixture(shape: ModelShape, job: Job, time: StepTime, held: Sequence[MemoryEstimate]) -> list[str]:
+    """Return a note on a mixture: what it takes and holds if the busiest expert rank gets half as many tokens again."""
+    if not shape.experts:
+        return []
+    equal = "mixture: estimated with equally many tokens for every expert"
+    if job.layout.ep == 1:
+        return [f"{equal}; without expert ranks a rank keeps as much whatever its router does"]
+    more = (1 - (shape.layer_weights - shape.expert_weights) / shape.active_weights) / 2  # of a layer's work
+    seconds = time.total + more * (time.products + time.elementwise) + time.exchange / 2
+    full = max(held, key=lambda each: each.likely)
+    reserved = human(round(full.likely + more * full.activations))
+    return [f"{equal}; up to {seconds:.3g} s and {reserved} where the busiest expert rank gets half as many again"]
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:

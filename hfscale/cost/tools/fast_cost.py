@@ -5,15 +5,20 @@ Seconds are the time model's. Bytes are those of :mod:`hfscale.cost.model.memory
 compares the two. What is the same for many candidates is computed once: a layer's seconds, the cut into stages.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
+from ..._compat.torch_device import ACCELERATOR
 from ...config.parallel import AXES, ParallelConfig
+from ...distributed.ops.head_cross_entropy import rows_per_chunk
 from ...parallel.pipeline.microbatches import in_flight_of_ranks
 from ...plan import balance
 from ...plan.drafting.assign import Cost
+from ...plan.sequence_split import choose
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine
 from ..model.memory_model import OVERHEAD, likely_bytes
@@ -22,9 +27,11 @@ from .model_summary import ModelSummary
 
 SCHEDULES = (("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2))
 """Schedules that are tried, with stages per rank; the first of them alone where there is one stage."""
+WAYS = ("none", "elementwise", "full")
+"""Ways to compute activations again that are tried."""
 _LONG = 16384  # tokens of a sequence from which on it is worth cutting
 _NODES_OF_TENSOR_RANKS = 2
-_OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("parameters", "activations"))
+OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters",), ("parameters", "activations"))
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,20 @@ class Candidate:
 
     @property
     def recompute(self) -> str:
-        """Return the choice of :attr:`hfscale.MemoryConfig.recompute`."""
+        """The choice of :attr:`hfscale.MemoryConfig.recompute`."""
         return "full" if self.job.recompute else "elementwise" if self.job.elementwise else "none"
+
+    @property
+    def levers(self) -> dict[str, Any]:
+        """What is computed again, in tiles of how many tokens, and what lies on the host."""
+        return {"recompute": self.recompute, "tile_tokens": self.job.tile or None, "offload": self.offload}
+
+    def memory_arguments(self) -> dict[str, Any]:
+        """Return the arguments of :class:`hfscale.MemoryConfig` that are not its defaults."""
+        found = {
+            name: value for name, value in self.levers.items() if name != "offload" and value not in ("none", None)
+        }
+        return found | {f"offload_{what}": True for what in self.offload}
 
     @property
     def kind(self) -> str:
@@ -63,6 +82,7 @@ class Candidate:
         named = " x ".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1) or "one process"
         extra = f", {self.schedule}" if job.layout.pp > 1 else ""
         again = {"none": "", "full": ", layers recomputed"}.get(self.recompute, f", recompute {self.recompute}")
+        again += f" in tiles of {job.tile:,}" if job.tile else ""
         host = f", {' and '.join(self.offload)} on the host" if self.offload else ""
         return f"{named}, {job.microbatches} x {job.batch} sequences{extra}{again}{host}"
 
@@ -81,8 +101,7 @@ class Candidate:
         """Return all fields as plain numbers and strings."""
         sizes = {axis.removeprefix("dp_"): size for axis, size in self.sizes.items()}
         step = {name: getattr(self.job, name) for name in ("batch", "microbatches", "virtual")}
-        levers = {"recompute": self.recompute, "offload": self.offload}
-        return {**sizes, **step, **levers, "schedule": self.schedule, "kind": self.kind}
+        return {**sizes, **step, **self.levers, "schedule": self.schedule, "kind": self.kind}
 
 
 def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: int) -> Iterator[Candidate]:
@@ -97,10 +116,10 @@ def candidates(summary: ModelSummary, machine: Machine, gpus: int, sequences: in
                     yield from _of_sizes(summary, machine, (tp, pp, cp, dp), sequences // dp)
 
 
-def offloading(found: Iterable[Candidate]) -> Iterator[Candidate]:
+def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
     """Yield layouts that offload to the host, for models that fit in no other way; only with 1F1B."""
     for each in found:
-        for what in _OFFLOADS if each.schedule == SCHEDULES[0][0] else ():
+        for what in ways if each.schedule == SCHEDULES[0][0] else ():
             if "parameters" not in what or each.job.layout.dp_shard > 1:
                 yield replace(each, offload=what)
 
@@ -126,9 +145,16 @@ def _of_sizes(
                     if shard % max(1, ep // tp):
                         continue
                     layout = _layout(schedule, virtual, pp, dp // shard, shard, ep, cp, tp)
-                    # split passes recompute layers twice
-                    for again in ("none", "elementwise", "full") if schedule != "zbv" else ("none", "elementwise"):
-                        yield Candidate(step_of(summary, layout, batch, count, again))
+                    for again, tile in _ways(summary, batch, cp, schedule):
+                        yield Candidate(step_of(summary, layout, batch, count, again, tile))
+
+
+def _ways(summary: ModelSummary, batch: int, cp: int, schedule: str) -> list[tuple[str, int]]:
+    """Return how activations may be computed again, and the tokens of a tile, where there are several tiles."""
+    tile, found = summary.job.tile, [(way, 0) for way in WAYS]
+    several = tile and summary.job.sequence * batch / cp > 2 * tile
+    found += [("elementwise", tile), ("full", tile)] if several else []
+    return [way for way in found if way[0] != "full" or schedule != "zbv"]  # split passes recompute layers twice
 
 
 @cache
@@ -138,10 +164,17 @@ def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 
 
-def step_of(summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: str) -> Job:
+def step_of(
+    summary: ModelSummary, layout: ParallelConfig, batch: int, microbatches: int, recompute: str, tile: int = 0
+) -> Job:
     """Return the job of a model's step in a layout, with sequence parallelism over tensor ranks."""
     sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches}
-    sizes |= {"recompute": float(recompute == "full"), "elementwise": recompute == "elementwise"}
+    sizes |= {"recompute": float(recompute == "full"), "elementwise": recompute == "elementwise" or tile > 0}
+    sizes |= {"tile": tile, "method": "gather", "replicas": 1.0}
+    if layout.cp > 1:
+        keys = max(1, round(summary.heads * summary.shape.keys / max(1, summary.shape.queries) / layout.tp))
+        sizes["method"] = choose("auto", summary.heads // layout.tp, keys, layout.cp)
+        sizes["replicas"] = max(1.0, layout.cp / keys)
     gathers = layout.dp_shard > 1 and layout.pp == 1
     return replace(summary.job, layout=layout, gathers=gathers, sequence_parallel=layout.tp > 1, **sizes)
 
@@ -201,13 +234,17 @@ class FastCost:
         """Return the bytes per token that a layer keeps, those that one computes again, and those of its input."""
         found, layout = self.summary, job.layout
         kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
-        kept = kept.lean if job.elementwise and kept.lean is not None else kept
-        whole = kept.over(layout.tp)
-        return whole, whole if job.recompute else kept.again / layout.tp, found.stream / layout.tp
+        kept = kept.ways.get("tiles" if job.tile else "elementwise" if job.elementwise else "", kept)
+        whole, tiles = kept.over(layout.tp), 0.0
+        if job.tile:  # of one tile an MLP holds all, and a summary has it for each token of a whole sequence
+            tiles = 4 * job.value_bytes * found.shape.mlp_width * job.tile * (1 / job.tokens - 1 / job.sequence)
+        if job.method == "heads":  # attention's result once more, of this rank's tokens, and shared key heads
+            whole += job.value_bytes * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys) / layout.tp
+        return whole, whole * (job.recompute > 0) + (kept.again + tiles) / layout.tp, found.stream / layout.tp
 
     def _seconds(self, job: Job) -> Parts:
         layout = job.layout
-        key = (layout.tp, layout.cp, layout.ep, job.batch, job.recompute, job.elementwise)
+        key = (layout.tp, layout.cp, layout.ep, job.batch, job.recompute, job.elementwise, job.tile)
         if key not in self._parts:
             self._parts[key] = part_seconds(self.summary.shape, job, self.machine, self.constants)
         return self._parts[key]
@@ -249,5 +286,12 @@ class FastCost:
         elif width < found.weight:
             gathered = 2 * (place.weights + place.expert_weights)
         if place.head:
-            loss = found.head * shape.table_weights / tp + 8 * job.tokens / 4 * shape.vocabulary / tp
-        return states, activations, states + activations + gathered + loss + OVERHEAD
+            rows = rows_per_chunk(round(job.tokens), round(shape.vocabulary / tp), torch.device(ACCELERATOR))
+            loss = found.head * shape.table_weights / tp + job.value_bytes * rows * shape.vocabulary / tp
+        own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once
+        exchanged = own * (shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp)
+        needed = states + activations + gathered + loss + exchanged * (job.layout.cp > 1) + OVERHEAD
+        if job.microbatches == 1 and "parameters" not in c.offload:  # gradients are made while activations go
+            gradients = job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
+            needed -= min(gradients, activations - job.tokens * again)
+        return states, activations, needed

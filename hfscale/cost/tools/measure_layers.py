@@ -101,7 +101,7 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
         raise ConfigError("simulated ranks need a process in which torch.distributed is not initialized")
     with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan
-        job = job_of(plan, **sizes, mixed=spec.mixed_precision != "no")
+        job = job_of(plan, **sizes, mixed=spec.mixed_precision)
         counter = _LayerCounter(model, plan.layers, plan.head, copies)
         counter.follow(runtime_of(model).part(KeptActivations))
         take_step(model, job, shape_of_plan(plan, spec.config), counter, spec.mixed_precision)

@@ -6,12 +6,14 @@ pass keeps for the backward pass is :mod:`hfscale.features.memory.saved`'s.
 """
 
 from collections.abc import Iterable, Mapping
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import storage_key
+from ..._compat.torch_device import ACCELERATOR
 from ..._compat.transformers.computing import recomputes
 from ...config.options import Options
 from ...distributed.ops.head_cross_entropy import rows_per_chunk
@@ -89,8 +91,8 @@ def memory_estimate(
 
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
-    """Return the :func:`memory_estimate` of each pipeline rank of a plan."""
-    return [_memory_of_rank(plan, rank, torch.device("cpu"), **given) for rank in range(plan.layout.pp)]
+    """Return the :func:`memory_estimate` of each pipeline rank of a plan, on GPUs."""
+    return [_memory_of_rank(plan, rank, torch.device(ACCELERATOR), **given) for rank in range(plan.layout.pp)]
 
 
 def _memory_of_rank(
@@ -102,9 +104,10 @@ def _memory_of_rank(
         weight = plan.by_name[f"{plan.head}.weight"]
         cut = weight.cut_over("tp")
         width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
-        rows = rows_per_chunk(tokens, width, device)
+        rows = rows_per_chunk(ceil(tokens / plan.layout.cp), width, device)
     in_flight = in_flight_together(plan, num_microbatches)
-    return estimate_memory(plan, pp_rank=pp_rank, tokens=tokens, in_flight=in_flight, chunk_rows=rows, **given)
+    given |= {"in_flight": in_flight, "chunk_rows": rows, "fused": device.type != "cpu", "apart": num_microbatches == 1}
+    return estimate_memory(plan, pp_rank=pp_rank, tokens=tokens, **given)
 
 
 def check_asked(

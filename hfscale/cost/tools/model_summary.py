@@ -1,6 +1,7 @@
 """Summarize a model for a search over layouts: read the plan of one process once, then only arithmetic."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -9,6 +10,7 @@ from ...api.build import plan as make_plan
 from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig
 from ...plan import Plan
+from ...plan.feature_plans import weights_in_8_bits
 from ..model.activation_bytes import trained_names
 from ..model.job import Job, job_of, matrix_entries
 from ..model.layer_bytes import layer_bytes, stream_width, types_of
@@ -18,6 +20,8 @@ from ..model.situation import MeasuredLayers, Situation, Types
 from .measure_layers import measured_layers
 from .simulated_rank import RunSpec, run_spec
 
+TILE = 8192  # tokens of the tiles that are tried where sequences are several times as long
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -26,7 +30,8 @@ class Kept:
     cut: float  # what tensor ranks with sequence parallelism share out
     whole: float  # what each of them has
     again: float = 0.0  # what it computes again at once, cut
-    lean: "Kept | None" = None  # where all but products and attention is computed again
+    # where all but products and attention is computed again ("elementwise"), and likewise in tiles ("tiles")
+    ways: "Mapping[str, Kept]" = field(default_factory=dict)
 
     def over(self, tp: int) -> float:
         """Return the bytes on each of ``tp`` tensor ranks; one rank has nothing to gather."""
@@ -57,29 +62,37 @@ def summarize(
     mixed_precision: str = "no",
     optimizer: str = "adamw_torch_fused",
     sequence: int = 4096,
+    tile: int | None = None,  # tokens of a tile; by default those worth it for long sequences, if any
     **given: Any,
 ) -> ModelSummary:
     """Summarize a model and its training; ``given`` are arguments of its plan for one process."""
-    mixed, plan = mixed_precision != "no", make_plan(config, **given)
+    mixed, plan = mixed_precision, make_plan(config, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, trained = shape_of_plan(plan, config), trained_names(plan)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None) or 1
     held = estimate_memory(plan, optimizer=optimizer, mixed_precision=mixed_precision)
     entries = sum(matrix_entries(plan).values())
-    types = Types(2, 2) if mixed else types_of(plan, False)
+    types = types_of(plan) if mixed_precision == "no" else Types(2, 2)
     layer = plan.layers[len(plan.layers) // 2]
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
-    lean = {**given, "memory": MemoryConfig(recompute="elementwise")}
-    lean_spec = run_spec(config, mixed_precision=mixed_precision, **lean)
+
+    def planned(**memory: Any) -> tuple[Plan, RunSpec]:
+        more = {**given, "mixed_precision": mixed_precision, "memory": MemoryConfig(recompute="elementwise", **memory)}
+        return make_plan(config, **more), run_spec(config, **more)
+
+    ways = {"elementwise": planned()}
+    tile = tile or (TILE if sequence > 2 * TILE and not (plan.mixtures or weights_in_8_bits(plan)) else None)
+    if tile is not None:
+        ways["tiles"] = planned(tile_tokens=tile)
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
-        job=job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed),
+        job=replace(job_of(plan, sequence=sequence, batch=1, microbatches=1, mixed=mixed), tile=tile or 0),
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
-        **_kept((plan, spec), (make_plan(config, **lean), lean_spec), layer, types, situation),
+        **_kept((plan, spec), ways, layer, types, situation),
         stream=layer_bytes(plan, layer, situation, types).stream,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         family=plan.family,
@@ -87,13 +100,20 @@ def summarize(
 
 
 def _kept(
-    full: tuple[Plan, RunSpec], lean: tuple[Plan, RunSpec], layer: str, types: Types, situation: Situation
+    full: tuple[Plan, RunSpec],
+    ways: Mapping[str, tuple[Plan, RunSpec]],
+    layer: str,
+    types: Types,
+    situation: Situation,
 ) -> dict[str, Kept]:
-    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks; ``lean``: elementwise again."""
-    mixed, data = full[1].mixed_precision != "no", {"dp_shard_size": 2}
+    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks, also where it is computed again
+    in one of the ``ways``.
+    """
+    mixed, data = full[1].mixed_precision, {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:
-        return replace(seen(*full, alone, sizes), lean=seen(*lean, alone, sizes))
+        again = {name: seen(*way, alone, sizes) for name, way in ways.items()}
+        return replace(seen(*full, alone, sizes), ways=again)
 
     def seen(plan: Plan, spec: RunSpec, alone: bool, sizes: dict[str, Any]) -> Kept:
         one, two = (
@@ -106,7 +126,7 @@ def _kept(
 
     kept = of(False, **data)
     spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
-    return {"kept": kept, "kept_alone": of(True) if mixed else kept, "kept_spread": spread}
+    return {"kept": kept, "kept_alone": kept if mixed == "no" else of(True), "kept_spread": spread}
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Search for the best layout for a number of GPUs and a global batch; write a recipe of the winner."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from ...errors import ConfigError, check_count
 from ...plan.columns import aligned
 from ...plan.table import human
 from ..model.machines_known import DOES_NOT_FIT, FITS, Constants, Machine, find_machine, fitted, machine_names
-from .fast_cost import CandidateCost, FastCost, candidates, offloading
+from .fast_cost import OFFLOADS, WAYS, CandidateCost, FastCost, candidates, offloading
 from .model_summary import ModelSummary
 
 _MOST_TIMES = 256  # as many GPUs as asked for, tried where nothing fits
@@ -85,10 +85,13 @@ def search(
     *,
     tokens_per_step: int,  # of all ranks; sequences are whole, so it may be a little less
     max_memory: float | None = None,  # bytes that a rank may be likely to hold; by default 87.5% of the device's
+    only: Mapping[str, Any] | None = None,  # of a candidate's ``levers``, those that are given; others are tried
     constants: Constants | None = None,  # of time; by default those fitted on public runs
 ) -> Search:
     """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
-    trial = _Trial(summary, find_machine(hardware), constants or fitted(), max_memory)
+    machine = find_machine(hardware)
+    budget = machine.budget if max_memory is None else max_memory
+    trial = _Trial(summary, machine, constants or fitted(), budget, only or {})
     sequence = summary.job.sequence
     trial.check(gpus, tokens_per_step)
     sequences = tokens_per_step // sequence
@@ -96,11 +99,11 @@ def search(
     if not every:
         divisor = next(count for count in range(gpus, 0, -1) if sequences % count == 0)
         raise ConfigError(
-            f"no layout of {gpus} GPUs fits {sequences} sequences a step, {summary.heads} heads and "
+            f"no layout of {gpus} GPUs{trial.asked} fits {sequences} sequences a step, {summary.heads} heads and "
             f"{summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a step"
         )
     fitting = trial.fitting(every)
-    if not fitting:
+    if not fitting and "offload" not in trial.only:
         every += trial.run(gpus, sequences, on_host=True)
         fitting = trial.fitting(every)
     if not fitting:
@@ -123,13 +126,21 @@ def search(
     )
 
 
+@dataclass
 class _Trial:
     """Judge candidates of one model on one machine by a memory budget."""
 
-    def __init__(self, summary: ModelSummary, machine: Machine, constants: Constants, budget: float | None) -> None:
-        self.summary, self.machine = summary, machine
-        self.budget = machine.budget if budget is None else budget
-        self._cost = FastCost(summary, machine, constants)
+    summary: ModelSummary
+    machine: Machine
+    constants: Constants
+    budget: float
+    only: Mapping[str, Any]  # levers that are given
+
+    def __post_init__(self) -> None:
+        self._cost = FastCost(self.summary, self.machine, self.constants)
+        self.asked = "".join(f", {name}={value}" for name, value in self.only.items())
+        if (again := self.only.get("recompute", WAYS[0])) not in WAYS:
+            raise ConfigError(f"search tries recompute={', '.join(WAYS)}, got {again!r}: use hfscale estimate for it")
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
         """Refuse impossible sizes, and memory budgets beyond the machine's."""
@@ -145,8 +156,10 @@ class _Trial:
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
         """Estimate every candidate; with ``on_host`` those that offload to the host instead."""
-        plain = candidates(self.summary, self.machine, gpus, sequences)
-        return [self._cost.estimate(each) for each in (offloading(plain) if on_host else plain)]
+        found = candidates(self.summary, self.machine, gpus, sequences)
+        if on_host or self.only.get("offload"):
+            found = offloading(found, [self.only["offload"]] if "offload" in self.only else OFFLOADS)
+        return [self._cost.estimate(each) for each in found if self.only.items() <= each.levers.items()]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:
         """Return the candidates that fit, the fastest first."""
@@ -197,16 +210,14 @@ class _Trial:
 def recipe_of(found: Search, model: str, **training: Any) -> str:
     """Return the text of a recipe that trains ``model`` in the winner's layout, with further keys of its schema."""
     chosen = found.winner.candidate
-    own: dict[str, Any] = {"batch_size": found.sequences, "gradient_checkpointing": chosen.recompute == "full"}
-    memory: dict[str, Any] = {f"offload_{what}": True for what in chosen.offload}
-    memory |= {"recompute": chosen.recompute} if chosen.recompute == "elementwise" else {}
+    own: dict[str, Any] = {"batch_size": found.sequences}
     if chosen.job.layout.pp == 1:
         own["microbatch_size"] = chosen.job.batch
     document: dict[str, Any] = {
         "name": "searched",
         "base": model,
         "parallel": chosen.parallel_arguments(),
-        "memory": memory,
+        "memory": chosen.memory_arguments(),
         "data": {"source": "train.jsonl", "sequence_length": found.sequence},
         "training": {**own, **training.get("training", {})},
         **{key: value for key, value in training.items() if key != "training"},

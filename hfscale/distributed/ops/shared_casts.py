@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._compat.torch import storage_key
 from .collectives import apply_mapping
 
-_Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+_Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass
@@ -67,7 +67,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``weight.to(dtype)``, from the shared copies if there are any."""
     if _current is None or weight.dtype == dtype or not weight.numel() or torch.compiler.is_compiling():
         return weight.to(dtype)
-    key = weight.data_ptr(), weight.shape, weight.stride(), dtype
+    key = storage_key(weight), int(weight.storage_offset()), weight.shape, weight.stride(), dtype
     plain = _current.plain.get(key)
     if plain is None:
         plain = _current.plain[key] = weight.detach().to(dtype)

@@ -3,7 +3,7 @@
 Data flow. A config's adapters are found by wrapping the *full* stock model on the meta device: that tells which modules
 are wrapped, and the shape of every factor, whatever the layout. The plan is extended by them. Then PEFT wraps this
 rank's modules, which have local sizes, so its factors get local sizes too; they are filled with this rank's shard of
-PEFT's initial values (:mod:`.first_values`) or of a saved adapter (:mod:`.storage`). The edges of the blocks are hooked
+PEFT's initial values (:mod:`.attach`) or of a saved adapter (:mod:`.storage`). The edges of the blocks are hooked
 afterwards, around the wrappers.
 """
 

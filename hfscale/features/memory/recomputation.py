@@ -98,7 +98,7 @@ class Recomputation(Part):
             tokens=tokens,
             pp_rank=runtime.mesh.pp_rank,
             in_flight=most_in_flight(runtime.plan, microbatches),
-            mixed=runtime.options.mixed_precision != "no",
+            mixed=runtime.options.mixed_precision,
             trained=trained,
             routes=experts_per_token(runtime.model.config),
             sequence_length=sequence,

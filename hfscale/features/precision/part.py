@@ -1,58 +1,94 @@
-"""Mixed precision by autocast around the forward pass, where FSDP2 does not cast all; float16 scaling of the loss."""
+"""Mixed precision by autocast, or by casting parameters, where FSDP2 does not cast all; float16 scaling of the loss."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..._compat.torch import autocast_remembers, own_parameters, unscale_and_check
-from ..._compat.transformers.computing import recomputes
+from ..._compat.torch import autocast_remembers, own_buffers, own_parameters, tree_map_only, unscale_and_check
+from ..._compat.transformers.computing import recomputes, stays_in_32_bits
 from ...config.options import MIXED_PRECISIONS
-from ...distributed.ops.shared_casts import Casts, autocasted_weight, is_sharing, sharing
+from ...distributed.ops.shared_casts import Casts, autocasted_weight, cast_weight, is_sharing, sharing
 from ...errors import ConfigError
 from ...models.module_kinds import PROJECTIONS
-from ...models.precision import WIDENS_INSIDE
+from ...models.precision import WIDENS_AROUND, WIDENS_INSIDE
+from ...plan.drafting.draft import Draft
 from ...train.runtime import Part, Runtime, local_tensor
+from ...train.runtime.forward_passes import recomputing
+from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.shards import LocalWeights, add_back, gradients_aside
 
 
 class Autocast(Part):
     """Autocast the forward pass under mixed precision. Over several data ranks FSDP2 casts a layer's weights and
-    inputs, so this is used only for families that compute in 32 bits inside their layers.
+    inputs, so this is used only for families that compute in 32 bits inside their layers. Where parameters are cast, a
+    caller's autocast is turned off.
     """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap ``model.forward`` in autocast."""
         dtype, model = MIXED_PRECISIONS[runtime.options.mixed_precision], runtime.model
-        if dtype is None or (runtime.mesh.data_world > 1 and runtime.plan.family not in WIDENS_INSIDE):
+        cast = runtime.options.casts_parameters
+        by_data_ranks = runtime.mesh.data_world > 1 and runtime.plan.family not in WIDENS_INSIDE
+        if dtype is None or (by_data_ranks and not cast):
             return
         forward: Callable[..., Any] = model.forward
         device = runtime.mesh.device.type
 
         def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device, dtype=dtype):
+            with torch.autocast(device, dtype=dtype, enabled=not cast):
                 return forward(*args, **kwargs)
 
         autocast_forward.__wrapped__ = forward  # type: ignore[attr-defined]  # transformers inspects its signature
         model.forward = autocast_forward
 
 
-class SharedCasts(Part):
-    """A part for mixed precision in pipeline stages without data ranks; over data ranks FSDP2 casts what it gathers."""
+def plan_precision(draft: Draft) -> None:
+    """Record a problem where parameters are to be cast, and the model multiplies them with activations in 32 bits."""
+    family = draft.config.model_type
+    if draft.options.casts_parameters and family in (*WIDENS_INSIDE, *WIDENS_AROUND):
+        draft.problem(
+            f"mixed_precision='bf16_params' cannot be used with {family!r}, which widens activations to 32 bits, and "
+            "parameters in 16 cannot be multiplied with them: use mixed_precision='bf16', which casts both"
+        )
+
+
+class ParameterCasts(Part):
+    """Put copies in the type of mixed precision in place of parameters while modules run, one for all microbatches in
+    flight; FSDP2 makes its own over data ranks. Under ``"bf16_params"`` the model computes as one loaded in 16 bits;
+    otherwise only projections in stages have copies, of which autocast would make one for each microbatch.
+    """
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether microbatches in flight share casts."""
-        return runtime.shares_casts
+        """Return whether this part makes copies."""
+        return runtime.shares_casts or (runtime.options.casts_parameters and runtime.mesh.data_world == 1)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap the projections' forward, inside of block edges; with deferred weight gradients those cast weights."""
-        for module in runtime.model.modules():
-            if type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
-                module.forward = partial(_with_shared_cast, module, module.forward)
+        """Wrap the forward of modules, inside of block edges; all modules where all is cast, since a backward pass,
+        which recomputes, may call any of them by itself.
+        """
+        model, known, cast_all = runtime.model, runtime.plan.by_name.keys(), runtime.options.casts_parameters
+        stays = stays_in_32_bits(model)
+        copies = _Copies(MIXED_PRECISIONS[runtime.options.mixed_precision] if cast_all else None)
+        for prefix, module in model.named_modules():
+            full = {name: f"{prefix}.{name}".lstrip(".") for name in own_parameters(module)}
+            cast = [name for name, at in full.items() if {at, stock_name(at)} & known and not stays(at)]
+            if cast if cast_all else type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
+                copies.places[module] = cast if cast_all else ["weight"]
+        for module in model.modules():
+            held = any(inner in copies.places for inner in module.modules()) if cast_all else module in copies.places
+            if held and not isinstance(module, nn.Embedding):  # which gets another class over tensor ranks
+                forward = module.forward
+                module.forward = partial(copies.run, module, forward)
+                module.forward.__wrapped__ = forward  # its signature is inspected
+
+    def around_step(self, runtime: Runtime, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """Share copies between the microbatches of a step, where all is cast."""
+        return sharing(Casts()) if runtime.options.casts_parameters else nullcontext()
 
     @contextmanager
     def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
@@ -61,17 +97,40 @@ class SharedCasts(Part):
             yield
 
 
-def _with_shared_cast(module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a projection's own forward with the cast copy of its weight."""
-    held = own_parameters(module)
-    weight = held.get("weight")
-    if torch.compiler.is_compiling() or weight is None or weight.dtype != torch.float32 or not is_sharing():
-        return forward(*args, **kwargs)
-    held["weight"] = autocasted_weight(weight)
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        held["weight"] = weight
+class _Copies:
+    """Replace the parameters at ``places``, a module's attributes, by copies in ``dtype``, or autocast's."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype, self.places, self._inside = dtype, dict[nn.Module, list[str]](), False
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what ``forward`` computes with copies of the parameters in ``module``."""
+        if self._inside or (self._dtype is None and (torch.compiler.is_compiling() or not is_sharing())):
+            return forward(*args, **kwargs)
+        if self._dtype is not None and not recomputing():
+            args, kwargs = tree_map_only(
+                Tensor, lambda x: x.to(self._dtype) if x.dtype == torch.float32 else x, (args, kwargs)
+            )
+        with nullcontext() if is_sharing() else sharing(Casts()), self._in_place(module):
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def _in_place(self, module: nn.Module) -> Iterator[None]:
+        before = list[tuple[nn.Module, str, Tensor]]()
+        for inner in module.modules():
+            held = own_parameters(inner)
+            for name in self.places.get(inner, ()):
+                if held.get(name) is not None and held[name].dtype == torch.float32:
+                    before.append((inner, name, own := held[name]))
+                    held[name] = autocasted_weight(own) if self._dtype is None else cast_weight(own, self._dtype)
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            for inner, name, parameter in before:
+                own_parameters(inner)[name] = parameter
+                own_buffers(inner).pop(name, None)  # where PEFT has parametrized the copy, and put it back
 
 
 class LossScaling(Part):

@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 
 from ..._compat.accelerate import BatchScheduler, is_prepared, one_run, prepared
 from ..._compat.torch_device import accelerators
-from ..._compat.transformers.classes import class_name
 from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from ...config.environment import started_processes, without_launcher_switches
 from ...distributed.mesh import Mesh
@@ -30,7 +29,7 @@ from ...errors import ConfigError
 from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
-from ...train.runtime import Runtime, find_runtime, runtime_of
+from ...train.runtime import Runtime, runtime_of
 from .loaders import REBALANCES, OneOrder, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
@@ -276,12 +275,7 @@ class Accelerator(accelerate.Accelerator):
         return latest_mesh() if self._runtime is None else self._runtime.mesh
 
     def _adopt(self, model: nn.Module) -> None:
-        runtime = find_runtime(model)
-        if runtime is None:
-            raise ConfigError(
-                f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained, "
-                "from_config or parallelize before accelerator.prepare"
-            )
+        runtime = runtime_of(model)
         if runtime.mesh.device.type != self.device.type:
             raise ConfigError(
                 f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "

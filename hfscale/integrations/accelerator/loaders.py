@@ -58,10 +58,7 @@ class OneOrder(Sampler[int]):
 
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
-    """Give the workers of ranks that share a batch the same seed, in the generator ``seeds``, each time they start.
-    Each rank draws it from the process's RNG, which therefore continues as in one process; the first rank's counts. A
-    generator of the user's stays.
-    """
+    """Give workers of ranks that share a batch the first rank's seed; every rank draws, as in one process."""
     loader = getattr(data_loader, "base_dataloader", data_loader)
     if mesh.sharing is None or not loader.num_workers or loader.generator not in (None, seeds):
         return

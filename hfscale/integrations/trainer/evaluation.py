@@ -178,9 +178,7 @@ def _check_room(runtime: Runtime, room: int) -> None:
 
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
-    """Let the trainer's model generate in any layout, and leave repeated rows out, inside the ``with`` block.
-    Seq2SeqTrainer keeps such rows, and weights the loss of a smaller last batch like the others.
-    """
+    """Let the trainer's model generate, and leave out repeated rows, which Seq2SeqTrainer keeps, inside the block."""
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
 

@@ -8,6 +8,8 @@
                     optimizer.pt, scheduler.pt: for resuming with stock Trainer in one process (:mod:`.stock_state`)
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
+
+In memory (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own small files in it.
 """
 
 import json
@@ -28,7 +30,9 @@ from ..._compat.accelerate import stock_optimizer
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
 from ...checkpoint import load_state, save_pretrained, save_state
-from ...checkpoint.weights import load_weights
+from ...checkpoint.in_memory import StatesInMemory
+from ...checkpoint.load import load_weights
+from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync
 from ...distributed.files.reader import SafetensorsFile
@@ -38,7 +42,7 @@ from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
-from .streams import TrainerRandomStreams
+from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 
 _STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
 _OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
@@ -57,27 +61,36 @@ class Checkpoints(TrainerHooks):
         """The runtime of the model: plan, mesh and parts."""
         return runtime_of(self.model)
 
+    @property
+    def in_memory(self) -> StatesInMemoryCallback | None:
+        """The callback that keeps states in memory, if there is one."""
+        return next((c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)), None)
+
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
         """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
+        memory = self.in_memory
+        if memory is not None and memory.due and not self.control.should_training_stop:
+            with memory.kept(self) as small:
+                yield small
+            return
         mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
-            if is_writer(mesh):
-                _finish_replacing(target.parent)
-                _remove(aside)  # what a killed process left
-                aside.mkdir(parents=True)
-        try:
-            with all_or_none(mesh, f"{target} could not be written"), _best_named(self.state, target):
-                yield aside
-            with all_or_none(mesh, f"{target} could not be written"):
+            try:
+                if is_writer(mesh):
+                    _finish_replacing(target.parent)
+                    _remove(aside)  # what a killed process left
+                    aside.mkdir(parents=True)
+                mesh.all_gather_object(None)
+                with _best_named(self.state, target):
+                    yield aside
+                mesh.all_gather_object(None)
                 if is_writer(mesh):
                     _put_in_place(aside / target.name, target)
-        finally:
-            if is_writer(mesh):
-                _remove(aside)
-        with all_or_none(mesh, f"{target} could not be written"):
-            if is_writer(mesh):
-                _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
+                    _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
+            finally:
+                if is_writer(mesh):
+                    _remove(aside)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
@@ -98,7 +111,7 @@ class Checkpoints(TrainerHooks):
         """Read optimizer, schedule and RNG states; without any, leave them at their beginning, as Trainer."""
         model, optimizer, scheduler = self.model, self.optimizer, self.lr_scheduler
         if _has_state(checkpoint):
-            load_state(model, checkpoint / _STATE, optimizer=optimizer, scheduler=scheduler)
+            load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
         elif (checkpoint / stock_state.OPTIMIZER).exists():
             with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
                 stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
@@ -143,15 +156,20 @@ def _best_named(state: Any, target: Path) -> Iterator[None]:
 
 
 def _has_state(checkpoint: Path) -> bool:
-    """Return whether the checkpoint holds a training state written by hfscale."""
-    return (checkpoint / _STATE).is_dir()
+    return _state_of(checkpoint).is_dir()
 
 
-def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
-    """Return the checkpoint to resume from, for ``True`` the newest complete one in ``output``; the same on every rank.
-    It is ``None`` if the run was killed during its first save. Raise :class:`CheckpointError`, on every rank, if the
-    requested checkpoint is not complete, or none is.
+def _state_of(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint's training state, should it have one: in memory that is the checkpoint."""
+    return checkpoint if (checkpoint / STATE_INDEX).exists() else checkpoint / _STATE
+
+
+def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory | None = None) -> Any:
+    """Return the checkpoint to resume from, the same on every rank: for ``True`` the newest complete one in ``output``
+    or in ``memory``, ``None`` if the first save was cut short. Raise :class:`CheckpointError` if it is not complete.
     """
+    if memory is not None and resume is not True:
+        memory.keep_only()  # none: what an earlier run left
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
     found: Any = resume
@@ -164,6 +182,9 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh) -> Any:
     found, problem = mesh.all_gather_object((found, problem))[0]
     if problem:
         raise CheckpointError(problem)
+    if resume is True and memory is not None:
+        kept = memory.newest(_state_of(Path(found)) if isinstance(found, str) else None)
+        return found if kept is None else str(kept)
     return found
 
 
@@ -175,7 +196,7 @@ def problem_of(checkpoint: Path) -> str | None:
     try:
         int(json.loads(path.read_bytes())["global_step"])
         if _has_state(checkpoint):
-            path = checkpoint / _STATE
+            path = _state_of(checkpoint)
             for each in size_problems(path, read_mark(path)):
                 raise CheckpointError(each)
         weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*model*.bin")]

@@ -34,8 +34,8 @@ from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
+from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, options_of
-from .streams import TrainerRandomStreams
 from .trainer_accelerator import TrainerAccelerator
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
 from .trainer_optimizers import named_optimizer
@@ -160,7 +160,8 @@ class TrainerMixin(Checkpoints, DataHooks):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, resuming from a complete checkpoint."""
         output = self.args.output_dir
-        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh)
+        memory = self.in_memory.states_of(self) if self.in_memory else None
+        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), self.runtime.mesh, memory)
         self._waiting, self._carried = [], 0.0  # an earlier run may have ended within a step
         self.forget_engine()
         with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():

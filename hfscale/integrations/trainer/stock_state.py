@@ -7,8 +7,8 @@ with the shape of its parameter is cut, or gathered, like the parameter::
         <-- gathered on rank 0, one tensor after the other / --> each rank takes its shards
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -177,15 +177,12 @@ def _gathered(runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds)
     for key in sorted({key for states in kinds.values() for key in states}):
         types = [(entry, kinds[entry.planned.name].get(key)) for entry in entries if entry.planned]
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
-        for entry, tensor in full_tensors(runtime, typed, _share(held, key)):
+        for entry, tensor in full_tensors(runtime, typed, partial(_share, held, key)):
             if is_writer(runtime.mesh) and entry.planned:
                 found[entry.planned.name][key] = tensor.cpu().clone()
     return found
 
 
-def _share(held: dict[str, Any], key: str) -> Callable[[SavedTensor], Tensor | None]:
-    def share_of(entry: SavedTensor) -> Tensor | None:
-        value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
-        return None if value is None else local_tensor(value)
-
-    return share_of
+def _share(held: dict[str, Any], key: str, entry: SavedTensor) -> Tensor | None:
+    value = held.get(entry.planned.name, {}).get(key) if entry.planned else None
+    return None if value is None else local_tensor(value)

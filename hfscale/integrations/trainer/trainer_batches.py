@@ -65,9 +65,7 @@ def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
 
 
 def balanced(loader: Any, batches: int, index: int, pair_cost: float) -> Any:
-    """Return a copy of a loader that transformers' ``batch_rebalance`` made for processes: it shares a step's rows out
-    over distinct batches and microbatches by their cost, padding counted.
-    """
+    """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
     given = loader.batch_sampler
     rows = given.effective_batch_size // given.dp_size * batches
     sampler = type(given)(given.lengths, rows, batches, given.grad_accum, rank=index, drop_last=given.drop_last)

@@ -16,9 +16,9 @@ from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
 from ...train.inputs import look_ahead
 from ...train.runtime import Batch, Part, Runtime, recomputing
-from ...train.runtime.axes import ContextAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.forward_passes import ForwardPasses
+from ...train.runtime.runtime import ContextAxis
 from ...train.runtime.shards import LocalWeights
 from .attention_override import AttentionOverride, attention_configs, current_batch, learn
 from .cut_batch import CutBatch, cut_batch

@@ -11,7 +11,7 @@ from ..._compat.torch_fsdp import add_up_gradients
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
-from ...train.runtime.axes import DataAxes
+from ...train.runtime.runtime import DataAxes
 from ...train.runtime.shards import LocalWeights
 from . import shard
 from .gradient_compression import PowerSGD, compresses, install_compression
@@ -32,7 +32,7 @@ class DataParallel(Part, DataAxes):
         """Wrap the model in FSDP2, and materialize tensors on the meta device."""
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
-        shard.apply_data_axes(model, plan, mesh, runtime.options.mixed_precision)
+        shard.apply_data_axes(model, plan, mesh, runtime.options)
         if weights is not None:
             shard.install_local_weights(model, weights.tensors, plan, mesh)
         if plan.stages is None:  # stages say it themselves, and look for targets past the model

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from ..._compat.torch_device import accelerators
 from ..._compat.torch_fsdp import agree_on_gradients, gather_root, managed_places, reduce_now, shard_by_type
 from ..._compat.transformers.classes import class_name
-from ...config.options import MIXED_PRECISIONS
+from ..._compat.transformers.computing import stays_in_32_bits
+from ...config.options import MIXED_PRECISIONS, Options
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...models.family_limits import READ_BY_CACHE
@@ -91,17 +92,18 @@ def give_up_whole_weights(model: Any) -> None:
     model.generate = generate_then_reshard
 
 
-def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: str) -> None:
+def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
     """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch. The
     ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
-    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes.
+    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes; ``"bf16_params"``
+    casts no inputs of layers, and no parameters that transformers keeps in 32 bits.
     """
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
     # As autocast does, it leaves 64 bits alone.
     as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
-    dtype = MIXED_PRECISIONS["no" if as_it_is else mixed_precision]
+    dtype = MIXED_PRECISIONS["no" if as_it_is else options.mixed_precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     # Resharding after the forward pass saves memory only where weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
@@ -109,10 +111,13 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, mixed_precision: s
     offload = CPUOffloadPolicy(pin_memory=accelerators().is_available()) if on_host else OffloadPolicy()
     alone = _shard_experts(model, plan, mesh, policy, offload)
     how: dict[str, Any] = {"ignored": alone, "mesh": data_mesh, "mp_policy": policy, "offload_policy": offload}
+    inner, stays = replace(policy, cast_forward_inputs=not options.casts_parameters), stays_in_32_bits(model)
+    if options.casts_parameters:
+        how["uncast"] = {parameter for name, parameter in model.named_parameters() if stays(stock_name(name))}
     towers = plan.feature(TowersPlan)
     layers = (layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer))
     for name in (*_lent(plan, mesh), *(layer for layer in layers if towers is None or not towers.holds(layer))):
-        shard_by_type(module_at(model, name), reshard_after_forward=reshard, **how)
+        shard_by_type(module_at(model, name), reshard_after_forward=reshard, **{**how, "mp_policy": inner})
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient

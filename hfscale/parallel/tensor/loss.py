@@ -274,7 +274,7 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     # Read now: FSDP2 replaces parameters between steps.
     parameters = list(head.parameters())
     by_hand = (
-        getattr(lazy.head, "__func__", None) is nn.Linear.forward
+        getattr(inspect.unwrap(lazy.head), "__func__", None) is nn.Linear.forward
         and all(type(p) in (nn.Parameter, Tensor) and p.dtype == lazy.hidden.dtype for p in parameters)
         and not torch.is_autocast_enabled(lazy.hidden.device.type)
     )

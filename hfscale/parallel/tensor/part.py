@@ -19,9 +19,9 @@ from ...plan.cut import share_evenly
 from ...plan.feature_plans import recomputed
 from ...plan.parameter import MODEL_AXES
 from ...train.runtime import Part, Runtime, local_tensor
-from ...train.runtime.axes import SequenceAxis
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import owner_of
+from ...train.runtime.runtime import SequenceAxis
 from ...train.runtime.shards import LocalWeights
 from .edges import Overlap, install_block_edges, set_local_sizes
 from .embedding import install_vocab_parallel_embedding

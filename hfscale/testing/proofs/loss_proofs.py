@@ -17,12 +17,13 @@ from ..._compat.transformers.attention import answer, set_implementation
 from ..._compat.transformers.classes import has_causal_loss, loss_replaced, takes_argument
 from ..._compat.transformers.computing import packing
 from ..._compat.transformers.experts import use_eager_experts
+from ...distributed.ops.segments import keep_states_apart
 from ...models.clone import VOCABULARY, layers_of_every_kind
 from ...models.fields import lengths_of, text_config, with_lengths
 from ...models.precision import keep_float64
 from ...plan.drafting.boundary_modules import PROBED
 from ...plan.feature_plans import OwnLossPlan
-from ...train.guards.packed_rows import DocumentStates
+from ...train.guards.packed_rows import PackedRows
 from ...train.runtime.batches import BORDERS, with_borders
 from .probe import Probe, apart, names_no_size, perturb, probed, skipped_experts, tiny_model_of, without_cache
 
@@ -170,7 +171,7 @@ def prove_documents(
         if flash:  # without a mask, as transformers makes none for flash kernels
             like_flash = answer("documents_", "sdpa", _attend, lambda *_, **__: None)
             set_implementation(model.config.get_text_config(), like_flash)
-        DocumentStates().install(model)
+        keep_states_apart(model, PackedRows().segments)
         ids = torch.randint(3, min(VOCABULARY, 60), (1, sum(_LENGTHS)))
         try:
             parts = [_logits(model.eval(), {"input_ids": part}) for part in ids.split(_LENGTHS, dim=1)]

@@ -1,7 +1,7 @@
 """Refuse models that cannot keep packed rows apart: several documents in one row, told by ``position_ids`` or a mask.
 
 No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
-for every family, and the recurrences and convolutions that are known begin anew (:class:`DocumentStates`). Others, and
+for every family, and the recurrences and convolutions that are known begin anew (:class:`PackedRows`). Others, and
 positions counted by the model, pass from one document to the next: such models are refused before their first packed
 step. They are found once per class and config, by a tiny copy that gets documents in one row and one by one.
 Behaviour that begins at a length named in the config is tried with a copy with a shorter one, where a row is longer.
@@ -42,11 +42,7 @@ def check_packed_rows(
     model: Any, batches: Iterable[Mapping[str, Any]] = (), start: int = 0, tokens: int | None = None
 ) -> None:
     """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than alone.
-
-    Args:
-        batches: some of which hold packed rows.
-        start: the position of a document's first token, where there are no batches yet.
-        tokens: of the longest row, where there are no batches yet.
+    Where there are no ``batches`` yet, ``start`` is a document's first position, and ``tokens`` are the longest row's.
     """
     batches = list(batches)
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}
@@ -103,19 +99,16 @@ def _beyond_lengths(
     return "", ""
 
 
-class DocumentStates:
-    """Tell the mixers of a model where documents begin, also when a layer is computed again in a backward pass."""
+class PackedRows(Part):
+    """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
 
     def __init__(self) -> None:
         self._passes: ForwardPasses[Segments | None] = ForwardPasses()
         self._passes.begin(None)
         self._documents: Tensor | None = None  # of the latest pass
 
-    def install(self, model: nn.Module) -> None:
-        """Wrap the mixers that are known."""
-        keep_states_apart(model, self._segments)
-
-    def _segments(self) -> Segments | None:
+    def segments(self) -> Segments | None:
+        """Return where documents begin, also when a layer is computed again in a backward pass."""
         if recomputing():
             return self._passes.current()
         documents = documents_here()
@@ -125,14 +118,10 @@ class DocumentStates:
             self._passes.begin(None if documents is None else Segments(row, starts_of(documents)))
         return self._passes.latest
 
-
-class PackedRows(Part):
-    """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Check the positions of each pass that no step has checked, and let recurrences begin anew."""
         model = runtime.model
-        DocumentStates().install(model)
+        keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []
 

@@ -1,6 +1,7 @@
 """Install guards against ordinary code that would silently compute wrong numbers."""
 
 import functools
+import inspect
 import logging
 import math
 import os
@@ -9,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..._compat.bitsandbytes import misreads_rows
@@ -19,7 +20,7 @@ from ...errors import ConfigError
 from ...plan.lines import describe_quantization
 from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
-from ..runtime.batches import compare_first
+from ..runtime.batches import agree, look_at
 from ..runtime.shards import LocalWeights
 from .replicas import check_replicas
 from .stock_loops import refuse_other_optimizers, refuse_stock_accelerator, refuse_stock_clipping
@@ -90,8 +91,18 @@ class SharedBatch(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Compare the first batch of a plain loop, by a hook. Installed after the parts that synchronize RNG state."""
         sharing = runtime.mesh.sharing
+        names = list(inspect.signature(runtime.model.forward).parameters)
+
+        def compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if model.training:
+                handle.remove()
+                batch = {**dict(zip(names, args, strict=False)), **kwargs}
+                zero = torch.zeros((), dtype=torch.int64)
+                zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
+                agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, sharing)
+
         if sharing is not None and runtime.plan.stages is None:
-            self._first = compare_first(runtime.model, sharing)
+            self._first = handle = runtime.model.register_forward_pre_hook(compare, with_kwargs=True)
 
     def check_step(self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False) -> None:
         """Remove the hook on plain loops: a step compares its batches itself."""
@@ -100,9 +111,7 @@ class SharedBatch(Part):
 
 
 class StockCode(Part):
-    """Guard against stock loops, clipping, optimizers and changes that take this rank's shards for the full model, and
-    make ``model.save_pretrained`` save the full model through ``save`` (:func:`hfscale.save_pretrained`).
-    """
+    """Guard against stock code that takes shards for the full model; ``model.save_pretrained`` becomes ``save``."""
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
@@ -177,9 +186,7 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
 
 
 def before_step(runtime: Runtime) -> None:
-    """Refuse a model before a training step, on every rank, if it was changed since it was built, is in float16,
-    gradients are disabled, or its replicas, which are compared before a few of the steps, have drifted apart.
-    """
+    """Refuse to train a model that was changed, is in float16, has no gradients or whose replicas drifted apart."""
     check_model(runtime)
     if not torch.is_grad_enabled():
         raise ConfigError(

@@ -118,10 +118,14 @@ def checksum(share: Tensor) -> Tensor:
 
 
 def _weighted(numbers: Tensor, salt: int) -> Tensor:
-    """Return a position-weighted sum; products and sums overflow on purpose."""
-    index = torch.arange(len(numbers), device=numbers.device) + (1 + (salt << 48))
-    mixed = index * (0x9E3779B97F4A7C15 - _MODULUS)
-    return (numbers * (((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1)).sum()
+    """Return a position-weighted sum, which overflows on purpose."""
+    return (numbers * odd_numbers(torch.arange(len(numbers), device=numbers.device) + (salt << 48))).sum()
+
+
+def odd_numbers(index: Tensor) -> Tensor:
+    """Return a different odd number for each index; products overflow on purpose."""
+    mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
+    return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:

@@ -61,8 +61,8 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
     if max(layout.tp, layout.pp, layout.ep) == 1:
         return
     _spread_models.add(runtime.model)
-    _check_first(torch.nn.utils, "clip_grad_norm_", _check_parameters)
-    _check_first(torch.nn.utils, "get_total_norm", _check_gradients)
+    for name in _NORMS:
+        _check_first(torch.nn.utils, name, functools.partial(_check_tensors, name))
     for name in ("unscale_", "step"):
         _check_first(torch.amp.GradScaler, name, _check_scaler)
 
@@ -75,7 +75,8 @@ def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) 
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        return function(*check(*args, **kwargs), **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)  # arguments given by name are positional here too
+        return function(*check(*given.args, **given.kwargs), **given.kwargs)
 
     setattr(checked, _PATCHED, True)
     setattr(holder, name, checked)
@@ -97,27 +98,21 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
     return accelerator, *args
 
 
-def _check_parameters(parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    spread = _spread_of(given)
-    if spread is not None:
-        raise ConfigError(
-            f"torch.nn.utils.clip_grad_norm_ would clip each rank of {spread} by the norm of its own shards, and "
-            "ranks would drift apart: use hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the "
-            "whole model on every rank"
-        )
-    return given, *args
+_NORMS = {
+    "clip_grad_norm_": "would clip each rank of {} by the norm of its own shards, and ranks would drift apart: use "
+    "hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the whole model on every rank",
+    "get_total_norm": "would return, on each rank of {}, the norm of what that rank holds: "
+    'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing',
+}
 
 
-def _check_gradients(tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _check_tensors(name: str, tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Refuse parameters, or their gradients, of which ranks see different norms."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     parts = {id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None}
     spread = _spread_of([*given, *(parts[id(each)] for each in given if id(each) in parts)])
     if spread is not None:
-        raise ConfigError(
-            f"torch.nn.utils.get_total_norm would return, on each rank of {spread}, the norm of what that rank holds: "
-            'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing'
-        )
+        raise ConfigError(f"torch.nn.utils.{name} {_NORMS[name].format(spread)}")
     return given, *args
 
 
@@ -150,9 +145,7 @@ class _Held(NamedTuple):
 
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` before an optimizer's first step over this model's parameters if the step would differ
-    from one process, fail on FSDP2's shards, or keep an offloaded state on the device.
-    """
+    """Refuse, at their first step, optimizers that differ from one process, fail on shards, or undo offloading."""
     layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
     if layout.total_size == 1 and not on_host:
         return
@@ -175,21 +168,19 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
             "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
         )
+    if not getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
+        cut = next((part for part in parts if part.cut), None)
+        if cut is not None and _differs(optimizer, held[0].device, halved=True):
+            _refuse(optimizer, cut, f"{cut.name} is cut")
+        elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
+            _refuse(optimizer, parts[0], "stages hold some parameters each")
+        _refuse_over_shards(optimizer, held)
     _judged[optimizer] = len(optimizer.param_groups)
-    if getattr(optimizer, "keeps_plain_state", False):  # hfscale's own optimizers know which parameters are cut
-        return
-    cut = next((part for part in parts if part.cut), None)
-    if cut is not None and _differs(optimizer, held[0].device, halved=True):
-        _refuse(optimizer, cut, f"{cut.name} is cut")
-    elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
-        _refuse(optimizer, parts[0], "stages hold some parameters each")
-    _refuse_over_shards(optimizer, held)
 
 
 def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
     sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
     if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
-        _judged.pop(optimizer, None)
         raise ConfigError(
             f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
             f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
@@ -197,11 +188,9 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 
 
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
-    name = type(optimizer).__name__
-    _judged.pop(optimizer, None)
     raise ConfigError(
-        f"{name} is not elementwise (tried on two small matrices, full and sharded), and over {part.layout} {why}: "
-        f"its steps would differ from those of one process. Make {_INSTEAD}"
+        f"{type(optimizer).__name__} is not elementwise (tried on two small matrices, full and sharded), and over "
+        f"{part.layout} {why}: its steps would differ from those of one process. Make {_INSTEAD}"
     )
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
@@ -156,12 +155,9 @@ def _parts(numbers: list[int], length: int) -> list[list[int]]:
 def total_of(
     valid: int, refused: ConfigError | None, group: dist.ProcessGroup | None, counts: bool, passes: int
 ) -> int:
-    """Return the number of valid labels in all distinct batches, summed over gloo so that no device is waited for: over
-    ``group``, ``None`` if there is only one batch. One of the ranks that share a batch ``counts`` its labels. This rank
-    runs collectives with all others in a number of ``passes``, which must be the same on all.
-
-    Every rank raises :class:`ConfigError` if one refuses its batch (its own error there, a pointer to it elsewhere), or
-    if the numbers of passes differ, and some ranks would wait forever.
+    """Return the number of valid labels in all distinct batches, summed over ``group`` on the host (``None``: one
+    batch); of the ranks that share a batch, one ``counts``. All raise :class:`ConfigError` if one has ``refused`` its
+    batch, or if their numbers of ``passes``, in which ranks run collectives together, differ.
     """
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
@@ -173,22 +169,6 @@ def total_of(
             "them, say how many with ParallelConfig(num_microbatches=...)"
         )
     return total
-
-
-def compare_first(model: nn.Module, group: dist.ProcessGroup) -> RemovableHandle:
-    """Compare the batch of the first training forward pass over ``group``, by a hook, for plain loops."""
-    names = list(inspect.signature(model.forward).parameters)
-
-    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training:
-            handle.remove()
-            batch = {**dict(zip(names, args, strict=False)), **kwargs}
-            zero = torch.zeros((), dtype=torch.int64)
-            zero = zero.to(next((v.device for v in batch.values() if isinstance(v, Tensor)), zero.device))
-            agree([batch], look_at([batch], lambda _: (zero, zero), hashed=True), True, group)
-
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
-    return handle
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -54,9 +54,7 @@ class SavedTensor:
 
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
-    """Return everything to save, in order: parameters in plan order, except computed tables that transformers never
-    stores, then buffers. Collective if there are pipeline stages.
-    """
+    """Return what transformers would save: parameters in plan order, then buffers. Collective if there are stages."""
     told = tensors_of_stage(runtime)
     staged = runtime.plan.stages is not None
     return in_order(runtime, runtime.mesh.all_gather_object(told) if staged else [told])

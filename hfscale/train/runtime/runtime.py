@@ -1,9 +1,10 @@
 """Define the runtime of a parallelized model, and the interfaces of its parts and its executor.
 
-Three classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
+Classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
 it is installed into the model once, and its hooks are called at fixed places. An :class:`Executor` runs the
 microbatches of a step: one after the other, or through pipeline stages. The :class:`Runtime` is attached to the model
-and holds its plan, mesh, executor and parts; it names no axis. Building, training and saving loop over parts.
+and holds its plan, mesh, executor and parts. Building, training and saving loop over parts. The calls of a step to one
+axis are :class:`DataAxes`, :class:`ContextAxis` and :class:`SequenceAxis`, which do nothing where it has one rank.
 """
 
 import math
@@ -22,7 +23,6 @@ from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import OwnLossPlan
-from .axes import ContextAxis, DataAxes, SequenceAxis
 from .batches import Microbatch
 from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import stock_name
@@ -171,6 +171,50 @@ class Executor:
         """Raise :class:`ConfigError` if a user's own loop cannot call the model directly."""
 
 
+class DataAxes:
+    """Reduce gradients and shard parameters over the data axes."""
+
+    def before_backward(self, last: bool) -> None:
+        """Prepare for a backward pass; gradients are reduced in the ``last`` one of a step."""
+
+    def accumulate_late_gradients(self) -> None:
+        """Add up gradients that were computed without autograd's hooks."""
+
+    def after_microbatch(self) -> None:
+        """Reduce the gradients of one of several microbatches, if the layout says so."""
+
+    def release(self) -> None:
+        """Free the gathered parameters that a forward pass keeps for its backward pass."""
+
+
+class ContextAxis:
+    """Shard the sequences of a batch over the context axis."""
+
+    def shard_batch(self, batch: Microbatch) -> Microbatch:
+        """Return this rank's shard of the sequences in ``batch``."""
+        return batch
+
+    def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
+        """All-gather a per-token output ``[b, s_local, ...]`` into ``[b, s, ...]``: the inverse of `shard_batch`."""
+        return own
+
+    def own_tokens(self, batch: Microbatch, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of ``whole [b, s, ...]``: the inverse of `gather_tokens`."""
+        return whole
+
+
+class SequenceAxis:
+    """Shard the hidden states between blocks over the tensor axis (sequence parallelism)."""
+
+    def local_seqlen(self, tokens: int) -> int:
+        """Return how many of ``tokens`` per sample this rank has in the hidden states between blocks in training."""
+        return tokens
+
+    def is_seq_sharded(self, module: str) -> bool:
+        """Return whether a module of the layers sees this rank's tokens only, in the present forward pass."""
+        return False
+
+
 _P = TypeVar("_P", bound=Part)
 
 
@@ -262,7 +306,7 @@ class Runtime:
     def shares_casts(self) -> bool:
         """Return whether microbatches in flight share one low-precision copy of each weight; FSDP2 makes its own."""
         staged = self.plan.stages is not None and self.mesh.data_world == 1
-        return staged and self.options.mixed_precision != "no"
+        return staged and self.options.mixed_precision != "no" and not self.options.casts_parameters
 
     def counts(self, planned: ParameterPlan) -> bool:
         """Return whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""

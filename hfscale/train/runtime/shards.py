@@ -56,10 +56,7 @@ def add_back(parameter: Tensor, before: Tensor | None) -> None:
 
 
 def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
-    """Return the full tensor, of ``shape``, of which this rank holds the plain tensor ``share``, by undoing its
-    ``cuts``, given in the order of cutting. Every rank that differs only in the coordinates of these cuts must call it.
-    No autograd.
-    """
+    """Return the full tensor, of ``shape``, that was cut by ``cuts``, in this order, into ``share``; no autograd."""
     whole = share.detach()
     for done in reversed(range(len(cuts))):
         cut = cuts[done]

@@ -283,7 +283,7 @@ def test_losses_that_nobody_scales_are_refused() -> None:
             "and enabled=True, got",
         ),
         ({"mixed_precision": "fp16"}, {"pp_size": 2, "pipeline_schedule": "pipedream_2bw"}, "a schedule with a flush"),
-        ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, fp16, fp8"),
+        ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, bf16_params, fp8, fp16"),
     ],
 )
 def test_what_does_not_fit(given: dict[str, Any], layout: dict[str, Any], message: str) -> None:

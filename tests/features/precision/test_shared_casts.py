@@ -14,7 +14,7 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.features.memory.saved import count_saved
-from hfscale.features.precision.part import SharedCasts
+from hfscale.features.precision.part import ParameterCasts
 from hfscale.parallel.pipeline import asynchronous
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
@@ -54,7 +54,7 @@ def apart() -> Iterator[None]:
         yield
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(SharedCasts, "is_needed", lambda *_: False))
+        stack.enter_context(patch.object(ParameterCasts, "is_needed", lambda *_: False))
         stack.enter_context(patch.object(asynchronous, "sharing", nothing))
         yield
 

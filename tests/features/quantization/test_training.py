@@ -41,7 +41,7 @@ def pass_of(path: str, layout: Layout, config: BitsAndBytesConfig, times: int, c
     if checkpointing:
         enable_checkpointing(model)
     for _ in range(times):  # weights are gathered and given up anew each time
-        found = through(model, 256, torch.bfloat16 if mixed == "bf16" else torch.float32)
+        found = through(model, 256, torch.float32 if mixed == "no" else torch.bfloat16)
     for module in model.modules():
         for name in packings_of(module):
             assert isinstance(module._parameters[name], DTensor)

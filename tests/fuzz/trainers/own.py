@@ -131,7 +131,7 @@ class Begin(TrainerCallback):
 
             peft.set_peft_model_state_dict(model, load_file(f"{self._adapter}/adapter_model.safetensors"))
         else:
-            from hfscale.checkpoint.weights import load_weights
+            from hfscale.checkpoint.load import load_weights
 
             load_weights(model, self._adapter)
 

@@ -1,0 +1,69 @@
+"""Hosts that each have a directory of one run in their own memory, and files that go from one to another."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.files.complete import FileSum
+from ..distributed.mesh import Mesh
+
+Files = dict[str, FileSum]
+
+
+class Hosts:
+    """The hosts of a run, each known by its first rank; ``first``: for each rank, the first one of its host."""
+
+    def __init__(self, mesh: Mesh, directory: Path) -> None:
+        """Find out which ranks see each other's files in ``directory``; collective."""
+        token = directory / f".{secrets.token_hex(8)}"
+        token.touch()
+        tokens = mesh.all_gather_object(token.name)
+        seen = next(rank for rank, name in enumerate(tokens) if (directory / name).exists())
+        self.first = mesh.all_gather_object(seen)
+        token.unlink()
+        self.here = self.ranks(self.first[mesh.rank])
+        self.makes = mesh.rank == self.here[0]  # whether this rank makes the directories of its host
+
+    def ranks(self, first: int) -> list[int]:
+        """Return the ranks of a host."""
+        return [rank for rank, its in enumerate(self.first) if its == first]
+
+    def before(self, first: int) -> list[int]:
+        """Return the ranks of the host before, of which this one keeps copies; none if it is the only one."""
+        order = sorted({*self.first})
+        return self.ranks(order[order.index(first) - 1]) if len(order) > 1 else []
+
+    def copy_to_next(self, mesh: Mesh, every: list[Files], directory: Path) -> Files:
+        """Send the files that each rank has written (``every``) to the next host; return all of this one."""
+        own = [{name: file for name, file in files.items() if name.startswith("rank-")} for files in every]
+        lacks = {host: {n: r for r in self.before(host) for n in own[r]} for host in self.first}
+        self.send(mesh, lacks, {name: file for files in own for name, file in files.items()}, directory)
+        kept = [*(every[rank] for rank in self.here), *(own[rank] for rank in self.before(self.here[0]))]
+        return {name: file for files in kept for name, file in files.items()}
+
+    def send(self, mesh: Mesh, lacks: dict[int, dict[str, int]], files: Files, directory: Path) -> None:
+        """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``; alike on all ranks."""
+        transfers: list[tuple[Any, int, int]] = []  # contents, from, to
+        for host, sources in sorted(lacks.items()):
+            ranks = self.ranks(host)
+            for number, (name, source) in enumerate(sorted(sources.items())):
+                target, content = ranks[number % len(ranks)], None
+                if mesh.rank == target:
+                    with (directory / name).open("wb") as file:  # an error now, and no signal later, if it is full
+                        os.posix_fallocate(file.fileno(), 0, files[name].size)
+                if mesh.rank in (source, target):
+                    path, size = str(directory / name), files[name].size
+                    content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
+                transfers.append((content, source, target))
+        mesh.all_gather_object(None)  # nobody sends to a rank without room
+        moves: list[Any] = []
+        for tag, (content, source, target) in enumerate(transfers):
+            if content is not None:
+                move, other = (dist.isend, target) if mesh.rank == source else (dist.irecv, source)
+                moves.append(move(content, other, group=mesh.control, tag=tag))
+        for each in moves:
+            each.wait()

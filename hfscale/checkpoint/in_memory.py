@@ -1,0 +1,183 @@
+"""Keep the newest state of a run in the memory of its hosts, where it survives the processes.
+
+::
+
+    /dev/shm/hfscale-UID-NAME-DIGEST/step-40-of-4-ID/    a directory of hfscale.save_state
+
+A host has the files of its own ranks and of those of the host before it, so a run goes on from memory though a host is
+lost. A state replaces the one before once it is complete on all hosts. ``ID`` is drawn as the ranks start: files of two
+attempts at a step are never mixed.
+"""
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.environment import MEMORY, memory_of
+from ..distributed.files.complete import Mark, mark_complete
+from ..distributed.files.directories import target_of
+from ..errors import CheckpointError, check_count
+from ..train.runtime import runtime_of
+from ..train.runtime.writing import all_or_none, is_writer
+from .hosts import Hosts
+from .state import load_state, refuse_under_way, taken_now, wait_for_saves, write_behind
+from .state_directory import age, candidates, mark_of, problems_of
+from .state_format import rest_name
+from .state_load import Resumed
+from .state_save import write_state
+
+_log = logging.getLogger(__name__)
+
+
+class StatesInMemory:
+    """Save a run to its hosts' memory every few steps, and go on from there in any layout; make it on every rank::
+
+        memory = hfscale.StatesInMemory(model, "states", every=10, optimizer=optimizer, scheduler=scheduler)
+        for step in range(memory.load().step, steps):
+            ...
+            memory.save(step + 1)  # every tenth step; save_state(model, f"states/step-{step + 1}", ...) now and then
+        memory.remove()
+
+    Args:
+        directory: of the run's states on disk, which need not exist.
+        every: steps from one state to the next: at most that many are lost.
+        optimizer: as for :func:`hfscale.save_state`, as are ``others``.
+        memory: a file system in memory.
+
+    Raises:
+        CheckpointError: the memory cannot be used, or has no room for two states (from the first :meth:`save`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | Path,
+        *,
+        every: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        memory: str | Path = MEMORY,
+        **others: Any,
+    ) -> None:
+        check_count("every", every, 1)
+        self.every, self.optimizer, self.others = every, optimizer, others
+        self.bytes, self.seconds = 0, 0.0  # of the latest state: on this host, and that the steps waited for it
+        self._model, self._disk, self._begins = model, target_of(directory), True
+        mesh = self._mesh = runtime_of(model).mesh
+        self.directory = memory_of(self._disk, memory)
+        with all_or_none(mesh, f"{self.directory} cannot be used"):
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+            if self.directory.is_symlink() or self.directory.stat().st_uid != os.getuid():
+                raise CheckpointError(f"{self.directory} belongs to somebody else: remove it, or give another memory=")
+            self._hosts = Hosts(mesh, self.directory)
+            self._start = mesh.all_gather_object(secrets.token_hex(4))[0]
+
+    def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
+        """Save behind the steps if ``every`` divides ``step``, the steps done; return whether it does. Collective.
+        ``beside``: more files, the first rank's.
+        """
+        if step % self.every:
+            return False
+        begun, mesh, hosts, runtime = time.perf_counter(), self._mesh, self._hosts, runtime_of(self._model)
+        refuse_under_way(runtime, "StatesInMemory.save")
+        target = self.directory / f"step-{step}-of-{mesh.layout.total_size}-{self._start}"
+        taken = taken_now(runtime, target, self.optimizer, step, self.others)
+        with all_or_none(mesh, f"{target} could not be written"):
+            taken.beside, runtime.run = mesh.all_gather_object((taken.beside | (beside or {}), runtime.run))[0]
+            sizes = mesh.all_gather_object(sum(tensor.nbytes for tensor in taken.held.values()) + len(taken.rest))
+            here, before = (sum(sizes[rank] for rank in ranks) for ranks in (hosts.here, hosts.before(hosts.here[0])))
+            if self._begins:  # anew: nothing was loaded
+                self.keep_only()
+            if not self.bytes:
+                self._check_room(3 * here + 2 * before)  # two states, and a copy that is being written
+            self._begins, self.bytes = False, here + before
+        write_behind(taken, target, lambda: write_state(taken, target, 1, None, hosts))
+        self.seconds = time.perf_counter() - begun
+        return True
+
+    def load(self) -> Resumed:
+        """Go on from the newest state, in memory or on disk; of step 0 if there is none. Collective."""
+        given = {"optimizer": self.optimizer, **self.others}
+        if (found := self.newest()) is not None:
+            try:
+                return load_state(self._model, found, **given)
+            except CheckpointError as error:
+                _log.warning("%s: taking the newest state of %s instead", error, self._disk)
+        return load_state(self._model, self._disk, missing_ok=True, **given)
+
+    def newest(self, disk: Path | None = None) -> Path | None:
+        """Return the newest state that the hosts have together, with all of its files on each, or ``None`` if there is
+        none or ``disk`` is newer, by default the newest state on disk; remove the others. Collective.
+        """
+        mesh = self._mesh
+        with all_or_none(mesh, f"{self.directory} could not be read"):
+            wait_for_saves()
+            own = {path.name: mark_of(path) for path in self.directory.glob("step-*") if not problems_of(path)}
+            every: list[dict[str, Mark]] = mesh.all_gather_object(own)
+            marks = {name: mark for each in every for name, mark in each.items()}
+            whole = [name for name in marks if _is_whole(name, every)]
+            name = max(whole, key=lambda each: age(marks[each], *marks.values()), default="")
+            if name and mesh.all_gather_object(is_writer(mesh) and self._outdated(marks[name], disk))[0]:
+                name = ""
+            if name:
+                self._fetch(name, every)
+            self.keep_only(name)
+        return self.directory / name if name else None
+
+    def remove(self) -> None:
+        """Free the memory, at the end of a run. Collective."""
+        with all_or_none(self._mesh, f"{self.directory} could not be removed"):
+            wait_for_saves()
+            self._mesh.all_gather_object(None)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _fetch(self, name: str, every: list[dict[str, Mark]]) -> None:
+        """Fetch the files that this host lacks of a state, and mark it complete."""
+        mesh, hosts, directory = self._mesh, self._hosts, self.directory / name
+        of = [each[name].files if name in each else {} for each in every]
+        files = {file: found for each in of for file, found in each.items()}
+        sources = {file: rank for rank, each in enumerate(of) for file in each}
+        lacks = {host: {f: rank for f, rank in sources.items() if f not in of[host]} for host in hosts.first}
+        directory.mkdir(exist_ok=True)
+        hosts.send(mesh, lacks, files, directory)
+        mesh.all_gather_object(None)
+        if hosts.makes and lacks[mesh.rank]:
+            mark = next(each[name] for each in every if name in each)
+            mark_complete(directory, files, mark.step, mark.run)
+
+    def _outdated(self, mark: Mark, disk: Path | None) -> bool:
+        """Return whether the newest state on disk is newer; of another run, whether that wrote last."""
+        with suppress(CheckpointError):
+            there = mark_of(disk or candidates(self._disk)[0])
+            return age(there, there, mark) > age(mark, there, mark)
+        return False
+
+    def keep_only(self, name: str = "") -> None:
+        """Remove all other states from this host's memory; on every rank."""
+        for path in self.directory.iterdir():
+            if path.name != name and self._hosts.makes:
+                shutil.rmtree(path, ignore_errors=True)
+        self._begins = False
+
+    def _check_room(self, needed: int) -> None:
+        found = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+        free = min(shutil.disk_usage(self.directory).free, int(found[1]) << 10 if found else needed)
+        if needed > free:
+            raise CheckpointError(
+                f"states in memory take {needed:,} bytes of this host, and {self.directory.parent} has {free:,} free: "
+                "save to the disk (hfscale.save_state), or make room"
+            )
+
+
+def _is_whole(name: str, every: list[dict[str, Mark]]) -> bool:
+    """Return whether the hosts together have the files of all ranks that wrote a state."""
+    held = {file for each in every if name in each for file in each[name].files}
+    return all(rest_name(rank) in held for rank in range(int(name.split("-")[3])))

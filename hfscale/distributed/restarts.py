@@ -1,0 +1,88 @@
+"""Start the ranks of a run again without imports: the process that a launcher starts for a rank imports everything
+once, and forks the one that trains. Where one of those ends in failure, all end, and every parent forks another.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from .._compat.torch_device import accelerators
+from ..config.environment import started_processes
+from ..errors import ConfigError, check_count
+from .processes import RESTARTS, has_agent_store
+
+_LOOK, _GRACE, _REFUSED = 0.1, 5.0, 2  # seconds between looks; to say why it ends; the exit code of a refusal
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def restart_in_place(restarts: int = 100) -> None:
+    """Fork a process that goes on from here, and another whenever one fails on some rank, without imports.
+
+    Call it on every rank, behind the imports and before anything else. It returns in the forked process; this one
+    waits, passes signals on, and ends as that did. What ends with code 2 is refused and does not start again.
+
+    Args:
+        restarts: how often, before it is the launcher's turn (``--max-restarts``).
+
+    Raises:
+        ConfigError: this process has started CUDA, threads or process groups, or no launcher of torch its ranks.
+    """
+    check_count("restarts", restarts, 0)
+    if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
+        raise ConfigError("restart_in_place must come before CUDA, threads and process groups: call it behind imports")
+    world, outer, store = started_processes(), int(os.environ.get(RESTARTS, "0")), None
+    if world > 1 and not has_agent_store():
+        raise ConfigError(f"restart_in_place needs torchrun or accelerate launch to start its {world} ranks")
+    if world > 1:
+        found: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+        store = dist.PrefixStore(f"hfscale-restarts-{outer}", found)
+    code = 0
+    for attempt in range(restarts + 1):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            with suppress(AttributeError):  # no Linux
+                ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+            os.environ[RESTARTS] = str(outer * 1000 + attempt)
+            return
+        code, again = _wait(child, dist.PrefixStore(str(attempt), store or dist.HashStore()), world)
+        if not again:
+            break
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
+    """Return how this rank's child ended, once those of all ranks have, and whether to fork again."""
+
+    def count(what: str, more: bool = False) -> int:
+        return int(store.add(what, int(more)))
+
+    def pass_on(number: int, _: Any) -> None:
+        told.append(number)
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(child, number)
+
+    told, code, heard = list[int](), None, 0.0
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    while code is None or (count("ended") < world and not told):
+        ended, status = os.waitpid(child, os.WNOHANG) if code is None else (0, 0)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            count("final", bool(told) or (code == _REFUSED and not count("killed")))  # others' errors may follow a kill
+            for what, so in {"killed": code < 0, "failed": code != 0, "ended": True}.items():
+                count(what, so)
+        elif code is None and count("failed"):
+            heard = heard or time.monotonic()
+            if time.monotonic() > heard + _GRACE:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(_LOOK)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return code, count("failed") > 0 and not count("final")

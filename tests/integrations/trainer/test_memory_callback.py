@@ -1,0 +1,70 @@
+"""A Trainer that goes on from memory is the one that did not stop."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hfscale
+from hfscale.testing import RankPool
+
+from ...tiny_models import tiny
+from .script import Case, Rows, _without_times, arguments, build, collate
+from .test_checkpoints import weights
+
+Pools = Callable[[int], RankPool]
+CASE = Case({"save_strategy": "steps", "save_steps": 3}, metrics=False, dropout=0.1)
+
+
+class Dies(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise RuntimeError("killed")
+
+
+def attempt(path: str, root: str, dies: int, resume: bool) -> list[dict[str, float]]:
+    kept = hfscale.StatesInMemoryCallback(2, memory=root)
+    trainer = hfscale.Trainer(
+        model=build(CASE, path, {"dp_shard_size": 2}),
+        args=arguments(CASE, f"{root}/out", 2),
+        data_collator=collate,
+        train_dataset=Rows(22, 1),
+        eval_dataset=Rows(10, 2),
+        callbacks=[kept, Dies(dies)],
+    )
+    if dies:
+        with pytest.raises(RuntimeError, match="killed"):
+            trainer.train(resume_from_checkpoint=resume)
+        hfscale.wait_for_saves()
+        return [len(list(kept.states.directory.iterdir()))] if kept.states else []
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{root}/final")
+    assert not list(Path(root).glob("hfscale-*"))  # the memory is free again
+    rows = [_without_times(row) for row in trainer.state.log_history]
+    return [row for row in rows if "train_loss" not in row]
+
+
+def stop_and_go(path: str, whole: str, parts: str) -> None:
+    expected = attempt(path, whole, 0, False)
+    assert attempt(path, parts, 3, False) == [1]  # after the save of step 2
+    assert attempt(path, parts, 5, True) == [1]  # goes on from 2, saves 3 to the disk and 4 to memory
+    assert attempt(path, parts, 0, True) == expected
+    found = {path.name for path in Path(parts, "out").iterdir()}
+    assert found >= {"checkpoint-3"}
+
+
+def test_a_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    start = str(tmp_path / "start")
+    transformers.AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(start)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    pools(2).run(stop_and_go, start, str(tmp_path / "whole"), str(tmp_path / "parts"))
+    expected, found = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
