@@ -3,123 +3,14 @@
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import CheckpointError, ConfigError, HFScaleError, MeshError, PlanError
 
 __version__ = "0.1.0"
 
-
-if TYPE_CHECKING:
-    from .api.adapt import coverage_report, get_peft_model, merge_and_unload
-    from .api.build import from_config, from_pretrained, parallelize, plan
-    from .checkpoint import (
-        SaveCheck,
-        StatesInMemory,
-        check_save,
-        load_state,
-        save_pretrained,
-        save_state,
-        stream_weights,
-        verify_experts,
-        wait_for_saves,
-    )
-    from .checkpoint.upcycle.upcycle import upcycle
-    from .config.float8 import Float8Config
-    from .config.memory import MemoryConfig
-    from .config.parallel import ParallelConfig
-    from .config.routing import RoutingConfig
-    from .cost.tools.estimate import estimate
-    from .cost.tools.memory_report import memory_estimate
-    from .distributed.ops.token_scores import TokenScores
-    from .distributed.processes import fitting_layout
-    from .distributed.restarts import restart_in_place
-    from .integrations.accelerator import Accelerator
-    from .integrations.trainer import Seq2SeqTrainer, StatesInMemoryCallback, Trainer, TrainerMixin
-    from .optim import create_optimizer
-    from .parallel.experts import ExpertLoad, ExpertLoadHistory, expert_load, record_routes
-    from .parallel.experts.engine_routes import routes_from_sglang, routes_from_vllm
-    from .parallel.pipeline.record import record_schedule
-    from .train import (
-        BadStepError,
-        BadSteps,
-        Preempted,
-        Teacher,
-        batch_rank,
-        batch_world,
-        clip_grad_norm_,
-        drain,
-        eval_step,
-        metrics,
-        preempted,
-        token_scores,
-        train_step,
-        watchdog,
-    )
-
-__all__ = [
-    "Accelerator",
-    "BadStepError",
-    "BadSteps",
-    "CheckpointError",
-    "ConfigError",
-    "ExpertLoad",
-    "ExpertLoadHistory",
-    "Float8Config",
-    "HFScaleError",
-    "MemoryConfig",
-    "MeshError",
-    "ParallelConfig",
-    "PlanError",
-    "Preempted",
-    "RoutingConfig",
-    "SaveCheck",
-    "Seq2SeqTrainer",
-    "StatesInMemory",
-    "StatesInMemoryCallback",
-    "Teacher",
-    "TokenScores",
-    "Trainer",
-    "TrainerMixin",
-    "__version__",
-    "batch_rank",
-    "batch_world",
-    "check_save",
-    "clip_grad_norm_",
-    "coverage_report",
-    "create_optimizer",
-    "drain",
-    "estimate",
-    "eval_step",
-    "expert_load",
-    "fitting_layout",
-    "from_config",
-    "from_pretrained",
-    "get_peft_model",
-    "load_state",
-    "memory_estimate",
-    "merge_and_unload",
-    "metrics",
-    "parallelize",
-    "plan",
-    "preempted",
-    "record_routes",
-    "record_schedule",
-    "restart_in_place",
-    "routes_from_sglang",
-    "routes_from_vllm",
-    "save_pretrained",
-    "save_state",
-    "stream_weights",
-    "token_scores",
-    "train_step",
-    "upcycle",
-    "verify_experts",
-    "wait_for_saves",
-    "watchdog",
-]
-
 # Names whose modules import torch are imported on first use, so that the CLI parses, or refuses, a command at once.
+# Type checkers and editors read them in ``__init__.pyi``; a test compares the two.
 _MODULES = {
     ".integrations.accelerator": ["Accelerator"],
     ".api.adapt": ["coverage_report", "get_peft_model", "merge_and_unload"],
@@ -151,6 +42,9 @@ _MODULES = {
 }
 _SUBMODULES = ("trl",)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(
+    ["CheckpointError", "ConfigError", "HFScaleError", "MeshError", "PlanError", "__version__", *_MODULE_OF]
+)
 
 
 def __getattr__(name: str) -> Any:

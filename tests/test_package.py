@@ -20,9 +20,12 @@ def test_every_public_name_is_there_and_declared_to_type_checkers() -> None:
     assert set(hfscale.__all__) <= set(dir(hfscale))
     for name in hfscale.__all__:
         assert getattr(hfscale, name) is not None
-    tree = ast.parse(Path(hfscale.__file__).read_text())
-    declared = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert set(hfscale.__all__) - {"__version__"} <= declared
+    tree = ast.parse(Path(hfscale.__file__).with_suffix(".pyi").read_text())
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    declared = {alias.asname: node.module for node in nodes for alias in node.names}
+    assert set(hfscale.__all__) - {"__version__"} == set(declared)
+    for name, module in declared.items():
+        assert getattr(importlib.import_module(f"hfscale.{module}"), name) is getattr(hfscale, name)
     with pytest.raises(AttributeError, match="has no attribute 'from_pretraind'"):
         hfscale.from_pretraind  # noqa: B018
 

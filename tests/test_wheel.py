@@ -60,7 +60,7 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
         (metadata_file,) = (file for file in archive.namelist() if file.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(metadata_file).decode())
         assert any(file.endswith("dist-info/licenses/LICENSE") for file in archive.namelist())
-    kept = {".py", ".yaml", ".json", ".typed", ".md", ".jinja", ".sh"}
+    kept = {".py", ".pyi", ".yaml", ".json", ".typed", ".md", ".jinja", ".sh"}
     expected = {path.relative_to(ROOT) for path in (ROOT / "hfscale").rglob("*") if path.suffix in kept}
     assert files == {path.as_posix() for path in expected}
     recipes = [file for file in files if "/library/" in file and file.endswith(".yaml")]

@@ -83,9 +83,8 @@ def from_pretrained(
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with, or its name in transformers.
         mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type;
-            ``"bf16_params"`` casts parameters where they are used, so that hidden states are in 16 bits; ``"fp8"`` is
-            bfloat16 with products of layers in 8 bits. In float16 :func:`hfscale.train_step` scales the loss, and
-            leaves no gradients after an overflow.
+            ``"bf16_params"`` casts parameters where they are used, so that hidden states are in 16 bits; ``"fp8"``:
+            ``"bf16"`` with products in 8 bits. ``"fp16"`` scales the loss; an overflow leaves no gradients.
         routing: the router of mixtures and its balancing; the model's own router by default.
         memory: activation checkpointing, offloading to the CPU, and activations in 8 bits; none by default.
         loss_scaling: scaling of the loss under ``"fp16"``; torch's defaults by default.

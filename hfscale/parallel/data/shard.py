@@ -92,6 +92,13 @@ def give_up_whole_weights(model: Any) -> None:
     model.generate = generate_then_reshard
 
 
+def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
+    # As autocast does, it leaves 64 bits alone.
+    as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
+    dtype = MIXED_PRECISIONS["no" if as_it_is else options.mixed_precision]
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+
+
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
     """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch. The
     ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
@@ -101,10 +108,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     if mesh.data_world == 1 or mesh.device_mesh is None:
         return
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
-    # As autocast does, it leaves 64 bits alone.
-    as_it_is = plan.family in WIDENS_INSIDE or any(p.dtype == torch.float64 for p in plan.owned())
-    dtype = MIXED_PRECISIONS["no" if as_it_is else options.mixed_precision]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    policy = _policy(plan, options)
     # Resharding after the forward pass saves memory only where weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
     on_host = offloaded(plan).parameters

@@ -254,8 +254,8 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
             raise ConfigError("a mixer in it is given what is counted in a part of a sequence")
         return whole
 
-    gathered, own = WholeSequences(record_or_play), mixers.read_masks
-    handles = [handle for module in mixers.found() for handle in gathered.install(module, type(module) in own)]
+    gathered, reads = WholeSequences(record_or_play), mixers.read_masks
+    handles = [handle for module in mixers.found() for handle in gathered.install(module, type(module) in reads)]
     try:
         wanted = subject.passed(subject.part(batch), read_alone)
         if _differ(wanted, _run(subject.model, batch), batch):

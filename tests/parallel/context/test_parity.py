@@ -170,6 +170,24 @@ def test_mixers_besides_attention(pools: Pools, family: str, axes: dict[str, int
     equal(pools, case, cp_size=2, **axes)
 
 
+OWN_ATTENTION: dict[str, tuple[str, dict[str, int], bool]] = {
+    "alibi": ("bloom", {}, True),
+    "alibi-dp": ("mpt", {"dp_shard_size": 2}, False),
+    "rotary-tp": ("falcon", {"tp_size": 2}, False),
+    "windows-pp": ("gpt_neo", {"pp_size": 2, "num_microbatches": 2}, True),
+    "indexer": ("glm_moe_dsa", {}, True),
+    "positions from padding": ("roberta", {"tp_size": 2}, True),
+}
+
+
+@pytest.mark.parametrize("case", cases(OWN_ATTENTION, daily=["alibi", "rotary-tp", "positions from padding"]))
+def test_attention_in_a_familys_own_code(pools: Pools, case: str) -> None:
+    """It reads masks and biases by itself, and runs on whole sequences; rows are padded, and layers recomputed."""
+    family, axes, checkpointing = OWN_ATTENTION[case]
+    config = config_of(family)
+    equal(pools, Case(config, lengths=(17, 9), checkpointing=checkpointing, hf_kwargs=EAGER), cp_size=2, **axes)
+
+
 class OtherPadding(Case):
     """Microbatches that differ in nothing but what they hide, and in lengths whose parts are alike on some rank."""
 
@@ -244,10 +262,9 @@ def test_padding_that_counts_is_refused(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("bloom", "attends by code of its own"),
         ("deepseek_v4", "queries and"),
         ("inkling_text", "position_bias"),
-        ("roberta", "its attention is not the usual one"),
+        ("roformer", "cannot run on a part of a sequence"),
         ("bart", "this loss is another"),
     ],
 )
