@@ -62,8 +62,8 @@ errors, and the papers that they follow. In a clone read [api.md](api.md), or `h
 
 
 def exported() -> dict[str, str]:
-    """Public name -> the module, relative to the package, that ``hfscale/__init__.py`` takes it from."""
-    tree = ast.parse((ROOT / "hfscale" / "__init__.py").read_text())
+    """Public name -> the module, relative to the package, that ``hfscale/__init__.pyi`` takes it from."""
+    tree = ast.parse((ROOT / "hfscale" / "__init__.pyi").read_text())
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module != "version":

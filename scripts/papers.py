@@ -23,6 +23,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
         r"Shoeybi et al\. 2019": ("Shoeybi et al. 2019", "Megatron-LM", "1909.08053"),
         r"Korthikanti et al\. 2022": ("Korthikanti et al. 2022", "Reducing activation recomputation", "2205.05198"),
         r"LLaVA, Liu et al\. 2023": ("Liu et al. 2023", "Visual instruction tuning (LLaVA)", "2304.08485"),
+        r"Press et al\. 2022": ("Press et al. 2022", "Train short, test long (ALiBi)", "2108.12409"),
         r"Liu et al\. 2023": ("Liu et al. 2023", "Ring attention with blockwise transformers", "2310.01889"),
         r"Brandon et al\. 2023": ("Brandon et al. 2023", "Striped attention", "2311.09431"),
         r"Llama Team 2024": ("Llama Team 2024", "The Llama 3 herd of models", "2407.21783"),
