@@ -4,6 +4,7 @@ import importlib
 import os
 import pkgutil
 import warnings
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 
@@ -14,29 +15,15 @@ _ALWAYS = ("torch", "transformers")  # of libraries whose private names every us
 
 def untested() -> dict[str, str]:
     """Map each installed library outside of the tested range to both in words: ``torch 2.15.0 (tested: <2.14)``."""
-    found = {}
-    for text in _requirements():
-        asked = Requirement(text)
-        if (
-            asked.marker is None
-            or not asked.marker.evaluate({"extra": "tested"})
-            or asked.marker.evaluate({"extra": ""})
-        ):
-            continue
-        try:
-            version = metadata.version(asked.name)
-        except metadata.PackageNotFoundError:
-            continue
-        if not asked.specifier.contains(version, prereleases=True):
-            found[asked.name] = f"{asked.name} {version} (tested: {asked.specifier})"
+    found: dict[str, str] = {}
+    with suppress(metadata.PackageNotFoundError):  # run from its sources
+        for asked in map(Requirement, metadata.requires("hfscale") or []):
+            if "tested" in str(asked.marker) and asked.marker and asked.marker.evaluate({"extra": "tested"}):
+                with suppress(metadata.PackageNotFoundError):
+                    version = metadata.version(asked.name)
+                    if not asked.specifier.contains(version, prereleases=True):
+                        found[asked.name] = f"{asked.name} {version} (tested: {asked.specifier})"
     return found
-
-
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires("hfscale") or []
-    except metadata.PackageNotFoundError:  # run from its sources
-        return []
 
 
 def _missing_names() -> list[str]:

@@ -54,8 +54,9 @@ class Hosts:
                 target, content = ranks[number % len(ranks)], None
                 if mesh.rank == target:
                     with (directory / name).open("wb") as file:  # an error now, and no signal later, if it is full
-                        os.posix_fallocate(file.fileno(), 0, files[name].size)
-                if mesh.rank in (source, target):
+                        if files[name].size:
+                            os.posix_fallocate(file.fileno(), 0, files[name].size)
+                if files[name].size and mesh.rank in (source, target):
                     path, size = str(directory / name), files[name].size
                     content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
                 transfers.append((content, source, target))

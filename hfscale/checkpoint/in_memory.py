@@ -106,11 +106,11 @@ class StatesInMemory:
     def load(self) -> Resumed:
         """Go on from the newest state, in memory or on disk; of step 0 if there is none. Collective."""
         given = {"optimizer": self.optimizer, **self.others}
-        if (found := self.newest()) is not None:
-            try:
+        try:
+            if (found := self.newest()) is not None:
                 return load_state(self._model, found, **given)
-            except CheckpointError as error:
-                _log.warning("%s: taking the newest state of %s instead", error, self._disk)
+        except CheckpointError as error:
+            _log.warning("%s: taking the newest state of %s instead", error, self._disk)
         return load_state(self._model, self._disk, missing_ok=True, **given)
 
     def newest(self, disk: Path | None = None) -> Path | None:
@@ -157,7 +157,8 @@ class StatesInMemory:
         """Return whether the newest state on disk is newer; of another run, whether that wrote last."""
         with suppress(CheckpointError):
             there = mark_of(disk or candidates(self._disk)[0])
-            return age(there, there, mark) > age(mark, there, mark)
+            by_time = there.step is None and there.run == mark.run
+            return there.written > mark.written if by_time else age(there, there, mark) > age(mark, there, mark)
         return False
 
     def keep_only(self, name: str = "") -> None:

@@ -66,7 +66,7 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
 
     def pass_on(number: int, _: Any) -> None:
         told.append(number)
-        with suppress(ProcessLookupError):  # it has ended
+        if code is None:  # or it has ended
             os.kill(child, number)
 
     told, code, heard = list[int](), None, 0.0
@@ -78,11 +78,18 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
             count("final", bool(told) or (code == _REFUSED and not count("killed")))  # others' errors may follow a kill
             for what, so in {"killed": code < 0, "failed": code != 0, "ended": True}.items():
                 count(what, so)
-        elif code is None and count("failed"):
+        elif count("failed"):
             heard = heard or time.monotonic()
-            if time.monotonic() > heard + _GRACE:
-                os.kill(child, signal.SIGKILL)
+            if _too_long(child, code, (time.monotonic() - heard) // _GRACE):
+                told.append(count("final", True))
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
     return code, count("failed") > 0 and not count("final")
+
+
+def _too_long(child: int, code: int | None, graces: float) -> bool:
+    """Kill a child that outlives another rank's; return whether its parent waits for a machine that is gone."""
+    if code is None and graces:
+        os.kill(child, signal.SIGKILL)
+    return code is not None and graces > 3

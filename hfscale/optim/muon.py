@@ -66,7 +66,7 @@ def borders_of(planned: ParameterPlan, owners: Sequence[nn.Module], split: Split
     asked = split.get(projection_of(planned), 1)
     across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
     length = planned.shape[-1 if across else -2]
-    lengths = [length // asked] * asked if isinstance(asked, int) else list(asked)
+    lengths = [length // max(asked, 1)] * asked if isinstance(asked, int) else list(asked)
     if sum(lengths) != length or min(lengths) < 1:
         raise ConfigError(
             f"split={dict(split)!r} does not fit {planned.name}, which has {length} outputs: give a number of equal "

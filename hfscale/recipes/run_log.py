@@ -36,7 +36,8 @@ class RunLog(TrainerCallback):
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
             disk = recipe.directory / "state"
-            for left in (disk, *memory_of(disk).glob("step-*")):
+            memory = memory_of(disk)
+            for left in (disk, *([] if memory.is_symlink() else memory.glob("step-*"))):  # a link is somebody else's
                 shutil.rmtree(left, ignore_errors=True)
             self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")

@@ -84,7 +84,7 @@ class RecipeTrainer(hfscale.Trainer):
 
     def fit(self) -> Outcome:
         """Train from the beginning or from a saved state; call it on every rank."""
-        self.args.eval_on_start = self._recipe.saved_state is None
+        self.args.eval_on_start = not any(gathered(self._recipe.saved_state is not None))
         train_to_the_end(self, self._recipe)
         training, evaluation = ([r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss"))
         last, found = training[-1], evaluation[-1]
@@ -161,7 +161,8 @@ def train_to_the_end(trainer: Any, recipe: Recipe) -> None:
     config = trainer.model.config
     use_cache = config.use_cache
     try:
-        trainer.train(resume_from_checkpoint=None if recipe.saved_state is None else True)
+        resumes = any(gathered(recipe.saved_state is not None))  # a machine may have nothing in memory
+        trainer.train(resume_from_checkpoint=resumes or None)
     finally:
         stop_listening()
     config.use_cache = use_cache

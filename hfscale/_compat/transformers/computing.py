@@ -46,7 +46,7 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
 
     def count(batch: Mapping[str, Any]) -> Tensor | None:
         name = next((name for name in names if isinstance(batch.get(name), Tensor)), None)
-        if name is None or not takes_positions:
+        if name is None or not takes_positions or batch.get("position_ids") is not None:
             return None
         if own is None:
             return torch.arange(batch[name].shape[1])[None]

@@ -76,7 +76,7 @@ class ParameterCasts(Part):
         copies = _Copies(MIXED_PRECISIONS[runtime.options.mixed_precision] if cast_all else None)
         for prefix, module in model.named_modules():
             full = {name: f"{prefix}.{name}".lstrip(".") for name in own_parameters(module)}
-            cast = [name for name, at in full.items() if {at, stock_name(at)} & known and not stays(at)]
+            cast = [name for name, at in full.items() if {at, stock_name(at)} & known and not stays(stock_name(at))]
             if cast if cast_all else type(module) in PROJECTIONS:  # a subclass may check the dtype of its weight
                 copies.places[module] = cast if cast_all else ["weight"]
         for module in model.modules():
@@ -117,14 +117,14 @@ class _Copies:
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
         before = list[tuple[nn.Module, str, Tensor]]()
-        for inner in module.modules():
-            held = own_parameters(inner)
-            for name in self.places.get(inner, ()):
-                if held.get(name) is not None and held[name].dtype == torch.float32:
-                    before.append((inner, name, own := held[name]))
-                    held[name] = autocasted_weight(own) if self._dtype is None else cast_weight(own, self._dtype)
-        self._inside = True
         try:
+            for inner in module.modules():
+                held = own_parameters(inner)
+                for name in self.places.get(inner, ()):
+                    if held.get(name) is not None and held[name].dtype == torch.float32:
+                        before.append((inner, name, own := held[name]))
+                        held[name] = autocasted_weight(own) if self._dtype is None else cast_weight(own, self._dtype)
+            self._inside = True
             yield
         finally:
             self._inside = False

@@ -103,7 +103,8 @@ class Checkpoints(TrainerHooks):
     def write_state(self, directory: Path) -> None:
         """Write optimizer, schedule and RNG states in hfscale's own format; on every rank."""
         optimizer, scheduler = self.optimizer, self.lr_scheduler
-        save_state(self.model, directory / _STATE, optimizer=optimizer, scheduler=scheduler)
+        step = self.state.global_step
+        save_state(self.model, directory / _STATE, optimizer=optimizer, step=step, scheduler=scheduler)
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             stock_state.write(self.runtime, directory, stock_optimizer(optimizer), scheduler)
 
@@ -184,7 +185,7 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
         raise CheckpointError(problem)
     if resume is True and memory is not None:
         kept = memory.newest(_state_of(Path(found)) if isinstance(found, str) else None)
-        return found if kept is None else str(kept)
+        return (None if found is True else found) if kept is None else str(kept)  # neither: it begins
     return found
 
 

@@ -27,7 +27,7 @@ from ...checkpoint.in_memory import StatesInMemory
 from ...checkpoint.random_states import random_states, restore_random_states
 from ...config.environment import MEMORY
 from ...distributed.mesh import Mesh
-from ...train.runtime.writing import is_writer
+from ...train.runtime.writing import all_or_none, is_writer
 
 
 class TrainerRandomStreams(TrainerCallback):
@@ -121,6 +121,10 @@ class StatesInMemoryCallback(TrainerCallback):
         self.due = not asked and state.global_step % self.every == 0 and state.global_step < state.max_steps
         control.should_save = control.should_save or self.due
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave a save at the end of an epoch to the disk."""
+        self.due = False
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Free the memory after the last step."""
         if self.states is not None and state.global_step >= state.max_steps:
@@ -132,7 +136,7 @@ class StatesInMemoryCallback(TrainerCallback):
         """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
         states = self.states_of(trainer)
         states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
-        with TemporaryDirectory() as aside:
+        with all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"), TemporaryDirectory() as aside:
             with (
                 attribute_replaced(trainer, "save_model", lambda directory, **_: Path(directory).mkdir()),
                 attribute_replaced(trainer, "write_state", lambda _: None),

@@ -130,6 +130,7 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
         function = place_by_place(function)
     total = passage.batch.split.total
     whole = {**kwargs, "q_length": total, "kv_length": total, "attention_mask": None, "use_vmap": False}
+    whole["allow_is_bidirectional_skip"] = False
 
     def dense(function: Callable[..., Tensor]) -> Any:
         skips = kwargs.get("allow_is_causal_skip", False) and function is causal_mask_function

@@ -111,7 +111,8 @@ def cut_batch(
         whole["position_ids"] = counted
     part = cut_inputs(known, whole)
     if whole_mask:
-        mask, device = batch.get("attention_mask"), next(iter(part.values())).device
+        mask = batch.get("attention_mask")
+        device = next(value.device for value in part.values() if isinstance(value, Tensor))
         part["attention_mask"] = torch.ones(samples, total, dtype=torch.long, device=device) if mask is None else mask
     return known, part
 
@@ -213,7 +214,7 @@ class MaskBlocks:
 
     def to(self, dtype: torch.dtype) -> "MaskBlocks":
         """Return this mask with another ``dtype`` of its tensor."""
-        return replace(self, host=lambda function: self.host(function).to(dtype))
+        return replace(self, host=lambda f: None if (made := self.host(f)) is None else made.to(dtype))
 
     def filled(self) -> "MaskBlocks":
         """Return this mask with ``idle`` set: queries without any key (left padding) then read all keys alike."""

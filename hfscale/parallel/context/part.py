@@ -151,12 +151,12 @@ class ContextParallel(Part, ContextAxis):
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a pass over this rank's tokens (forward pre-hook of the model)."""
         batch: CutBatch | None = kwargs.pop(_BATCH, None)
+        batch = None if batch is None else batch.to(next(model.parameters()).device)
         stack = ExitStack()
         if self._passes is not None:
             self._passes.begin(batch)
         if batch is not None and self._override is not None:
-            device = next(model.parameters()).device
-            stack.enter_context(self._override.passing(batch.to(device), self._attend))
+            stack.enter_context(self._override.passing(batch, self._attend))
         self._stack.append(stack)
         return args, kwargs
 

@@ -95,7 +95,7 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
         said = (str(error).splitlines() or [""])[0][:100]
         if MaskBlocks.__name__ not in said:
             return f"it cannot run on a part of a sequence ({type(error).__name__}: {said})"
-        if (kind := mixers.raised_in(error)) is None:
+        if (kind := mixers.raised_in(error)) is None or kind in mixers.read_masks:
             return "it computes with masks in code of its own, outside of its attention"
         mixers.read_masks.add(kind)
         return _find_mixing(model, padded, mixers, text)

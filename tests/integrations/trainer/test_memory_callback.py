@@ -68,3 +68,13 @@ def test_a_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(stop_and_go, start, str(tmp_path / "whole"), str(tmp_path / "parts"))
     expected, found = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_save_at_the_end_of_an_epoch_goes_to_the_disk() -> None:
+    kept, control = hfscale.StatesInMemoryCallback(2), transformers.TrainerControl()
+    args, state = transformers.TrainingArguments(save_strategy="epoch", use_cpu=True), transformers.TrainerState()
+    state.global_step, state.max_steps = 4, 8
+    kept.on_step_end(args, state, control)
+    assert kept.due  # in memory, and written now
+    kept.on_epoch_end(args, state, control)
+    assert not kept.due
