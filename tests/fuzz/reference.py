@@ -151,6 +151,12 @@ def make_start(draw: Draw, directory: Path) -> None:
 def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     """The stock model, with stock adapters."""
     model: Any = AUTO.from_pretrained(directory / "start", dtype=dtype, **arguments(draw), **quantization(draw))
+    if draw.entry == "from_config":  # which, unlike from_pretrained, keeps nothing in 32 bits
+        with torch.device("meta"):
+            built = AUTO.from_config(stock_config(draw), dtype=dtype, **arguments(draw))
+        types = {name: parameter.dtype for name, parameter in built.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(types[name])
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             keep_layout(module)
