@@ -75,7 +75,7 @@ class Options:
 
     @property
     def casts_parameters(self) -> bool:
-        """Whether parameters are cast where they are used, in place of autocast."""
+        """Return whether parameters are cast where they are used, in place of autocast."""
         return self.mixed_precision == "bf16_params"
 
     @property

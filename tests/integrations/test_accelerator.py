@@ -75,6 +75,29 @@ def train(path: str, layout: dict[str, int], out: str, precision: str = "no", **
     return {"norms": norms, "updates": updates, "epochs": scheduler.scheduler.last_epoch}
 
 
+def train_stock(stock: Any, per_update: int, rows: int | None = None) -> list[float]:
+    """Take the steps of :func:`train` in one process, ``rows`` in a pass; return the norms."""
+    optimizer, norms, rows = torch.optim.SGD(stock.parameters(), lr=0.5), [], rows or per_update
+    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    for start in range(0, 16, per_update):
+        for ids in Rows(16).ids[start : start + per_update].split(rows):
+            (stock(input_ids=ids, labels=ids).loss * (rows / per_update)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def assert_trained_alike(found: list[dict[str, Any]], norms: list[float], out: Path, stock: Any) -> None:
+    """Compare what ranks returned and saved with the stock model after its steps."""
+    for result in found:
+        assert result["norms"] == pytest.approx(norms, rel=1e-6)
+    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64).state_dict()
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.daily("layout0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
@@ -84,23 +107,10 @@ def test_loop_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path:
     parallel = ParallelConfig(**layout)
     found = pools(parallel.total_size).run(train, str(tmp_path / "start"), layout, str(tmp_path / "out"))
 
-    rows, per_update = Rows(16), 2 * 2 * parallel.batch_world
-    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
-    norms = []
-    for start in range(0, 16, per_update):
-        ids = rows.ids[start : start + per_update]
-        stock(input_ids=ids, labels=ids).loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    norms = train_stock(stock, 2 * 2 * parallel.batch_world)
     for result in found:
         assert result["updates"] == result["epochs"] / parallel.batch_world == len(norms)
-        assert result["norms"] == pytest.approx(norms, rel=1e-6)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    for name, value in stock.state_dict().items():
-        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    assert_trained_alike(found, norms, tmp_path / "out", stock)
 
 
 def first_tokens(path: str, layout: dict[str, int], kind: str) -> tuple[int, list[int], list[int]]:

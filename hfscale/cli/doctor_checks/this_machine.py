@@ -32,11 +32,12 @@ def versions() -> list[Finding]:
         asked = []
     needed = [each for each in asked if "tested" not in str(each.marker) and (not each.marker or each.name in _ALSO)]
     known = {each.name: each for each in needed or [Requirement("torch")]}
-    return [_version(each) for each in known.values()]
+    newer = untested()
+    return [_version(each, newer.get(each.name)) for each in known.values()]
 
 
-def _version(asked: Requirement) -> Finding:
-    """Return what is installed of one library."""
+def _version(asked: Requirement, newer: str | None) -> Finding:
+    """Return what is installed of one library; ``newer``: how it is outside of the tested range."""
     optional = asked.name in _ALSO
     try:
         version = metadata.version(asked.name)
@@ -46,7 +47,7 @@ def _version(asked: Requirement) -> Finding:
     if not asked.specifier.contains(version, prereleases=True):
         text = f"{version}, and hfscale is made for {asked.specifier}: install one of those"
         return Finding(asked.name, "problem", text)
-    if newer := untested().get(asked.name):
+    if newer:
         return Finding(asked.name, "note", f"{version}, which hfscale was not tested with: {newer}")
     return Finding(asked.name, "ok", version + (f" ({asked.specifier})" if asked.specifier else ""))
 

@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def levers(self) -> dict[str, Any]:
-        """What is computed again, in tiles of how many tokens, and what lies on the host."""
+        """Return what is computed again, in tiles of how many tokens, and what lies on the host."""
         return {"recompute": self.recompute, "tile_tokens": self.job.tile or None, "offload": self.offload}
 
     def memory_arguments(self) -> dict[str, Any]:

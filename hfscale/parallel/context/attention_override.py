@@ -129,8 +129,8 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
     if kwargs.get("use_vmap"):  # which the host does not know to take more than one place at a time
         function = place_by_place(function)
     total = passage.batch.split.total
-    whole = {**kwargs, "q_length": total, "kv_length": total, "attention_mask": None, "use_vmap": False}
-    whole["allow_is_bidirectional_skip"] = False
+    said = {"attention_mask": None, "use_vmap": False, "allow_is_bidirectional_skip": False}  # by the function
+    whole = {**kwargs, **said, "q_length": total, "kv_length": total}
 
     def dense(function: Callable[..., Tensor]) -> Any:
         skips = kwargs.get("allow_is_causal_skip", False) and function is causal_mask_function

@@ -26,7 +26,7 @@ _CALLS = {
     **{"SEND_F": "send_output", "RECV_F": "receive_input", "SEND_B": "send_gradient", "RECV_B": "receive_gradient"},
 }
 Step = tuple[str, int, int]
-"""What a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
+"""Name what a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:

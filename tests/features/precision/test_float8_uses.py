@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
@@ -37,22 +37,8 @@ def test_an_accelerators_loop_equals_one_process(pools: Pools, layout: dict[str,
     stock.save_pretrained(tmp_path / "start")
     convert(stock, "tensorwise", inside)
     found = pools(2).run(accelerator.train, str(tmp_path / "start"), layout, str(tmp_path / "out"), "fp8")
-    optimizer = torch.optim.SGD(stock.parameters(), lr=0.5)
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
-    rows, per_update, norms = accelerator.Rows(16), 4 * ParallelConfig(**layout).batch_world, []
-    for start in range(0, 16, per_update):
-        for first in range(start, start + per_update, 2):  # scales are of a microbatch
-            ids = rows.ids[first : first + 2]
-            (stock(input_ids=ids, labels=ids).loss * 2 / per_update).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    for result in found:
-        assert result["norms"] == pytest.approx(norms, rel=1e-6)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    for name, value in stock.state_dict().items():
-        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    norms = accelerator.train_stock(stock, 4 * ParallelConfig(**layout).batch_world, 2)  # scales are of a microbatch
+    accelerator.assert_trained_alike(found, norms, tmp_path / "out", stock)
 
 
 # Stages cut a batch, that of an evaluation too, into microbatches, of which scales are: one, as in one process.

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
@@ -55,21 +55,8 @@ def test_an_accelerators_loop_equals_one_process(pools: Pools, layout: dict[str,
     told = str(tmp_path / "start"), layout, str(tmp_path / "out"), "bf16_params"
     parallel = ParallelConfig(**layout)
     found = pools(parallel.total_size).run(exactly, accelerator.train, *told, dtype=torch.float32)
-    optimizer = torch.optim.SGD(stock.double().parameters(), lr=0.5)
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
-    rows, per_update, norms = accelerator.Rows(16), 4 * parallel.batch_world, []
-    for start in range(0, 16, per_update):
-        ids = rows.ids[start : start + per_update]
-        stock(input_ids=ids, labels=ids).loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item())
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    for result in found:
-        assert result["norms"] == pytest.approx(norms, rel=1e-6)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    for name, value in stock.state_dict().items():
-        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    norms = accelerator.train_stock(stock.double(), 4 * parallel.batch_world)
+    accelerator.assert_trained_alike(found, norms, tmp_path / "out", stock)
 
 
 TRAINED = [{}, {"dp_shard_size": 2}, {"tp_size": 2}, STAGES, {"cp_size": 2}]
