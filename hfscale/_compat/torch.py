@@ -249,7 +249,7 @@ def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
     found = {device: torch.zeros(1, device=device) for device in {gradient.device for gradient in gradients}}
     for same, _ in alike(gradients):
         device = same[0].device
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], torch.tensor(factor, device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], torch.full((), factor, device=device))
     return any(bool(each) for each in found.values())
 
 

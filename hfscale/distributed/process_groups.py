@@ -20,6 +20,8 @@ from .processes import (
     Groups,
     Pair,
     backend_of,
+    bound,
+    connect,
     device_group,
     host_group,
     keep_patience,
@@ -92,10 +94,11 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
     if ":" in dist.get_backend(world) and (own := backend_of(world, device)):
         # The user's process group serves several kinds of devices: its subgroups need only one.
         options["backend_override"] = dict.fromkeys(axes, own)
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
-    for axis, size in zip(axes, shape, strict=True):
-        if size > 1:
-            keep_patience(device_mesh.get_group(axis), device)
+    with bound(device):
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes, **options)
+    for group in (device_mesh.get_group(axis) for axis, size in zip(axes, shape, strict=True) if size > 1):
+        keep_patience(group, device)
+        connect(group, device)
     return device_mesh
 
 
@@ -161,17 +164,10 @@ def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh
         missing = [way for way in ways if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)]
         for pairs in rounds(missing):
             mine = device_group([ranks for pair in pairs for ranks in _columns(device_mesh, pair)], mesh.device)
-            if mine is not None:
-                _warm_up(mine, mesh.device)
             for way in pairs:
                 kept(way)[(*key, "way", way)] = mine if mesh.pp_rank in way else None
     streams = {way: group for way in ways if (group := kept(way)[(*key, "way", way)]) is not None}
     return replace(mesh, streams=streams, reports=reports)
-
-
-def _warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the ranks of the group now, rather than within a step: NCCL connects at the first call."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _consecutive_ranks(device_mesh: DeviceMesh, device: torch.device, count: int) -> dist.ProcessGroup:

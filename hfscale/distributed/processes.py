@@ -9,7 +9,8 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any
@@ -135,14 +136,41 @@ def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
     """Make a group of each of these disjoint sets of ranks, the same on every rank, for tensors on ``device``; return
-    this rank's. Collective over the run.
+    this rank's, connected. Collective over the run.
     """
     _end_quietly()
     world: Any = dist.group.WORLD
-    if _splits(world, device):
-        lists = [list(ranks) for ranks in parts]
-        return dist.split_group(world, lists, timeout=_patience(device))
-    return _one_by_one(parts, backend_of(world, device), _patience(device))
+    with bound(device):
+        if _splits(world, device):
+            lists = [list(ranks) for ranks in parts]
+            mine = dist.split_group(world, lists, timeout=_patience(device))
+        else:
+            mine = _one_by_one(parts, backend_of(world, device), _patience(device))
+    if mine is not None:
+        connect(mine, device)
+    return mine
+
+
+@contextmanager
+def bound(device: torch.device) -> Iterator[None]:
+    """Bind torch's process group to ``device`` inside the ``with`` block, where Accelerate or a user started it without
+    one, and connect it, so that groups can be split off. Not for longer: with it, gloo groups of a user's own might
+    wait forever (see :func:`host_group`).
+    """
+    world: Any = dist.group.WORLD
+    before = world.bound_device_id
+    if before is None and _could_split(world, device):
+        made_out_of(world).once("connected", lambda: connect(world, device))
+        world.bound_device_id = device
+    try:
+        yield
+    finally:
+        world.bound_device_id = before
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the ranks of the group now, rather than within a step: NCCL connects at the first call."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -211,6 +239,11 @@ def _patience(device: torch.device) -> timedelta:
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether groups can be split off the default group's communicator, which is then already connected."""
-    if device.type == "cpu" or world.bound_device_id is None or dist.get_backend(world) != backend_of(world, device):
+    return world.bound_device_id is not None and _could_split(world, device)
+
+
+def _could_split(world: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether groups can be split off the default group's communicator once it is bound and connected."""
+    if device.type == "cpu" or dist.get_backend(world) != backend_of(world, device):
         return False
     return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")

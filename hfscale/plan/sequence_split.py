@@ -54,20 +54,31 @@ class Split:
         """The number of tokens of every rank."""
         return [self.length(rank) for rank in range(self.size)]
 
-    def places(self, rank: int) -> Tensor:
+    # Indices are made on the device where they are used: a copy from the host would wait for it.
+
+    def places(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the positions of the tokens of ``rank``: ``[length(rank)]``, ascending."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.pieces(rank)])
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.pieces(rank)])
+
+    def side_by_side(self, device: torch.device | None = None) -> Tensor:
+        """Return the positions of all ranks' tokens, rank 0's first: ``[total]``."""
+        return torch.cat([self.places(rank, device) for rank in range(self.size)])
+
+    def order(self, device: torch.device | None = None) -> Tensor:
+        """Return the index of each token of the sequence in :meth:`side_by_side`: ``[total]``."""
+        if device not in self._orders:
+            self._orders[device] = self.side_by_side(device).argsort()
+        return self._orders[device]
 
     @cached_property
-    def order(self) -> Tensor:
-        """The position of each token of the sequence in the concatenation of all ranks' tokens: ``[total]``."""
-        return torch.cat([self.places(rank) for rank in range(self.size)]).argsort()
+    def _orders(self) -> dict[torch.device | None, Tensor]:
+        return {}
 
-    def members(self, rank: int) -> list[Tensor]:
+    def members(self, rank: int, device: torch.device | None = None) -> list[Tensor]:
         """Return, for each rank that counts as part of ``rank``, the indices of its tokens among those of ``rank``."""
-        alone, own = Split(self.total, self.size * self.together), self.places(rank)
-        first = rank * self.together
-        return [torch.searchsorted(own, alone.places(member)) for member in range(first, first + self.together)]
+        alone, own = Split(self.total, self.size * self.together), self.places(rank, device)
+        members = range(rank * self.together, (rank + 1) * self.together)
+        return [torch.searchsorted(own, alone.places(member, device)) for member in members]
 
 
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:

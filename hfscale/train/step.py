@@ -187,12 +187,15 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
             f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
             "for each batch of the list"
         )
-    numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+    if all(isinstance(each, Tensor) and each.numel() == 1 for each in given):
+        numbers = torch.cat([torch.as_tensor(each).detach().reshape(1) for each in given]).tolist()  # one look
+    else:
+        numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
     for each in numbers:
         check_number("num_items_in_batch", each, least=0)
     if numbers == [0] and count > 1:
         raise ConfigError(f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out")
-    values = [torch.tensor(float(each) or 1.0, device=count.device) for each in numbers]
+    values = [torch.full((), float(each) or 1.0, device=count.device) for each in numbers]
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 

@@ -89,12 +89,13 @@ def test_the_process_group_ends_with_the_process_that_started_it(monkeypatch: py
 @pytest.mark.parametrize("backend", ["fake", "cpu:fake,cuda:fake"])
 def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Also where the user's process group serves several, so that no group connects its ranks twice."""
-    device, hosts, warm = torch.device("cuda", 0), list[Any](), list[Any]()
+    device, hosts, connected = torch.device("cuda", 0), list[Any](), list[Any]()
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(process_groups, "own_device", lambda: device)
     monkeypatch.setattr(process_groups, "host_group", lambda parts: hosts.append([list(ranks) for ranks in parts]))
     layout = ParallelConfig(pp_size=2, dp_shard_size=2, tp_size=4, ep_size=4)
-    monkeypatch.setattr(process_groups, "_warm_up", lambda group, device: warm.append(group))
+    for module in (process_groups, processes):
+        monkeypatch.setattr(module, "connect", lambda group, device: connected.append(group))
     with fake_world(backend, 16):
         made = build_mesh(layout, replicas=(2,), ties=((0, 1),), neighbours=((0, 1),))
         groups = [*made.groups("pp", "dp_shard", "tp", "ep"), *made.replicas.values(), *made.ties.values()]
@@ -102,7 +103,8 @@ def test_groups_serve_one_kind_of_device(monkeypatch: pytest.MonkeyPatch, backen
         assert {dist.get_backend(group) for group in groups} == {"fake"}
         assert {backend_of(group, device) for group in groups} == {"fake"}
         assert made.streams.keys() == {(0, 1), (1, 0)}
-        assert warm == list(made.streams.values())
+        assert set(connected) > {*groups}  # and those of the mesh of experts
+        assert connected[-2:] == list(made.streams.values())
         assert len(groups) == 8
     # over gloo: all ranks once, and small groups for a few numbers
     assert [len(parts[0]) for parts in hosts] == [16, 4, 2, 2, 8]  # the last: ranks that are given the same batch
@@ -112,6 +114,7 @@ def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) 
     calls: list[Any] = []
     monkeypatch.setattr(processes, "_splits", lambda world, device: True)
     monkeypatch.setattr(dist, "split_group", lambda world, parts, timeout: calls.append(parts))
+    monkeypatch.setattr(processes, "connect", lambda group, device: None)
     with fake_world("fake", 8):
         for pairs in rounds([(0, 1), (1, 2), (2, 3), (0, 3)]):
             device_group([[2 * a, 2 * b] for a, b in pairs], torch.device("cuda"))
@@ -133,6 +136,62 @@ def test_only_a_bound_world_of_one_backend_is_split() -> None:
             patch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
             assert processes._splits(world, torch.device("cuda", 0)) == splits
             assert not processes._splits(world, torch.device("cpu"))
+
+
+def test_a_world_that_somebody_else_started_is_bound_while_groups_are_split_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Accelerate starts it without a device: it is connected once, before the first split, and left unbound."""
+    device, calls = torch.device("cuda", 0), list[Any]()
+    monkeypatch.setattr(processes, "_could_split", lambda world, device: True)
+    monkeypatch.setattr(processes, "connect", lambda group, device: calls.append(group))
+    monkeypatch.setattr(
+        dist, "split_group", lambda world, parts, timeout: calls.append((world.bound_device_id, parts)) or "part"
+    )
+    with fake_world("fake", 4) as world:
+        assert [device_group(parts, device) for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])] == ["part", "part"]
+        assert world.bound_device_id is None
+        assert calls == [world, (device, [[0, 1], [2, 3]]), "part", (device, [[0, 2], [1, 3]]), "part"]
+        world.bound_device_id = device  # by the one who started it
+        device_group([[0, 1, 2, 3]], device)
+        assert world.bound_device_id == device
+        assert calls.count(world) == 1
+
+
+def _in_order() -> list[Any]:
+    """Groups of ranks as this rank makes them and connects them, none of either within a step."""
+    calls, all_reduce = list[Any](), dist.all_reduce
+    new_groups = {module: module.new_group for module in (dist, dist.device_mesh)}
+
+    def reduced(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if tensor.numel() == 1:
+            calls.append(("connected", tuple(dist.get_process_group_ranks(group or dist.group.WORLD))))
+        return all_reduce(tensor, op, group, async_op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", reduced)
+        for module, make in new_groups.items():
+            patch.setattr(
+                module,
+                "new_group",
+                lambda ranks, *a, make=make, **k: calls.append(tuple(ranks)) or make(ranks, *a, **k),
+            )
+        build_mesh(ParallelConfig(pp_size=2, dp_shard_size=2), neighbours=((0, 1),), ties=((0, 1),))
+        made = len(calls)
+        build_mesh(ParallelConfig(pp_size=2, dp_shard_size=2), neighbours=((0, 1),), ties=((0, 1),))
+        assert len(calls) == made
+    return calls
+
+
+def test_groups_are_made_and_connected_in_one_order_on_all_ranks(pools: Pools) -> None:
+    ranks = pools(4).run(_in_order)
+    made = [[call for call in calls if call[0] != "connected"] for calls in ranks]
+    assert made[0] == made[1] == made[2] == made[3]
+    for rank, calls in enumerate(ranks):
+        connected = [members for call, members in (each for each in calls if each[0] == "connected")]
+        pairs = [(rank, rank ^ 1), (rank, rank ^ 2)]  # of the stage; of the pipeline
+        stage, pipeline = (tuple(sorted(pair)) for pair in pairs)
+        assert connected == [pipeline, stage, *[pipeline] * 3]  # axes, the tied tensor, each way
 
 
 def _made(schedules: tuple[str, ...]) -> tuple[list[int], list[tuple[int, int]]]:

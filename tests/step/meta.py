@@ -33,12 +33,14 @@ class Seen:
         calls: axis -> collectives over it; ``"host"`` are those between the hosts.
         sent: axis -> bytes that were handed to them.
         faults: what a GPU, or NCCL, would not have taken.
+        order: looks and collectives over tensors on the device, one after the other.
     """
 
     calls: dict[str, Counter[str]]
     sent: Counter[str]
     looks: Counter[Where] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -75,11 +77,13 @@ class _Operators(SimulatedRank):
 
     def looked(self, name: str) -> None:
         self.seen.looks[name, _caller()] += 1
+        self.seen.order.append("look")
 
     def mixes(self, func: Any) -> None:
         self.seen.faults.append(f"{func} of tensors on the GPU and on the CPU: {_caller()}")
 
     def takes(self, func: Any, tensors: list[Tensor]) -> None:
+        self.seen.order.append(func._schema.name.rpartition("::")[2].strip("_"))
         for tensor in tensors:
             if tensor.device != GPU or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
                 strides = tensor.stride()

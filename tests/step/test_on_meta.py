@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 import hfscale
-from hfscale import ParallelConfig
+from hfscale import ParallelConfig, RoutingConfig
 from hfscale.distributed.ops import collectives
 from hfscale.parallel.tensor import RandomStreams
 from hfscale.train.runtime import runtime_of
@@ -27,6 +27,10 @@ def _config(mixture: bool) -> PreTrainedConfig:
         return tiny("llama", **sizes)
     sizes |= {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": ROUTES, "head_dim": 8}
     return Qwen3MoeConfig(**sizes)
+
+
+def _zeros(found: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(found.shape, dtype=found.dtype)
 
 
 def _step(
@@ -89,6 +93,71 @@ def test_mixtures_look_once_a_pass(layout: dict[str, int], microbatches: int) ->
     assert seen.looks.total() == microbatches * LAYERS
 
 
+@pytest.mark.daily("heads-2")
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("method", ["heads", "gather", "ring", "heads_ring"])
+def test_context_ranks(method: str, microbatches: int) -> None:
+    """Indices of tokens are made on the device, and labels of a part are counted on the host."""
+    assert not _step(ParallelConfig(cp_size=4, cp_method=method), microbatches).looks
+
+
+def test_weights_of_the_next_mixture_are_asked_for_before_the_host_looks() -> None:
+    seen = _step(ParallelConfig(dp_shard_size=4, ep_size=2), mixture=True)
+    before = seen.order[: seen.order.index("look")]
+    # what is around the layers; of this one and the next one, the layer and its experts
+    assert before.count("allgather_base") == 1 + 2 * LAYERS
+    assert seen.looks.total() == LAYERS
+
+
+@pytest.mark.daily("0-pipedream")
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_stage_waits_for_its_call_without_a_flush(rank: int, schedule: str) -> None:
+    layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule)
+    ids = torch.arange(B * S).view(B, S) % 500 + 3
+    batch = {"input_ids": ids, "labels": ids}
+    with pretended_gpus(2, rank):
+        model = hfscale.from_config(_config(False), parallel=layout, dtype=torch.bfloat16).train()
+        runtime = runtime_of(model)
+        runtime.part(RandomStreams).agreed = True
+        runtime.executor.expect((H,), torch.bfloat16)
+        with watched(model, _zeros) as seen:
+            for _ in range(4):
+                loss = hfscale.train_step(model, batch if schedule == "pipedream" else [batch] * 2)
+    assert loss.device == GPU
+    assert not seen.looks
+    assert not seen.faults
+
+
+def _rows_of_loss(outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
+    return outputs.logits.float().sum(), 3.0
+
+
+@pytest.mark.daily("fp16")
+@pytest.mark.parametrize("case", ["fp16", "num_items_in_batch", "loss_fn", "expert_load"])
+def test_one_look_at_most(case: str) -> None:
+    """fp16 asks whether a gradient overflowed, and a report of experts is read; numbers from the host are filled in."""
+    ids = torch.arange(2 * B * S).view(2, B, S) % 500 + 3
+    batches = [{"input_ids": one, "labels": one} for one in ids]
+    options: dict[str, Any] = {"fp16": {"mixed_precision": "fp16"}, "expert_load": {"routing": RoutingConfig()}}
+    given: dict[str, Any] = {
+        "num_items_in_batch": {"num_items_in_batch": [3, 5]},
+        "loss_fn": {"loss_fn": _rows_of_loss},
+    }
+    with pretended_gpus(2):
+        layout = ParallelConfig(tp_size=2)
+        model = hfscale.from_config(_config(case == "expert_load"), parallel=layout, **options.get(case, {})).train()
+        runtime_of(model).part(RandomStreams).agreed = True
+        if case == "expert_load":
+            with watched(model, _zeros) as seen:
+                hfscale.expert_load(model)
+        else:
+            with watched(model, _zeros) as seen:
+                hfscale.train_step(model, batches, **given.get(case, {}))
+    assert seen.looks.total() == (case in ("fp16", "expert_load"))
+    assert not seen.faults
+
+
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_stages(microbatches: int) -> None:
     seen = _step(ParallelConfig(pp_size=2), microbatches)
@@ -109,7 +178,7 @@ def _faults(call: Any) -> Seen:
     with pretended_gpus(2):
         model = hfscale.from_config(_config(False), parallel=ParallelConfig(tp_size=2))
         group = runtime_of(model).mesh.group("tp")
-        with watched(model, lambda found: torch.zeros(found.shape, dtype=found.dtype)) as seen:
+        with watched(model, _zeros) as seen:
             call(group)
     return seen
 

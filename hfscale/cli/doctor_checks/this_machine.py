@@ -20,6 +20,7 @@ from . import Finding
 
 _ALSO = ("bitsandbytes", "trl", "datasets")
 _TOLD = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _LAYOUT = "PARALLELISM_CONFIG_"
 _ONE_PROCESS = ("NO", "MULTI_CPU")
 
@@ -64,6 +65,9 @@ def devices() -> list[Finding]:
     text = f"{gpus} x {one.name}, {one.total_memory / 1e9:.0f} GB each"
     if "nccl" not in carried:
         found.append(Finding("GPUs", "problem", "torch has no NCCL: install a build of torch for CUDA on Linux"))
+    if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
+        text = f"mixtures and ragged batches leave gaps between tensors: set {_ALLOCATOR[0]}=expandable_segments:True"
+        found.append(Finding("GPU memory", "note", text))
     return [Finding("GPUs", "ok", text), *found]
 
 

@@ -128,7 +128,8 @@ class SimulatedRank(TorchDispatchMode):
         if source.device == target:
             return func(*args, **kwargs)
         if source.device == META:
-            self.looked(name)
+            if waits or name != "copy_":  # only what is written into memory that is there, pinned, comes later
+                self.looked(name)
             made = self._answer(source)
             return func(args[0], made, **kwargs) if name == "copy_" else func(made, **kwargs)
         if waits and source.numel():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..._compat.bitsandbytes import functional
 from ..._compat.torch_device import device_module, is_accelerator, keep_for_stream
+from ...distributed.ops.fused import fused
 from ...plan.feature_plans import BLOCK
 
 
@@ -63,8 +64,14 @@ def compress(x: Tensor) -> tuple[Tensor, Tensor]:
     flat = flat.float() if flat.dtype == torch.float64 else flat
     values, zero = _values(x.device)
     codes, state = functional().quantize_blockwise(flat, code=values, blocksize=BLOCK)
-    signs, found = flat.sign().to(torch.int16), codes.to(torch.int16).sub_(zero).sign_()
-    return torch.where(signs == found, codes, (signs + zero).to(torch.uint8)), state.absmax
+    return _with_signs(codes, flat, zero), state.absmax
+
+
+@fused
+def _with_signs(codes: Tensor, x: Tensor, zero: int) -> Tensor:
+    """Return the codes with the signs of ``x``."""
+    signs, found = x.sign().to(torch.int16), (codes.to(torch.int16) - zero).sign()
+    return torch.where(signs == found, codes, (signs + zero).to(torch.uint8))
 
 
 def decompress(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -50,10 +50,9 @@ class CutBatch:
     # where those begin, for each row, or once for rows that are alike; ``None`` where nothing looks at it
     starts: tuple[tuple[int, ...], ...] | None = None
 
-    @property
-    def places(self) -> Tensor:
-        """The positions of this rank's tokens in the sequence."""
-        return self.split.places(self.rank)
+    def places(self, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens in the sequence."""
+        return self.split.places(self.rank, device)
 
     def to(self, device: torch.device) -> "CutBatch":
         """Return the batch with its tensors on ``device``."""
@@ -119,13 +118,12 @@ def cut_batch(
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay."""
-    total, places = batch.split.total, batch.places
     found = dict[str, Any]()
     for name, value in given.items():
         if name in _AT_MARKED and value is not None:
-            found[name] = _marked(value, given[_AT_MARKED[name]], places)
+            found[name] = _marked(value, given[_AT_MARKED[name]], batch)
         else:
-            found[name] = _part(name, value, total, places)
+            found[name] = _part(name, value, batch)
     return found
 
 
@@ -140,24 +138,24 @@ def _padding(mask: Any) -> Tensor | None:
     return None if bool(mask.all()) else mask.bool()
 
 
-def _marked(rows: list[Tensor], marks: Tensor, places: Tensor) -> list[Tensor]:
+def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
     """Return the rows of this rank's tokens from tensors ``[marked tokens, ...]``, given the mask ``marks [b, s]``."""
     own = torch.zeros_like(marks)
-    own[:, places.to(marks.device)] = True
+    own[:, batch.places(marks.device)] = True
     kept = own[marks.bool()].bool()
     return [each[kept.to(each.device)] for each in rows]
 
 
-def _part(name: str, value: Any, total: int, places: Tensor) -> Any:
+def _part(name: str, value: Any, batch: CutBatch) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or name in _NO_TOKENS:
         return value
-    dim = _TOKENS_ALONG.get(name)
+    dim, total = _TOKENS_ALONG.get(name), batch.split.total
     if dim is None or value.shape[dim] != total:
         raise ConfigError(
             f"{name} of shape {tuple(value.shape)} cannot be cut along sequences of {total} tokens: leave it out, or "
             "use cp_size=1"
         )
-    return value.index_select(dim, places.to(value.device))
+    return value.index_select(dim, batch.places(value.device))
 
 
 SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
@@ -206,6 +204,14 @@ class MaskBlocks:
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))
         return cls(batch, function, samples, device, attend, host)
+
+    @cached_property
+    def members(self) -> tuple[list[Tensor], Tensor]:
+        """The indices of each rank's tokens among those that are together here, and the order that undoes them; made
+        once for all layers of a pass.
+        """
+        found = self.batch.split.members(self.batch.rank, self.device)
+        return found, torch.cat(found).argsort()
 
     @cached_property
     def dense(self) -> Any:

@@ -185,11 +185,10 @@ def gather_sequences(x: Tensor, batch: CutBatch, group: dist.ProcessGroup) -> Te
     split = batch.split
 
     def gather(own: Tensor) -> Tensor:
-        return all_gather(own, split.lengths, 1, group).index_select(1, split.order.to(own.device))
+        return all_gather(own, split.lengths, 1, group).index_select(1, split.order(own.device))
 
     def scatter(grad: Tensor) -> Tensor:
-        by_rank = torch.cat([split.places(rank) for rank in range(split.size)]).to(grad.device)
-        return reduce_scatter(grad.index_select(1, by_rank), split.lengths, 1, group)
+        return reduce_scatter(grad.index_select(1, split.side_by_side(grad.device)), split.lengths, 1, group)
 
     return apply_mapping(x, gather, scatter)
 

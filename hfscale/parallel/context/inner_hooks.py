@@ -67,8 +67,7 @@ class WholeSequences:
 
 def own_tokens(output: Any, batch: CutBatch) -> Any:
     """Cut a module's output for full sequences, tensors ``[b, s, ...]``, to this rank's tokens."""
-    places = batch.places
-    return _on_tokens(output, batch.split.total, lambda x: x.index_select(1, places.to(x.device)))
+    return _on_tokens(output, batch.split.total, lambda x: x.index_select(1, batch.places(x.device)))
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
@@ -120,7 +119,7 @@ def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     batch = current_batch()
-    return output if batch is None else tuple(table[..., batch.places, :] for table in output)
+    return output if batch is None else tuple(table[..., batch.places(table.device), :] for table in output)
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:

@@ -23,12 +23,12 @@ class HeadExchange:
 
     ``[b, h, s/n, d] -> [b, h/n, s, d]``, and back in the backward pass. Where there are more ranks than heads, groups
     of ranks do that with their tokens, and keys and values travel around a ring of such groups (Fang and Zhao 2024).
-    ``members`` are, for each rank of ``group``, the positions of its tokens in the group's tokens.
+    ``members`` are, for each rank of ``group``, the positions of its tokens in the group's tokens, and ``order`` is
+    what undoes their concatenation.
     """
 
-    def __init__(self, members: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self.members, self.group = list(members), group
-        self.order = torch.cat(self.members).argsort()
+    def __init__(self, members: Sequence[Tensor], order: Tensor, group: dist.ProcessGroup) -> None:
+        self.members, self.order, self.group = members, order, group
         self.own = dist.get_rank(group)
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ class HeadExchange:
         size = len(self.members)
         shapes = [(b, h // size, len(member), d) for member in self.members]
         received = self._exchanged(list(x.chunk(size, 1)), shapes)
-        return torch.cat(received, 2).index_select(2, self.order.to(x.device))
+        return torch.cat(received, 2).index_select(2, self.order)
 
     def _to_tokens(self, x: Tensor) -> Tensor:
         b, h, _, d = x.shape
-        parts = [x.index_select(2, member.to(x.device)) for member in self.members]
+        parts = [x.index_select(2, member) for member in self.members]
         return torch.cat(self._exchanged(parts, [(b, h, len(self.members[self.own]), d)] * len(parts)), 1)
 
     def _exchanged(self, parts: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -106,7 +106,7 @@ class ContextAttention:
         together = mask.of_groups(size)
         split, rank = together.batch.split, together.batch.rank
         alone = split.size == 1
-        exchange = HeadExchange(split.members(rank), self._group if alone else self._near)
+        exchange = HeadExchange(*together.members, self._group if alone else self._near)
         if k.shape[1] < size:  # until each rank has one
             k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))

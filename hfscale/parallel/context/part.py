@@ -110,13 +110,16 @@ class ContextParallel(Part, ContextAxis):
         own = Microbatch({**part, _BATCH: whole})
         own.shifted = True  # and it restarts nowhere: the host is not to look for examples in positions that jump
         own.tokens, own.parts = whole.split.length(whole.rank), batch.parts
+        labels = part["labels"] if part.get("shift_labels") is None else part["shift_labels"]
+        if labels.device.type == "cpu":  # counted on the device, the host would wait for their number
+            own.valid = int(runtime.loss.look({"labels": labels, "shift_labels": labels})[0])
         return own
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
         return gather_sequences(own, batch[_BATCH], self._group)
 
     def own_tokens(self, batch: Microbatch, whole: Tensor) -> Tensor:
-        return whole.index_select(1, batch[_BATCH].places.to(whole.device))
+        return whole.index_select(1, batch[_BATCH].places(whole.device))
 
     def local_view(self, module: str) -> str | None:
         if self._override is None:

@@ -68,7 +68,9 @@ class PowerSGD:
         left = {i: matrix @ self._factor(i, matrix) for i, matrix in whole.items()}
         vectors = [part for i, part in enumerate(parts) if i not in matrices]
         self._mean([*left.values(), *vectors])
-        left = {i: torch.linalg.qr(factor)[0] for i, factor in left.items()}
+        for shape in {factor.shape for factor in left.values()}:
+            alike = [i for i, factor in left.items() if factor.shape == shape]
+            left |= zip(alike, torch.linalg.qr(torch.stack([left[i] for i in alike]))[0], strict=True)
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
         averaged = [*right.values(), *vectors]  # so all replicas agree, without a device synchronization

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,9 +120,13 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     if options.casts_parameters:
         how["uncast"] = {parameter for name, parameter in model.named_parameters() if stays(stock_name(name))}
     towers = plan.feature(TowersPlan)
-    layers = (layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer))
-    for name in (*_lent(plan, mesh), *(layer for layer in layers if towers is None or not towers.holds(layer))):
-        shard_by_type(module_at(model, name), reshard_after_forward=reshard, **{**how, "mp_policy": inner})
+    local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
+    layers = [module_at(model, layer) for layer in local if towers is None or not towers.holds(layer)]
+    for module in (*(module_at(model, name) for name in _lent(plan, mesh)), *layers):
+        shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
+    if plan.mixtures:  # in each the host waits for routes, and would ask for the next layer's weights only then
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient

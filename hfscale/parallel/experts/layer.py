@@ -323,5 +323,5 @@ class LayerCounter:
 
     def total(self, device: torch.device) -> Tensor:
         """Return all counts but ``wanted`` as ``[experts + 4]``."""
-        counts = torch.tensor(self.counts, dtype=torch.float64, device=device) + self.on_device
+        counts = torch.tensor(self.counts, dtype=torch.float64).to(device, non_blocking=True) + self.on_device
         return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))

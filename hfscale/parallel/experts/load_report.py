@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,9 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     for group in (*mesh.loss_groups, *mesh.groups("tp", "pp")):
         dist.all_reduce(flat, group=group)
     routing.asked = True
-    layers = []
-    for planned, row in zip(runtime.plan.mixtures, flat.split([len(row) for row in rows]), strict=True):
-        values = row.tolist()
+    layers, every = [], iter(flat.tolist())
+    for planned, row in zip(runtime.plan.mixtures, rows, strict=True):
+        values = list(islice(every, len(row)))
         dropped, balance, z, tokens = values[planned.count :]
         layers.append(
             LayerLoad(

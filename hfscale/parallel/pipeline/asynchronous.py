@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import own_parameters
+from ..._compat.torch_device import device_module, is_accelerator
 from ...distributed.ops.shared_casts import Casts, sharing
 from ...errors import ConfigError
 from ...train.runtime import Objective, Runtime
@@ -101,6 +102,7 @@ class AsynchronousPipeline(Pipeline):
         self._versions: dict[int, _Version] = {}  # microbatch -> the weights of its forward pass
         self._finished: deque[_Version] = deque()  # versions whose backward passes are over
         self._reports: deque[tuple[Tensor, Any]] = deque()  # losses of calls, being sent to all stages
+        self._unsent: tuple[Tensor, Any] | None = None  # the last call's, on its way from the device, and its arrival
         for worker in self.workers:
             worker.reset()
 
@@ -163,6 +165,7 @@ class AsynchronousPipeline(Pipeline):
                 f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, "
                 "and the microbatches in flight are lost: build the model again"
             )
+        self._send_report()
         if not self._calls:
             self._learn()
             self._trained = self._what_trains()
@@ -200,7 +203,7 @@ class AsynchronousPipeline(Pipeline):
         for parameter, _ in version.leaves if version.left else ():  # the stash: the optimizer changes new memory
             parameter.data = parameter.data.clone()
         self._calls += 1
-        return self._reported(sum(self._losses, torch.zeros((), device=self._mesh.device)))
+        return self._reported()
 
     def _order(self, num_microbatches: int) -> Order:
         """Return the order of an evaluation, which needs the forward passes only."""
@@ -225,24 +228,42 @@ class AsynchronousPipeline(Pipeline):
             version.retire()
             self._finished.append(version)
 
-    def _reported(self, loss: Tensor) -> Tensor:
-        """Send this call's loss to all stages, and return the loss of an earlier call, which has arrived."""
-        carried = loss.to("cpu", torch.float64)
-        self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
-        delay = 1 if self._every else self._last
-        if len(self._reports) <= delay:
-            return torch.full((), float("nan"), dtype=self._agreement.loss_type, device=self._mesh.device)
+    def _reported(self) -> Tensor:
+        """Begin to copy this call's loss to the host, and return the loss of an earlier call, which has arrived.
+
+        It is sent to all stages when the next call begins: sent now, it would make the host wait for this call.
+        """
+        device, copied = self._mesh.device, None
+        carried = torch.zeros((), dtype=torch.float64, pin_memory=is_accelerator(device))
+        if self._losses:  # on the last stage
+            carried.copy_(sum(self._losses[1:], self._losses[0]), non_blocking=True)
+            copied = device_module(device).current_stream().record_event() if is_accelerator(device) else None
+        self._unsent = carried, copied
+        if len(self._reports) < (1 if self._every else self._last):
+            return self._on_device(float("nan"))
         return self._report()
+
+    def _send_report(self) -> None:
+        """Send the last call's loss to all stages."""
+        if self._unsent is not None:
+            (carried, copied), self._unsent = self._unsent, None
+            if copied is not None:
+                copied.synchronize()
+            self._reports.append((carried, dist.all_reduce(carried, group=self._mesh.reports, async_op=True)))
 
     def _report(self) -> Tensor:
         found, work = self._reports.popleft()
         work.wait()
-        return found.to(self._mesh.device, self._agreement.loss_type)
+        return self._on_device(float(found))
+
+    def _on_device(self, loss: float) -> Tensor:
+        return torch.full((), loss, dtype=self._agreement.loss_type, device=self._mesh.device)
 
     def drain(self) -> Iterator[Tensor]:
         """Finish the microbatches in flight: yield a loss for each set of gradients, equally often on all stages."""
         (worker,) = self.workers
         rounds = min(self._calls, 1 if self._every else self._last)
+        self._send_report()
         for _ in range(rounds):
             while self._backward < self._forward and not (self._finished and not self._every):
                 self._step_back(worker)

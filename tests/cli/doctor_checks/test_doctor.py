@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,17 @@ def test_what_accelerate_was_told(tmp_path: Path, text: str | None, verdict: str
     found = machine.accelerate_config(file)
     assert found.verdict == verdict
     assert said in found.text
+
+
+def test_gaps_in_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="H100", total_memory=80e9)
+    one = SimpleNamespace(device_count=lambda: 1, get_device_properties=lambda _: gpu)
+    monkeypatch.setattr(machine, "accelerators", lambda: one)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert any("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in each.text for each in machine.devices())
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert not any("expandable" in each.text for each in machine.devices())
 
 
 def test_a_step_in_8_bits_and_ranks_that_talk(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_every_token_is_on_one_rank(total: int, size: int) -> None:
     split = Split(total, size)
     side_by_side = torch.cat([split.places(rank) for rank in range(size)])
     assert sorted(side_by_side.tolist()) == list(range(total))
-    assert torch.equal(side_by_side[split.order], torch.arange(total))
+    assert torch.equal(side_by_side[split.order()], torch.arange(total))
     assert max(split.lengths) - min(split.lengths) <= 2
     assert sum(split.lengths) == total
 

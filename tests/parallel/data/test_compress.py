@@ -21,6 +21,7 @@ from hfscale.train.runtime.shards import local_tensor
 
 from ...mixtures import qwen3_moe
 from ...step.streams import lifetimes
+from ...step.test_budgets import Launches
 from ...tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
@@ -90,6 +91,26 @@ def test_factors_are_those_of_the_paper(pools: Pools) -> None:
         assert torch.equal(found[-1], ranks[0][0][-1])
         assert (other["partial"] == 0.5).all()
         assert other["narrow"] == pytest.approx(torch.full((5,), 5 / 6).numpy(), rel=2**-8)
+
+
+def _together() -> tuple[int, bool]:
+    """How often a buffer's factors are made orthonormal, and whether that gives what each by itself gives."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(dist.get_rank())
+    assert group is not None
+    sizes, starts = [(12, 10), (9, 8), (12, 7)], (0, 120, 192)
+    flat = torch.randn(276, generator=generator, dtype=torch.float64)
+    pieces = [flat[start : start + size[0] * size[1]].clone() for start, size in zip(starts, sizes, strict=True)]
+    with Launches() as counted:
+        PowerSGD(group, sizes, 2, seed=3)(flat)
+    for number, (size, piece) in enumerate(zip(sizes, pieces, strict=True)):
+        alone = PowerSGD(group, [size], 2, seed=0)
+        alone._factors[0] = first_factor(3, number, size[1], 2).double()
+        alone(piece)
+    return counted.seen["aten.linalg_qr.default"], torch.equal(flat, torch.cat(pieces))
+
+
+def test_matrices_of_one_height_are_made_orthonormal_at_once(pools: Pools) -> None:
+    assert pools(2).run(_together) == [(2, True)] * 2
 
 
 def test_a_matrix_of_that_rank_is_exact(pools: Pools) -> None:
