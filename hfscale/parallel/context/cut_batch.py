@@ -50,7 +50,7 @@ class CutBatch:
     # where those begin, for each row, or once for rows that are alike; ``None`` where nothing looks at it
     starts: tuple[tuple[int, ...], ...] | None = None
 
-    def places(self, device: torch.device) -> Tensor:
+    def places(self, device: torch.device | None = None) -> Tensor:
         """Return the positions of this rank's tokens in the sequence."""
         return self.split.places(self.rank, device)
 

@@ -230,7 +230,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             part, own = subject.part(batch, _PARTS, rank)
             here = _OneToken()
             mixers.begin(part)
-            if _differ(subject.passed((part, own), here), local[:, part.places], batch, part):
+            if _differ(subject.passed((part, own), here), local[:, part.places()], batch, part):
                 return "something besides attention reads other tokens of a sequence, or counts them"
             if not here.sees_as(alone):
                 return "its mask is made of more than places and padding"
@@ -268,7 +268,7 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
             tape_place[0] = 0
             part, own = subject.part(batch, _PARTS, rank)
             found = subject.passed((part, own), _OneToken())
-            if _differ(found, alone[:, part.places], batch, part):
+            if _differ(found, alone[:, part.places()], batch, part):
                 return "a mixer in it is given more than tokens and their padding"
     finally:
         for handle in handles:
@@ -280,7 +280,7 @@ def _differ(found: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBa
     """Return whether outputs for a batch, or a part of it, differ anywhere but in padding."""
     mask = batch.get("attention_mask")
     if mask is not None:
-        real = (mask if part is None else mask[:, part.places]).bool()
+        real = (mask if part is None else mask[:, part.places()]).bool()
         found, wanted = found[real], wanted[real]
     return apart(found, wanted) > _TOLERANCE
 

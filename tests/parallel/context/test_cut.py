@@ -14,9 +14,9 @@ def test_labels_are_shifted_before_they_are_cut() -> None:
     found = torch.full((2, 11), -1)
     for rank in range(2):
         whole, part = cut_batch({"input_ids": IDS, "labels": IDS}, 2, rank, 1, POSITIONS)
-        assert torch.equal(part["input_ids"], IDS[:, whole.places])
-        assert torch.equal(part["position_ids"], whole.places[None])
-        found[:, whole.places] = part["labels"]
+        assert torch.equal(part["input_ids"], IDS[:, whole.places()])
+        assert torch.equal(part["position_ids"], whole.places()[None])
+        found[:, whole.places()] = part["labels"]
     assert torch.equal(found[:, :-1], IDS[:, 1:])
     assert (found[:, -1] == -100).all()
 
@@ -29,11 +29,11 @@ def test_padding_and_documents_are_known_whole() -> None:
     mask[0, :2] = 0
     whole, part = cut_batch({"input_ids": IDS, "attention_mask": mask}, 2, 0, 1, POSITIONS)
     assert torch.equal(whole.padding, mask.bool())
-    assert torch.equal(part["attention_mask"], mask[:, whole.places])
+    assert torch.equal(part["attention_mask"], mask[:, whole.places()])
     packed = torch.cat((torch.arange(4), torch.arange(7)))[None]
     whole, part = cut_batch({"input_ids": IDS, "position_ids": packed}, 2, 1, 1, POSITIONS)
     assert whole.documents.tolist() == [[0] * 4 + [1] * 7] * 2
-    assert torch.equal(part["position_ids"], packed[:, whole.places])
+    assert torch.equal(part["position_ids"], packed[:, whole.places()])
 
 
 @pytest.mark.parametrize(
