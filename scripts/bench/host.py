@@ -3,8 +3,9 @@
     python scripts/bench/host.py [--rounds 20] [--layouts one tp2 ...] [--profile tp2] [--out results/host.json]
 
 Short kernels on a GPU are launched by Python, and wait for it. Compared is the main thread's own processor time
-(``time.thread_time``) of forward and backward, over stock code's in the same process; steps take turns, and ratios
-are medians of the rounds' ratios. Ranks beyond the first share cores with it, which this clock does not see.
+(``time.thread_time``) of forward and backward, over stock code's in the same process, and over tensor ranks also over
+that of a model cut by hand; steps take turns, and ratios are medians of the rounds' ratios. Ranks beyond the first
+share cores with it, which this clock does not see.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from _hand_tp import HandTP
 from report import write_report
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,9 +76,18 @@ def measure(name: str, rounds: int, profile: str | None) -> dict[str, Any]:
         hfscale.train_step(model, microbatches)
         model.zero_grad()
 
-    seconds: dict[str, list[float]] = {"stock": [], "hfscale": []}
+    runs = {"stock": step_of_stock, "hfscale": step}
+    if "tp_size" in sizes:
+        cut = HandTP(config(name))
+
+        def step_by_hand() -> None:
+            cut.step(ids, ids)
+            cut.model.zero_grad()
+
+        runs["by hand"] = step_by_hand
+    seconds: dict[str, list[float]] = {kind: [] for kind in runs}
     for turn in range(rounds + 3):
-        for kind, run in (("stock", step_of_stock), ("hfscale", step)):
+        for kind, run in runs.items():
             start = time.thread_time()
             run()
             if turn >= 3:
@@ -89,8 +100,11 @@ def measure(name: str, rounds: int, profile: str | None) -> dict[str, Any]:
         seen.disable()
         seen.dump_stats(profile)
     share = sizes.get("pp_size", 1)  # a stage does its part of what the stock model does
-    ratios = [share * own / other for own, other in zip(seconds["hfscale"], seconds["stock"], strict=True)]
-    return {kind: statistics.median(each) for kind, each in seconds.items()} | {"ratio": statistics.median(ratios)}
+    found = {kind: statistics.median(each) for kind, each in seconds.items()}
+    for other in (kind for kind in runs if kind != "hfscale"):
+        ratios = [share * own / each for own, each in zip(seconds["hfscale"], seconds[other], strict=True)]
+        found["ratio" if other == "stock" else f"ratio to {other}"] = statistics.median(ratios)
+    return found
 
 
 def main() -> None:
