@@ -73,7 +73,7 @@ def build_mesh(
     }
     mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
     if layout.cp > 1:
-        context, others = _near_and_far(mesh, made, layout.dp_shard, layout.cp)
+        context, others = context_groups(mesh, layout.dp_shard, layout.cp)
         mesh = replace(mesh, context=context, whole_sequences=others if layout.asked("dp_shard") > 1 else None)
     if layout.ep > 1:
         mesh = _with_experts(mesh, made)
@@ -102,13 +102,11 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
     return device_mesh
 
 
-def context_groups(mesh: Mesh, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return this rank's group of ``size`` consecutive context ranks, and the group across those; collective."""
-    return _near_and_far(mesh, made_out_of(dist.group.WORLD), mesh.layout.cp, size)
-
-
-def _near_and_far(mesh: Mesh, made: "Groups", every: int, size: int) -> tuple[Any, Any]:
-    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's, and the group across."""
+def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
+    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's, and the group across;
+    collective.
+    """
+    made: Groups = made_out_of(dist.group.WORLD)
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
     lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(-1, (-1, every // size, size))

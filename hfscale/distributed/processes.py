@@ -140,10 +140,9 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
     """
     _end_quietly()
     world: Any = dist.group.WORLD
-    with bound(device):
-        if _splits(world, device):
-            lists = [list(ranks) for ranks in parts]
-            mine = dist.split_group(world, lists, timeout=_patience(device))
+    with bound(device) as splits:
+        if splits:
+            mine = dist.split_group(world, [list(ranks) for ranks in parts], timeout=_patience(device))
         else:
             mine = _one_by_one(parts, backend_of(world, device), _patience(device))
     if mine is not None:
@@ -152,18 +151,18 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 
 
 @contextmanager
-def bound(device: torch.device) -> Iterator[None]:
+def bound(device: torch.device) -> Iterator[bool]:
     """Bind torch's process group to ``device`` inside the ``with`` block, where Accelerate or a user started it without
-    one, and connect it, so that groups can be split off. Not for longer: with it, gloo groups of a user's own might
-    wait forever (see :func:`host_group`).
+    one, and connect it; yield whether groups can be split off it. Not for longer: with it, gloo groups of a user's own
+    might wait forever (see :func:`host_group`).
     """
     world: Any = dist.group.WORLD
-    before = world.bound_device_id
-    if before is None and _could_split(world, device):
+    before, splits = world.bound_device_id, _splits(world, device)
+    if splits and before is None:
         made_out_of(world).once("connected", lambda: connect(world, device))
         world.bound_device_id = device
     try:
-        yield
+        yield splits
     finally:
         world.bound_device_id = before
 
@@ -238,12 +237,7 @@ def _patience(device: torch.device) -> timedelta:
 
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether groups can be split off the default group's communicator, which is then already connected."""
-    return world.bound_device_id is not None and _could_split(world, device)
-
-
-def _could_split(world: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether groups can be split off the default group's communicator once it is bound and connected."""
+    """Return whether groups can be split off the default group's communicator, once it is bound and connected."""
     if device.type == "cpu" or dist.get_backend(world) != backend_of(world, device):
         return False
-    return bool(getattr(backend_for(world, device), "supports_splitting", False)) and hasattr(dist, "split_group")
+    return bool(getattr(backend_for(world, device), "supports_splitting", False))

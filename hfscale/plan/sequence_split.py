@@ -66,13 +66,8 @@ class Split:
 
     def order(self, device: torch.device | None = None) -> Tensor:
         """Return the index of each token of the sequence in :meth:`side_by_side`: ``[total]``."""
-        if device not in self._orders:
-            self._orders[device] = self.side_by_side(device).argsort()
-        return self._orders[device]
-
-    @cached_property
-    def _orders(self) -> dict[torch.device | None, Tensor]:
-        return {}
+        places = self.side_by_side(device)
+        return torch.empty_like(places).scatter_(0, places, torch.arange(self.total, device=device))
 
     def members(self, rank: int, device: torch.device | None = None) -> list[Tensor]:
         """Return, for each rank that counts as part of ``rank``, the indices of its tokens among those of ``rank``."""

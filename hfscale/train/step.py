@@ -187,10 +187,7 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
             f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
             "for each batch of the list"
         )
-    if all(isinstance(each, Tensor) and each.numel() == 1 for each in given):
-        numbers = torch.cat([torch.as_tensor(each).detach().reshape(1) for each in given]).tolist()  # one look
-    else:
-        numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+    numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
     for each in numbers:
         check_number("num_items_in_batch", each, least=0)
     if numbers == [0] and count > 1:

@@ -233,11 +233,8 @@ class UserLoss:
             self._kept.keep(output, inputs, index)
         nothing: tuple[Tensor | None, Tensor | float] = (None, 0.0)
         total, count = self._loss_fn(self._read, output, self._given[index], instead=nothing)
-        device = self._runtime.mesh.device
-        if isinstance(count, Tensor) and count.device == device:
-            self._counts.append(count.detach().to(torch.float64))
-        else:  # on the host; a copy of it to the device would wait
-            self._counts.append(torch.full((), float(count), dtype=torch.float64, device=device))
+        counted = torch.as_tensor(count, dtype=torch.float64).detach()
+        self._counts.append(counted.to(self._runtime.mesh.device, non_blocking=True))
         if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
             return total
         leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)

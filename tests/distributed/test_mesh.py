@@ -77,7 +77,7 @@ def test_tensor_and_context_ranks_share_a_batch(pools: Pools) -> None:
 
 
 def _near_and_far() -> tuple[list[int], list[int]]:
-    near, far = context_groups(build_mesh(ParallelConfig(cp_size=4)), 2)
+    near, far = context_groups(build_mesh(ParallelConfig(cp_size=4)), 4, 2)
     return dist.get_process_group_ranks(near), dist.get_process_group_ranks(far)
 
 

@@ -121,7 +121,7 @@ def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [[[0, 2], [4, 6]], [[0, 6], [2, 4]]]  # one call for all pairs of a round
 
 
-def test_only_a_bound_world_of_one_backend_is_split() -> None:
+def test_only_a_world_of_one_backend_is_split() -> None:
     class World:
         bound_device_id: Any = torch.device("cuda", 0)
         name, supports_splitting = (lambda self: "fake"), True
@@ -130,8 +130,7 @@ def test_only_a_bound_world_of_one_backend_is_split() -> None:
             return self
 
     world: Any = World()
-    for backend, bound, splits in (("fake", True, True), ("fake", False, False), ("cpu:gloo,cuda:fake", True, False)):
-        world.bound_device_id = torch.device("cuda", 0) if bound else None
+    for backend, splits in (("fake", True), ("cpu:gloo,cuda:fake", False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
             assert processes._splits(world, torch.device("cuda", 0)) == splits
@@ -143,7 +142,7 @@ def test_a_world_that_somebody_else_started_is_bound_while_groups_are_split_off(
 ) -> None:
     """Accelerate starts it without a device: it is connected once, before the first split, and left unbound."""
     device, calls = torch.device("cuda", 0), list[Any]()
-    monkeypatch.setattr(processes, "_could_split", lambda world, device: True)
+    monkeypatch.setattr(processes, "_splits", lambda world, device: True)
     monkeypatch.setattr(processes, "connect", lambda group, device: calls.append(group))
     monkeypatch.setattr(
         dist, "split_group", lambda world, parts, timeout: calls.append((world.bound_device_id, parts)) or "part"

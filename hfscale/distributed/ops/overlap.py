@@ -142,15 +142,13 @@ class DeferredWeightGrad:
         self.regather: Regather | None = None
         self.narrow: tuple[Tensor, Regather] | None = None  # the shard in autocast's type, and the gather of it
         self.derive: Derive = as_it_is
-        self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        self.operands: Any = None  # input [n, in] (None: regathered), and d output [n, out]
         self.token = weight  # as the projection must use it: by :func:`column_parallel_linear`, once
 
     def gradient(self) -> Tensor:
         """Return the weight's gradient, once the projection has left its operands."""
-        assert self.operands is not None
         (x, grad), self.operands = self.operands, None
-        if x is None:
-            assert self.regather is not None
+        if x is None and self.regather is not None:
             x = self.derive(self.regather.take()).to(grad.dtype)
         return self.products.to_weight(grad, x, self.transposed).to(self.dtype)
 

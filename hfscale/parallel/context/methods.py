@@ -19,12 +19,12 @@ from .kernels import kernel_for, padded_width
 
 
 class HeadExchange:
-    """Differentiable all-to-all between sharding by tokens and by heads (Jacobs et al. 2023, Ulysses).
+    """All-to-all between sharding by tokens and by heads (Jacobs et al. 2023, Ulysses).
 
-    ``[b, h, s/n, d] -> [b, h/n, s, d]``, and back in the backward pass. Where there are more ranks than heads, groups
-    of ranks do that with their tokens, and keys and values travel around a ring of such groups (Fang and Zhao 2024).
-    ``members`` are, for each rank of ``group``, the positions of its tokens in the group's tokens, and ``order`` is
-    what undoes their concatenation.
+    ``[b, h, s/n, d] -> [b, h/n, s, d]``, and back; each is the other's gradient. Where there are more ranks than
+    heads, groups of ranks do that with their tokens, and keys and values travel around a ring of such groups (Fang and
+    Zhao 2024). ``members`` are, for each rank of ``group``, the positions of its tokens in the group's tokens, and
+    ``order`` is what undoes their concatenation.
     """
 
     def __init__(self, members: Sequence[Tensor], order: Tensor, group: dist.ProcessGroup) -> None:
@@ -33,20 +33,14 @@ class HeadExchange:
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in sequence order."""
-        return apply_mapping(x, self._to_heads, self._to_tokens)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
-        return apply_mapping(x, self._to_tokens, self._to_heads)
-
-    def _to_heads(self, x: Tensor) -> Tensor:
         b, h, _, d = x.shape
         size = len(self.members)
         shapes = [(b, h // size, len(member), d) for member in self.members]
         received = self._exchanged(list(x.chunk(size, 1)), shapes)
         return torch.cat(received, 2).index_select(2, self.order)
 
-    def _to_tokens(self, x: Tensor) -> Tensor:
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
         b, h, _, d = x.shape
         parts = [x.index_select(2, member) for member in self.members]
         return torch.cat(self._exchanged(parts, [(b, h, len(self.members[self.own]), d)] * len(parts)), 1)
@@ -84,7 +78,7 @@ class ContextAttention:
         assert group is not None
         self._method, self._group, self._together = method, group, together
         if method == "heads_ring":
-            self._near, self._far = context_groups(mesh, together)
+            self._near, self._far = context_groups(mesh, mesh.layout.cp, together)
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
@@ -109,7 +103,8 @@ class ContextAttention:
         exchange = HeadExchange(*together.members, self._group if alone else self._near)
         if k.shape[1] < size:  # until each rank has one
             k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
-        q, k, v = (exchange.to_heads(x) for x in (q, k, v))
+        q, k, v = (apply_mapping(x, exchange.to_heads, exchange.to_tokens) for x in (q, k, v))
         sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
-        return exchange.to_tokens(read(q, k, v, sinks, together, call, source))
+        found = read(q, k, v, sinks, together, call, source)
+        return apply_mapping(found, exchange.to_tokens, exchange.to_heads)
