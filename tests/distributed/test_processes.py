@@ -117,7 +117,7 @@ def test_pairs_are_split_off_where_that_can_be(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(processes, "connect", lambda group, device: None)
     with fake_world("fake", 8):
         for pairs in rounds([(0, 1), (1, 2), (2, 3), (0, 3)]):
-            device_group([[2 * a, 2 * b] for a, b in pairs], torch.device("cuda"))
+            device_group([[2 * a, 2 * b] for a, b in pairs], torch.device("cuda", 0))
     assert calls == [[[0, 2], [4, 6]], [[0, 6], [2, 4]]]  # one call for all pairs of a round
 
 

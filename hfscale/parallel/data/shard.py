@@ -124,15 +124,19 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     layers = [module_at(model, layer) for layer in local if towers is None or not towers.holds(layer)]
     for module in (*(module_at(model, name) for name in _lent(plan, mesh)), *layers):
         shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
-    if plan.mixtures:  # in each the host waits for routes, and would ask for the next layer's weights only then
-        for layer, following in pairwise(layers):
-            layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
+    _ask_early(layers if plan.mixtures else [])
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
         inside = {module for name, module in model.named_modules() if towers.holds(stock_name(name))}
         owners = {owner_of(model, item)[0] for item in towers.items if item in plan.by_name}
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
+
+
+def _ask_early(mixtures: list[Any]) -> None:
+    """Gather the next layer before one whose host waits for routes, and would ask for it only then."""
+    for layer, following in pairwise(mixtures):
+        layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
 
 
 def _lent(plan: Plan, mesh: Mesh) -> list[str]:
