@@ -199,8 +199,13 @@ def _serve(
         share_gloo_thread()
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
         # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
-        name, patience = "gloo" if backend is None else backend(), timedelta(seconds=2 * timeout)
-        dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
+        patience = timedelta(seconds=2 * timeout)
+        try:
+            name = "gloo" if backend is None else backend()
+            dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+            return
         gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
         gc.set_threshold(20_000)  # models are built and dropped all the time: a tenth of a test's time otherwise
         multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import everything again
