@@ -134,9 +134,7 @@ _BYTES = ("max_memory", "max_shard_size")
 
 
 def check_early(arguments: argparse.Namespace) -> None:
-    """Refuse names, sizes and paths that are impossible in themselves, before torch is imported (seconds); turn amounts
-    into numbers.
-    """
+    """Refuse what is impossible in itself before torch is imported (seconds); turn amounts into numbers."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])

@@ -73,9 +73,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
 
 
 def measure(device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS) -> list[Measured]:
-    """Time every collective with every size, in bytes, for about ``seconds`` each; call it on every rank. All ranks
-    return the same. Sizes are rounded up to float32 numbers that divide evenly between the ranks.
-    """
+    """Time every collective with every size (bytes, rounded up) for ``seconds`` each; call it on every rank."""
     ranks, found = dist.get_world_size(), []
     for asked in sizes:
         count = -(-asked // (4 * ranks)) * ranks

@@ -125,9 +125,7 @@ class Timeline:
 
     @property
     def steady_idle(self) -> float | None:
-        """Fraction of time spent waiting after every stage ended a backward and before one begins its last forward;
-        None where the run is too short to have such a stretch.
-        """
+        """Fraction waited between all stages' first backward and last forward; ``None`` for a run too short."""
         begin = max(min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0) for spans in self.ranks)
         end = min(max((s.start for s in spans if s.action.kind == "forward"), default=0.0) for spans in self.ranks)
         if end <= begin:

@@ -65,9 +65,7 @@ def router_loss_counted_once() -> Iterator[None]:
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """Return the same value with ``1 / ranks`` of the gradient: every tensor rank computes all of this loss, and
-    gradients of a block's input, the router's too, are summed over the ranks.
-    """
+    """Return the value with ``1 / ranks`` of its gradient: every tensor rank computes it, and gradients are summed."""
     share = loss / ranks
     return share + (loss - share).detach()
 

@@ -77,9 +77,7 @@ def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
 def install_partial_sums(
     model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
 ) -> None:
-    """Make modules, not adapters, read the partial parameters that this rank ``holds`` through ``sums``. Biases of row
-    projections are added once, by the ``first`` tensor rank.
-    """
+    """Make modules read what this rank ``holds`` through ``sums``; the ``first`` adds biases of row projections."""
     once = {name for block in plan.blocks for name in (*block.once, *(f"{row}.bias" for row in block.row))}
     adapters = {adapter.name for adapter in plan.adapters}
     reads: dict[tuple[nn.Module, bool], dict[str, None]] = {}  # one module may have two names
