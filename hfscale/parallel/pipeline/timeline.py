@@ -163,13 +163,9 @@ def play(order: Order, run: Callable[[int, list[Action]], bool]) -> list[list[Ac
 
 def peak_live(order: Order) -> tuple[int, ...]:
     """Return, per stage, the most microbatches between their forward and their weight gradients."""
-    num_stages = 1 + max((action.stage for actions in order for action in actions), default=-1)
-    alive, peak = [0] * num_stages, [0] * num_stages
-    for actions in order:
-        for action in actions:
-            alive[action.stage] += (action.kind == "forward") - (action.kind in RELEASE)
-            peak[action.stage] = max(peak[action.stage], alive[action.stage])
-    return tuple(peak)
+    every = [action for actions in order for action in actions]
+    stages = range(1 + max((action.stage for action in every), default=-1))
+    return fullest_live(tuple(tuple(a for a in every if a.stage == stage) for stage in stages), [1] * len(stages))
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:

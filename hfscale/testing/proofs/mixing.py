@@ -232,7 +232,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             mixers.begin(part)
             if _differ(subject.passed((part, own), here), local[:, part.places], batch, part):
                 return "something besides attention reads other tokens of a sequence, or counts them"
-            if not here.sees_as(alone):
+            if len(here.masks) != len(alone.masks) or not all(map(torch.equal, here.masks, alone.masks)):
                 return "its mask is made of more than places and padding"
         return _compare_gathered(subject, batch, mixers)
     finally:
@@ -302,10 +302,6 @@ class _OneToken:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
-
-    def sees_as(self, other: "_OneToken") -> bool:
-        """Return whether all calls masked the same entries of the full sequence."""
-        return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
