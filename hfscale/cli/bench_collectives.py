@@ -108,14 +108,14 @@ def _wait(device: torch.device) -> None:
         device_module(device).synchronize(device)
 
 
-def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | None:
-    """Return the bytes of the smallest message at which all-reduce has ``share`` of its best bus bandwidth, or ``None``
+def suggested_bucket(measured: Sequence[Measured]) -> int | None:
+    """Return the bytes of the smallest message at which all-reduce has 0.8 of its best bus bandwidth, or ``None``
     if nothing was measured: a good value of stock DDP's ``bucket_cap_mb``, since smaller ones waste the link, and
     larger ones delay the start for no gain.
     """
     found = [each for each in measured if each.collective == "all-reduce"]
     best = max((each.bus_bandwidth for each in found), default=0.0)
-    fast = [each.size for each in found if each.bus_bandwidth >= share * best]
+    fast = [each.size for each in found if each.bus_bandwidth >= 0.8 * best]
     return min(fast, default=None)
 
 

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -39,7 +40,7 @@ class RankError(AssertionError):
     """Raised if a function failed, or did not return in time, on some rank."""
 
 
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Run functions on ``world`` processes in one process group.
 
     Args:
@@ -90,9 +91,6 @@ class RankPool:
         if self._directory is not None:
             self._directory.cleanup()
         self._processes, self._pipes, self._directory = [], [], None
-
-    def __enter__(self) -> "RankPool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
