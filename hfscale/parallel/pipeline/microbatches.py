@@ -40,17 +40,20 @@ def share_out(
     fitting = [
         parts for parts in range(1, min(rows) + 1) if not any(r % parts for r in rows) and accepts(parts * count)
     ]
-    few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size] or fitting[:1]
-    parts = max(few, default=0) if wanted is None else wanted
+    parts = _default_parts(fitting, count, pp_size) if wanted is None else wanted
     if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
-    if towers and parts > 1 and any(is_of_towers(value) for batch in given for value in batch.values()):
-        raise ConfigError(
-            f"the schedule splits {len(given)} batches into {parts * count} microbatches, and images cannot be "
-            "assigned to their rows: pass train_step a list of that many microbatches, each with the images of its "
-            "texts"
-        )
+    if towers and parts > 1:
+        _refuse_pictures(given, parts * count)
     return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+
+
+def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
+    if any(is_of_towers(value) for batch in given for value in batch.values()):
+        raise ConfigError(
+            f"the schedule splits {len(given)} batches into {parts} microbatches, and images cannot be assigned to "
+            "their rows: pass train_step a list of that many microbatches, each with the images of its texts"
+        )
 
 
 def is_of_towers(value: Any) -> bool:
@@ -62,6 +65,12 @@ def hidden_shape(batch: Microbatch) -> tuple[int, int]:
     """Return samples and tokens of this rank's hidden states, before sequence parallelism cuts them."""
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
+
+
+def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
+    """Return the most parts per batch within ``_PER_STAGE`` microbatches per stage; 0 if none fits."""
+    few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
+    return max(few) if few else min(fitting, default=0)
 
 
 def rows_of(batch: Batch) -> int:
