@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from .. import __version__
-from .._compat.parsers import flags_of
+from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant

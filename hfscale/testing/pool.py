@@ -186,7 +186,7 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
-        from .._compat.children import may_have_children
+        from .._compat.standard_library import may_have_children
         from .._compat.torch_gloo import share_gloo_thread
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
