@@ -129,39 +129,19 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
     return x is known or (same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous())
 
 
-Projection = tuple[Tensor, bool, Products]
-"""A projection's weight, whether it is stored transposed, ``[in, out]``, and what computes its products."""
-
-
 class DeferredWeightGrad:
     """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`."""
 
-    def __init__(self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None) -> None:
-        self.dtype, self.transposed, self.products, self.own = weight.dtype, transposed, products, own
+    def __init__(self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None) -> None:
+        # products: computes the projection's matrix products
+        self.transposed, self.products, self.own = transposed, products, own
         # gathers ``own``, this rank's shard of the input, again; ``None`` where the input is kept
         self.regather: Regather | None = None
         self.narrow: tuple[Tensor, Regather] | None = None  # the shard in autocast's type, and the gather of it
         self.derive: Derive = as_it_is
-        self.operands: Any = None  # input [n, in] (None: regathered), and d output [n, out]
-        self.token = weight  # as the projection must use it: by :func:`column_parallel_linear`, once
-
-    def gradient(self) -> Tensor:
-        """Return the weight's gradient, once the projection has left its operands."""
-        (x, grad), self.operands = self.operands, None
-        if x is None and self.regather is not None:
-            x = self.derive(self.regather.take()).to(grad.dtype)
-        return self.products.to_weight(grad, x, self.transposed).to(self.dtype)
-
-
-def deferred(projections: Sequence[Projection], own: Tensor | None = None) -> list[DeferredWeightGrad]:
-    """Return the weights of projections whose gradients are computed apart, all in one node of the graph. ``own`` is
-    this rank's shard of their input, which can be gathered again.
-    """
-    later = [DeferredWeightGrad(*each, own) for each in projections]
-    if later:
-        for each, token in zip(later, _Weights.apply(later, *(weight for weight, *_ in projections)), strict=True):
-            each.token = token
-    return later
+        self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
+        # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
+        self.token: Any = _Weight.apply(weight, self)
 
 
 class _Await(torch.autograd.Function):
@@ -190,19 +170,19 @@ class _Launch(torch.autograd.Function):
         return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
 
 
-class _Weights(torch.autograd.Function):
+class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, later: list[DeferredWeightGrad], *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.later = later
-        ctx.set_materialize_grads(False)
-        return tuple(weight.view_as(weight) for weight in weights)
+    def forward(ctx: Any, weight: Tensor, later: DeferredWeightGrad) -> Tensor:
+        ctx.later, ctx.dtype = later, weight.dtype
+        return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        last_first = zip(reversed(ctx.later), reversed(grads), strict=True)
-        made = [None if grad is None else later.gradient() for later, grad in last_first]
-        return None, *reversed(made)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        later = ctx.later
+        (x, grad), later.operands = later.operands, None
+        x = later.derive(later.regather.take()).to(grad.dtype) if x is None else x
+        return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -235,7 +215,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 def enter_overlapped(
     x: Tensor,
-    weights: Sequence[Projection],
+    weights: Sequence[tuple[Tensor, bool, Products]],
     reduce: Start,
     gather: Start | None = None,
     regather: bool = False,
@@ -243,7 +223,7 @@ def enter_overlapped(
     """Return ``x`` inside the region, and the weights of the projections that read it.
 
     Args:
-        weights: those of the projections that read it.
+        weights: each with whether it is stored transposed, ``[in, out]``, and its products.
         reduce: starts the backward collective, on the gradient of the tensor inside.
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
@@ -252,7 +232,7 @@ def enter_overlapped(
     x = _Await.apply(x, flight)
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
-    later = deferred(weights, own)
+    later = [DeferredWeightGrad(*each, own) for each in weights]
     whole = _Launch.apply(x, flight, gather, reduce)
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)

@@ -97,7 +97,7 @@ def compute(projection: Any, x: Tensor) -> Tensor:
 
 def _with_deferred_weight(projection: Any, x: Tensor) -> Tensor:
     products = overlap.multiplied_by(projection)()
-    (later,) = overlap.deferred([(projection.weight, is_transposed(projection), products)])
+    later = overlap.DeferredWeightGrad(projection.weight, is_transposed(projection), products)
     return overlap.column_parallel_linear(x, later, projection.bias)
 
 
