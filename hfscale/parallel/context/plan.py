@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.prediction import PredictionLayer
 from ...models.clone import layers_of_every_kind
 from ...models.facts import ask
@@ -28,10 +29,13 @@ def plan_context(draft: Draft) -> None:
     if size == 1:
         return
     family = draft.config.model_type
-    if draft.no_step or draft.loss is None:
+    other = draft.loss is None and (
+        takes_argument(draft.model, "decoder_input_ids") or not ask("token loss", draft.model)
+    )
+    if draft.no_step or other:
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: sharded sequences need the loss of a causal language model, "
-            f"and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
+            f"cp_size={size} does not fit {family!r}: sharded sequences need a loss that is a mean over tokens, and "
+            f"this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
     if family in UNWRITABLE:

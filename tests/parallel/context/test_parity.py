@@ -176,6 +176,11 @@ OWN_ATTENTION: dict[str, tuple[str, dict[str, int], bool]] = {
     "rotary-tp": ("falcon", {"tp_size": 2}, False),
     "windows-pp": ("gpt_neo", {"pp_size": 2, "num_microbatches": 2}, True),
     "indexer": ("glm_moe_dsa", {}, True),
+    "compressed keys": ("deepseek_v4", {"dp_shard_size": 2}, True),
+    "bias of distances-tp": ("inkling_text", {"tp_size": 2}, False),
+    "table of positions-pp": ("roformer", {"pp_size": 2, "num_microbatches": 2}, True),
+    "convolved keys": ("zaya", {}, True),
+    "blocks of keys": ("qwen4_exp_text", {}, True),
     "positions from padding": ("roberta", {"tp_size": 2}, True),
 }
 
@@ -262,10 +267,8 @@ def test_padding_that_counts_is_refused(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("deepseek_v4", "queries and"),
-        ("inkling_text", "position_bias"),
-        ("roformer", "cannot run on a part of a sequence"),
-        ("bart", "this loss is another"),
+        ("cpmant", "something besides attention reads other tokens"),
+        ("prophetnet", "this loss is another"),
     ],
 )
 def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, words: str) -> None:
