@@ -74,9 +74,7 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a tensor, or a tuple or list of them, with those of the shapes ``[b, tokens, ...]`` and, of positions,
-    ``[1, 1, tokens, ...]`` changed.
-    """
+    """Change ``[b, tokens, ...]``, and positions ``[1, 1, tokens, ...]``, in a tensor, or a tuple or list of them."""
 
     def changed(x: Any) -> Any:
         if isinstance(x, Tensor) and x.ndim > 3 and x.shape[:3] == (1, 1, tokens):
@@ -109,9 +107,7 @@ def counts_tokens(module: nn.Module) -> bool:
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make rotary embeddings compute all positions of a cut sequence, but return this rank's, and tables of positions
-    count as in the whole sequence; return the hooks.
-    """
+    """Make rotary embeddings and tables of positions count as in whole sequences; return the hooks."""
     handles = list[Any]()
     for module in model.modules():
         if counts_tokens(module):

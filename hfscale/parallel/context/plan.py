@@ -29,10 +29,7 @@ def plan_context(draft: Draft) -> None:
     if size == 1:
         return
     family = draft.config.model_type
-    other = draft.loss is None and (
-        takes_argument(draft.model, "decoder_input_ids") or not ask("token loss", draft.model)
-    )
-    if draft.no_step or other:
+    if not _averages_tokens(draft):
         draft.problem(
             f"cp_size={size} does not fit {family!r}: sharded sequences need a loss that is a mean over tokens, and "
             f"this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
@@ -68,6 +65,13 @@ def plan_context(draft: Draft) -> None:
     method = str(draft.layout.cp_method)
     own = (whole, reads_masks, found.whole_mask, handing)
     draft.features.append(ContextPlan(method, found.pads, *own, together, text, heads, keys))
+
+
+def _averages_tokens(draft: Draft) -> bool:
+    """Return whether the loss is a mean over the tokens of the input."""
+    if draft.no_step or draft.loss is not None:
+        return not draft.no_step
+    return not takes_argument(draft.model, "decoder_input_ids") and bool(ask("token loss", draft.model))
 
 
 @dataclass(frozen=True)
