@@ -17,6 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,12 @@ def measure(case: Case, layout: hfscale.ParallelConfig | None, pool: RankPool) -
     verdict = "equal"
     if planned.loss is None:
         verdict = "equal (plain loop)"
+        given = {field.name: getattr(case, field.name) for field in fields(case)}
         if not isinstance(case, plain.PlainCase):
-            case = plain.PlainCase(case.config, auto_class=case.auto_class)
+            case = plain.PlainCase(**given)
         own = planned.feature(OwnLossPlan)
-        if own is not None and planned.stages is not None:  # which train_step runs
-            verdict, maker = "equal", case.make_batch
-            case = plain.OwnLossCase(case.config, auto_class=case.auto_class, make_batch=maker, over=own.over)
+        if own is not None and (planned.stages is not None or layout.cp_size > 1):  # which train_step runs
+            verdict, case = "equal", plain.OwnLossCase(**given, over=own.over)
     total = len(list(planned.owned()))
     cut, spread = (sum(p.cut_over(axis) is not None for p in planned.owned()) for axis in ("tp", "ep"))
     try:

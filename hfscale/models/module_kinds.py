@@ -8,10 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .fields import first_count, text_config
 
-SHIFTED = "ForCausalLM"  # that of causal language models: position ``i`` predicts the label of ``i + 1``
-
-LOSSES = {SHIFTED: 1}
-"""Losses over the vocabulary that can run on cut logits -> how many positions the labels are shifted by."""
+SHIFTED = "ForCausalLM"  # the loss that can run on cut logits: position ``i`` predicts the label of ``i + 1``
 
 
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")

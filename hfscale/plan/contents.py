@@ -41,7 +41,7 @@ class PlanContents:
     blocks: tuple[BlockPlan, ...]  # the tensor-parallel blocks; empty where ``tp_size`` is 1
     embedding: str | None  # name of the vocabulary-parallel embedding, if cut
     head: str | None  # name of the output projection onto the vocabulary, if the loss runs on it
-    loss: str | None  # transformers' name of the loss, if it is one of :data:`hfscale.models.module_kinds.LOSSES`
+    loss: str | None  # transformers' name of the loss, if it is :data:`hfscale.models.module_kinds.SHIFTED`
     # the layer stacks whose hidden states are cut along the sequence, under sequence parallelism
     sequence_regions: tuple[SequencePlan, ...] = ()
     # the decisions of all other features of the layout, one entry each (:meth:`feature`)

@@ -95,7 +95,7 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
         return PlainPictureCase(clone) if by_loop else PictureCase(clone)
     given: dict[str, Any] = {"auto_class": auto_class, "make_batch": _MAKERS[auto_class.__name__]}
     own = planned.feature(OwnLossPlan)
-    if own is not None and planned.stages is not None:  # nothing else runs stages
+    if own is not None and (planned.stages is not None or planned.layout.cp > 1):  # which train_step alone cuts
         return plain.OwnLossCase(clone, over=own.over, **given)
     return plain.PlainCase(clone, **given)
 

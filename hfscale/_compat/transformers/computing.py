@@ -43,13 +43,15 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
         "inputs_embeds": "create_position_ids_from_inputs_embeds",
     }
     own = next((module for module in model.modules() if all(hasattr(module, name) for name in names.values())), None)
+    # Where positions have axes of pictures, transformers counts them for every row.
+    by_axes = any(hasattr(module, "mrope_section") for module in model.modules())
 
     def count(batch: Mapping[str, Any]) -> Tensor | None:
         name = next((name for name in names if isinstance(batch.get(name), Tensor)), None)
         if name is None or not takes_positions or batch.get("position_ids") is not None:
             return None
         if own is None:
-            return torch.arange(batch[name].shape[1])[None]
+            return torch.arange(batch[name].shape[1]).expand(len(batch[name]) if by_axes else 1, -1)
         found: Tensor = getattr(own, names[name])(batch[name], own.padding_idx)
         return found
 

@@ -136,7 +136,8 @@ def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> A
         skips = kwargs.get("allow_is_causal_skip", False) and function is causal_mask_function
         return host(*args, **{**whole, "mask_function": function, "allow_is_causal_skip": skips})
 
-    found = MaskBlocks.of(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, dense)
+    every = MaskBlocks(passage.batch, function, kwargs["batch_size"], kwargs["device"], passage.attend, dense)
+    found = every.of_examples()
     return found.filled() if fills and passage.batch.padding is not None else found
 
 

@@ -185,25 +185,16 @@ class MaskBlocks:
     _kinds: dict[tuple[Interval, Interval], str] = field(default_factory=dict)
     _others: dict[int, "MaskBlocks"] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        batch: CutBatch,
-        function: Callable[..., Tensor],
-        samples: int,
-        device: torch.device,
-        attend: Callable[..., Any],
-        host: Callable[[Callable[..., Tensor]], Any],
-    ) -> "MaskBlocks":
-        """Return the mask of transformers' ``function``, without padding and separate for each document."""
+    def of_examples(self) -> "MaskBlocks":
+        """Return this mask without padding, and separate for each document."""
+        function, batch = self.function, self.batch
         if batch.documents is not None:
-            positions = text_positions(batch.whole_positions(device))
+            positions = text_positions(batch.whole_positions(self.device))
             assert positions is not None  # in which the documents were found
-            positions = positions.expand(samples, -1)
-            function = keep_documents_apart(function, positions, batch.documents)
+            function = keep_documents_apart(function, positions.expand(self.samples, -1), batch.documents)
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))
-        return cls(batch, function, samples, device, attend, host)
+        return replace(self, function=function)
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:

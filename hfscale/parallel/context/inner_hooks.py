@@ -58,6 +58,8 @@ class WholeSequences:
     def _whole(self, name: str, value: Any, batch: CutBatch, reads_masks: bool) -> Any:
         if isinstance(value, MaskBlocks):
             return value.dense if reads_masks else replace(value.of_groups(batch.split.size), attend=read_alone)
+        if isinstance(value, dict):
+            return {key: self._whole(f"{name} {key}", each, batch, reads_masks) for key, each in value.items()}
         if "mask" in name and (value is None or (isinstance(value, Tensor) and value.ndim == 2)):
             return _padding(value, batch)
         if "position_ids" in name and isinstance(value, Tensor):
@@ -71,9 +73,11 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a tensor, or a tuple or list of them, with those of the shape ``[b, tokens, ...]`` changed."""
+    """Change ``[b, tokens, ...]``, and positions ``[1, 1, tokens, ...]``, in a tensor, or a tuple or list of them."""
 
     def changed(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.ndim > 3 and x.shape[:3] == (1, 1, tokens):
+            return change(x[0])[None]
         return change(x) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == tokens else x
 
     return tree_map(changed, value) if isinstance(value, (Tensor, tuple, list)) else value
@@ -95,15 +99,30 @@ _BY_LENGTH = ("dynamic", "longrope")
 """The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 
+def counts_tokens(module: nn.Module) -> bool:
+    """Return whether a module is a table of positions that counts the tokens of its input, if it is told nothing."""
+    names = inspect.signature(module.forward).parameters.keys() if isinstance(module, nn.Embedding) else ()
+    return {"past_key_values_length", "position_ids"} <= set(names)
+
+
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make rotary embeddings compute all positions of a cut sequence, but return this rank's; return the hooks."""
+    """Make rotary embeddings and tables of positions count as in whole sequences; return the hooks."""
     handles = list[Any]()
     for module in model.modules():
+        if counts_tokens(module):
+            handles.append(module.register_forward_pre_hook(_by_places, with_kwargs=True))
         kinds = getattr(module, "rope_type", None)
         if any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             handles.append(module.register_forward_pre_hook(_all_positions, with_kwargs=True))
             handles.append(module.register_forward_hook(_own_positions))
     return handles
+
+
+def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    batch = current_batch()
+    if batch is None:
+        return None
+    return args[:1], {**kwargs, "position_ids": batch.places.to(table.weight.device)}
 
 
 def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from ...train.runtime.shards import LocalWeights
 from .attention_override import AttentionOverride, attention_configs, current_batch, learn
 from .cut_batch import CutBatch, cut_batch
 from .engine import gather_sequences
-from .inner_hooks import WholeSequences, ask_for_all_positions, cut_inside
+from .inner_hooks import WholeSequences, ask_for_all_positions, counts_tokens, cut_inside
 from .methods import ContextAttention
 
 _BATCH = "context_batch"
@@ -56,6 +56,7 @@ class ContextParallel(Part, ContextAxis):
         self._count = position_counter(model)
         text = model.get_submodule(planned.text)
         ask_for_all_positions(text)
+        self._counts_tokens = any(map(counts_tokens, text.modules()))
         if planned.text:
             cut_inside(text, self._learn)
         if planned.whole or planned.handing:
@@ -98,6 +99,10 @@ class ContextParallel(Part, ContextAxis):
         assert runtime.loss is not None
         if (ahead := runtime.plan.feature(PredictionPlan)) is not None:
             batch = batch.like({**batch, **look_ahead(batch, len(ahead.layers), runtime.loss.shift)})
+        if self._counts_tokens and batch.get("position_ids") is not None:
+            raise ConfigError(
+                f"{runtime.plan.family!r} counts positions by itself over cp_size={size}: leave position_ids out"
+            )
         shift, counted = runtime.loss.shift, self._count(batch)
         whole, part = cut_batch(batch, size, rank, shift, counted, inside, self._planned.whole_mask)
         if self._passes is not None and whole.documents is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.prediction import PredictionLayer
 from ...models.clone import layers_of_every_kind
 from ...models.facts import ask
@@ -28,10 +29,10 @@ def plan_context(draft: Draft) -> None:
     if size == 1:
         return
     family = draft.config.model_type
-    if draft.no_step or draft.loss is None:
+    if not _averages_tokens(draft):
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: sharded sequences need the loss of a causal language model, "
-            f"and this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
+            f"cp_size={size} does not fit {family!r}: sharded sequences need a loss that is a mean over tokens, and "
+            f"this loss is another{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
     if family in UNWRITABLE:
@@ -64,6 +65,13 @@ def plan_context(draft: Draft) -> None:
     method = str(draft.layout.cp_method)
     own = (whole, reads_masks, found.whole_mask, handing)
     draft.features.append(ContextPlan(method, found.pads, *own, together, text, heads, keys))
+
+
+def _averages_tokens(draft: Draft) -> bool:
+    """Return whether the loss is a mean over the tokens of the input."""
+    if draft.no_step or draft.loss is not None:
+        return not draft.no_step
+    return not takes_argument(draft.model, "decoder_input_ids") and bool(ask("token loss", draft.model))
 
 
 @dataclass(frozen=True)

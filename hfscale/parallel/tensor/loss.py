@@ -28,7 +28,6 @@ from ...distributed.ops.divergence import TaughtRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import RowTerms, Targets, VocabularySlice, vocab_cross_entropy
 from ...errors import ConfigError
-from ...models.module_kinds import LOSSES
 from ...plan import Plan
 from ...train.runtime import Runtime
 from ...train.runtime.batches import Microbatch
@@ -57,11 +56,11 @@ class RowsAhead:
 class VocabParallelLoss(KeepsOutputs):
     """Compute token cross entropy, divided by the number of valid labels or by a given count."""
 
+    shift = 1
     needs_labels = ignores = divides = True
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         weight = plan.by_name[f"{plan.head}.weight"]
-        self.shift = LOSSES[plan.loss or ""]
         self.group = mesh.tp_group
         cut = weight.cut_over("tp")
         size = mesh.layout.tp
@@ -83,7 +82,7 @@ class VocabParallelLoss(KeepsOutputs):
 
     def targets(self, labels: Tensor) -> Tensor:
         """Shift labels ``[b, s]`` to each position's target ``[b, s]``; the last positions get -100."""
-        if not self.shift or self._shifted:
+        if self._shifted:
             return labels
         return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..._compat.transformers.classes import has_causal_loss, input_embedding, takes_argument
 from ...models.facts import ask
-from ...models.module_kinds import LOSSES, SHIFTED, has_own_loss, looks_up_like_stock
+from ...models.module_kinds import SHIFTED, has_own_loss, looks_up_like_stock
 from ..feature_plans import OwnLossPlan
 from .draft import Draft
 from .text_model import find_text_model
@@ -45,7 +45,7 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # the host's own default
     head = draft.model.get_output_embeddings() if hasattr(draft.model, "get_output_embeddings") else None
     proved = find_text_model(draft.model) is not None and has_causal_loss(draft.model)
-    if loss not in LOSSES and not proved:
+    if loss != SHIFTED and not proved:
         return None, None, f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
     if not isinstance(head, nn.Linear):
         return None, None, f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}"

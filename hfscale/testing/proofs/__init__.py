@@ -10,7 +10,7 @@ from typing import Any
 
 from .infer.search_blueprint import prove_blueprint, prove_completed
 from .layer_probes import prove_entry, prove_loan, prove_passage, prove_reach, prove_unused
-from .loss_proofs import prove_documents, prove_loss, prove_own_loss
+from .loss_proofs import prove_documents, prove_loss, prove_own_loss, prove_token_loss
 from .mixing import prove_mixing
 
 PROOFS: dict[str, Callable[..., tuple[Any, bool]]] = {
@@ -24,6 +24,7 @@ PROOFS: dict[str, Callable[..., tuple[Any, bool]]] = {
     "own loss": prove_own_loss,
     "passage": prove_passage,
     "reach": prove_reach,
+    "token loss": prove_token_loss,
     "unused": prove_unused,
 }
 """Question -> its proof, of a model and of what else is given."""

@@ -110,6 +110,21 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
     return None, True
 
 
+def prove_token_loss(model: Any) -> tuple[bool, bool]:
+    """Return whether the model's loss is the mean of the cross entropies of labels ``[b, s]`` and the scores beside
+    them, and so, of a part of the tokens, the mean over theirs; on a tiny clone.
+    """
+    model = tiny_model_of(type(model), model.config, torch.float64)
+    ids = torch.randint(3, _LARGEST_ID, (max(_ROWS), _TOKENS), generator=torch.Generator().manual_seed(3))
+    labels = (ids % 2).masked_fill(ids % 3 == 0, _IGNORED)
+    with suppress(Exception), torch.no_grad(), keep_float64():  # no clone, or whatever stock code says of such labels
+        use_eager_experts(model)
+        output = model.eval()(input_ids=ids, labels=labels)
+        wanted = nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+        return abs(float(output.loss - wanted)) <= _TOLERANCE, True
+    return False, True
+
+
 def _pairs(classes: int, vocabulary: int, end: int | None) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Yield pairs of batches labelled by row or by token, some with ignored labels; every row ends with ``end``."""
     generator = torch.Generator().manual_seed(3)

@@ -76,16 +76,17 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
     try:
         with keep_float64(), torch.no_grad(), _as_in_training(model), mixers:
             return _compare(_Subject(model, text, mixers), _batch(model, padded, bool(text)), mixers)
-    except ConfigError as error:
-        return str(error)
-    except Exception as error:  # whatever stock code says of a part of a sequence
-        said = (str(error).splitlines() or [""])[0][:100]
-        if MaskBlocks.__name__ not in said:
-            return f"it cannot run on a part of a sequence ({type(error).__name__}: {said})"
-        if (kind := mixers.raised_in(error)) is None or kind in mixers.read_masks:
+    except Exception as error:  # the override's, or whatever stock code says of masks and parts of sequences
+        kind = None if padded else mixers.raised_in(error)
+        if kind is not None and kind not in mixers.read_masks:
+            mixers.read_masks.add(kind)
+            return _find_mixing(model, padded, mixers, text)
+        said = (str(error).splitlines() or [""])[0]
+        if isinstance(error, ConfigError):
+            return said
+        if MaskBlocks.__name__ in said:
             return "it computes with masks in code of its own, outside of its attention"
-        mixers.read_masks.add(kind)
-        return _find_mixing(model, padded, mixers, text)
+        return f"it cannot run on a part of a sequence ({type(error).__name__}: {said[:100]})"
 
 
 class _Mixers:

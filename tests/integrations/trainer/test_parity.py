@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
+from ...families import config_of
 from ...features.quantization.models import four_bits, wide
 from ...mixtures import qwen3_moe
 from ...tiny_models import tiny
@@ -46,6 +47,7 @@ CONFIGS = {
     "llama": tiny("llama", num_hidden_layers=4, tie_word_embeddings=True),
     "qwen3_moe": qwen3_moe(),
     "wide": wide("llama"),
+    "bart": config_of("bart"),  # whose loss is its own
 }
 ADAPTED = "-adapter"
 
@@ -61,7 +63,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             made[kind] = str(tmp_path_factory.mktemp(kind))
         model.save_pretrained(made[name])
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-        if name != "qwen3_moe":
+        if name not in ("qwen3_moe", "bart"):
             get_peft_model(model, lora).save_pretrained(made[name + ADAPTED])
     return made
 
@@ -107,6 +109,16 @@ def test_logs_equal_one_process(
         run, CASES[name], paths["llama"], str(tmp_path), layout
     ):
         assert_equal(found, stock, layout)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_a_classes_own_over_context_ranks(
+    pools: Pools, expected: Any, paths: dict[str, str], tmp_path: Path
+) -> None:
+    """Which stock code divides by the labels of each microbatch."""
+    stock = expected("once", "bart")
+    for found in pools(2).run(run, CASES["once"], paths["bart"], str(tmp_path), CP2):
+        assert_equal(found, stock, CP2)
 
 
 @pytest.mark.daily("layout1")

@@ -26,7 +26,7 @@ SCALE = 0.4
 def mask_of(size: int, rank: int, window: int | None = None, padding: Tensor | None = None) -> MaskBlocks:
     function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     batch = CutBatch(Split(TOTAL, size), rank, padding)
-    return MaskBlocks.of(batch, function, 2, torch.device("cpu"), lambda *_: None, lambda *_: None)
+    return MaskBlocks(batch, function, 2, torch.device("cpu"), lambda *_: None, lambda *_: None).of_examples()
 
 
 def draw(heads: int = 4, keys: int = 2, width: int = 8, values: int = 8) -> list[Tensor]:

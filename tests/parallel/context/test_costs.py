@@ -120,7 +120,7 @@ def test_activations_are_cut(pools: Pools, tmp_path: Path, method: str, size: in
 
 def _work(split: Split, rank: int) -> int:
     """Scores that a rank computes under a causal mask, without a mask in memory."""
-    mask = MaskBlocks.of(CutBatch(split, rank), causal_mask_function, 1, torch.device("cpu"), print, print)
+    mask = MaskBlocks(CutBatch(split, rank), causal_mask_function, 1, torch.device("cpu"), print, print)
     work = 0
     for rows in split.pieces(rank):
         for columns in (piece for other in range(split.size) for piece in split.pieces(other)):
