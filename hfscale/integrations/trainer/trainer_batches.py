@@ -9,7 +9,7 @@ last ones are padded with examples from the beginning, which are marked so that 
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -113,14 +113,18 @@ def cut_by_schedule(
     labels, and change neither loss nor gradients; for a loss that ignores no label, see :func:`pieces`.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
-    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
-        rows = 1  # batches of few long rows are as long as those of many short ones
-    if ignores:
-        full = [with_rows(batch, rows) for batch in batches]
-        yield full + [_unlabelled(full[-1])] * (count - len(full))
-        return
-    with executor.uncut():
-        yield [*chain(*pieces(executor, batches, count, rows))]
+    uneven = rebalances(arguments)  # batches of few long rows are as long as those of many short ones
+    with executor.uncut() if uneven or not ignores else nullcontext():
+        if ignores:
+            full = [with_rows(batch, 1 if uneven else rows) for batch in batches]
+            yield full + [_unlabelled(full[-1])] * (count - len(full))
+        else:
+            yield [*chain(*pieces(executor, batches, count, 1 if uneven else rows))]
+
+
+def rebalances(arguments: Any) -> bool:
+    """Return whether ``TrainingArguments`` ask for batches of equal cost, whose numbers of rows differ."""
+    return getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance"
 
 
 def pieces(executor: Executor, batches: Sequence[Batch], count: int, rows: int) -> list[list[Batch]]:
