@@ -185,8 +185,7 @@ class MuonStepper(Stepper):
 def _dealt(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
     """Share matrices out over ranks by the work that they are."""
     costs = [sum(min(size) ** 2 * max(size) for size in matrix.sizes) for matrix in matrices]
-    owners = share_by_cost(costs, ranks)
-    return [[m for m, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in range(ranks)]
+    return [[matrices[item] for item in sorted(items)] for items in share_by_cost(costs, ranks)]
 
 
 def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -> Iterator[Matrix]:

@@ -18,9 +18,10 @@ from ..config.environment import started_processes
 from ..cost.model.machines_known import find_machine, machine_names
 from ..cost.model.model_shape import shape_of
 from ..errors import ConfigError
+from ..train.balanced_batches import cost_of_pair
 from ..train.preemption import stop_listening
 from ..train.runtime import runtime_of
-from .batch_sizes import dealt, evaluation_steps, microbatches_of_step, order_of
+from .batch_sizes import by_cost, dealt, evaluation_steps, microbatches_of_step, order_of
 from .main_process import gathered, is_main, peak_memory
 from .rows import ClassRows, PairRows, Rows
 from .run_log import Profile, RunLog
@@ -66,6 +67,9 @@ class RecipeTrainer(hfscale.Trainer):
         rows, self._rows_to_validate = (rows_of(recipe, each, model, tokenizer) for each in (data, validation))
         self._tokens = torch.from_numpy(rows.tokens.copy())
         self._order = order_of(training.steps, training.batch_size, len(rows), recipe.seed)
+        if training.balanced_batches:
+            costs, padded = rows.costs(cost_of_pair(model)), not recipe.data.is_packed
+            self._order = by_cost(self._order, costs, batch_world, self._microbatches, padded)
         self._waiting_batches: list[Any] = []
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()

@@ -7,13 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale.recipes import main_process
-from hfscale.recipes.batch_sizes import dealt, evaluation_steps, order_of, per_rank
+from hfscale.recipes.batch_sizes import by_cost, dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
 from hfscale.recipes.read import load_recipe
+from hfscale.recipes.rows import Example, Rows, packed_rows, separate_rows
 from hfscale.recipes.run import config_of
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
 
@@ -240,3 +242,25 @@ def test_one_rank_after_the_other_says_what_nobody_foresaw(
     assert (slept, ended) == (waited, [1])
     assert said.count("Traceback") == 1
     assert f"error (rank {rank}): 'colour'" in said
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_of_a_step_are_moved_to_where_they_cost_as_much_as_others(padded):
+    """The same rows in every step, as many in a microbatch; padded ones stand beside those of their length."""
+    order, lengths = order_of(3, 8, available=30, seed=1), [2, 30, 4, 8, 16] * 6
+    moved = by_cost(order, lengths, batch_world=2, microbatches=2, padded=padded)
+    for before, after in zip(order.tolist(), moved.tolist(), strict=True):
+        assert sorted(before) == sorted(after)
+        bins = [[lengths[row] for row in after[start : start + 2]] for start in range(0, 8, 2)]
+        least = sorted((lengths[row] for row in before), reverse=True)
+        if padded:
+            assert sum(map(max, bins)) == sum(least[::2])
+        else:
+            assert max(map(sum, bins)) <= max(sum(least) / 4 + least[0] / 2, least[0] + least[-1])
+
+
+def test_a_row_costs_the_squares_of_its_texts():
+    packed = Dataset.from_dict(packed_rows([Example([1] * length, [1] * length) for length in (5, 3)], 8))
+    apart = Dataset.from_dict(separate_rows([Example([1] * length, [1] * length) for length in (5, 3)]))
+    assert Rows(packed.with_format("torch")).costs(0.5) == [8 + 0.5 * (25 + 9)]
+    assert Rows(apart.with_format("torch")).costs(0.5) == [5 + 0.5 * 25, 3 + 0.5 * 9]

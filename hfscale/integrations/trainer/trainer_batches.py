@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...parallel.pipeline.microbatches import rows_of
-from ...train.runtime import Executor
+from ...train.balanced_batches import balanced_batches
+from ...train.runtime import Executor, Runtime
 
 Batch = Mapping[str, Any]
 
@@ -64,12 +65,11 @@ def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
     return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
 
 
-def balanced(loader: Any, batches: int, index: int, pair_cost: float) -> Any:
+def balanced(loader: Any, runtime: Runtime) -> Any:
     """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
     given = loader.batch_sampler
-    rows = given.effective_batch_size // given.dp_size * batches
-    sampler = type(given)(given.lengths, rows, batches, given.grad_accum, rank=index, drop_last=given.drop_last)
-    sampler.QUADRATIC_COST_COEF = pair_cost
+    rows = given.effective_batch_size // given.dp_size * runtime.mesh.batch_world
+    sampler = balanced_batches(runtime.model, given.lengths, rows, given.grad_accum, drop_last=given.drop_last)
     kept = {name: getattr(loader, name) for name in _KEPT if name != "drop_last"}
     return DataLoader(loader.dataset, batch_sampler=sampler, **kept)
 
