@@ -1,7 +1,7 @@
 """Assign sequences to steps and ranks, and predict the memory that a rank needs for its own."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 import hfscale
 
 from .._compat.torch_device import accelerators
-from ..plan.cost_shares import dealt_to_ranks, share_by_cost
 from .launch import layout_of
 from .main_process import gathered, is_main
 from .schema import Recipe, RecipeError
@@ -59,20 +58,12 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
     return visited[: steps * batch_size].view(steps, batch_size)
 
 
-def by_cost(order: Tensor, costs: Sequence[float], batch_world: int, microbatches: int, padded: bool) -> Tensor:
-    """Move each step's sequences so that the microbatches of :func:`dealt` cost equally much."""
-    bins, moved = batch_world * microbatches, []
-    for step in order:
-        rows = sorted(step.tolist(), key=lambda row: -costs[row])
-        size = len(rows) // bins
-        if padded:
-            filled = [rows[start : start + size] for start in range(0, len(rows), size)]
-        else:
-            filled = [
-                [rows[item] for item in items] for items in share_by_cost([costs[row] for row in rows], bins, size)
-            ]
-        moved.append([row for own in dealt_to_ranks(filled, batch_world) for batch in own for row in batch])
-    return torch.tensor(moved)
+def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor:
+    """Sort each step's sequences, so that :func:`dealt` gives microbatches of ``size`` that cost alike to all ranks."""
+    falling = order.gather(1, costs[order].argsort(dim=1, descending=True, stable=True))
+    rounds = falling.view(len(order), -1, batch_world, size)
+    rounds[:, 1::2] = rounds[:, 1::2].flip(2)  # who has the dearest of a round has the cheapest of the next
+    return rounds.transpose(1, 2).flatten(1)
 
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:

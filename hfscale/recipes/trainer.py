@@ -17,8 +17,8 @@ from .._compat.torch_device import accelerators
 from ..config.environment import started_processes
 from ..cost.model.machines_known import find_machine, machine_names
 from ..cost.model.model_shape import shape_of
+from ..cost.model.step_time import pair_cost
 from ..errors import ConfigError
-from ..train.balanced_batches import cost_of_pair
 from ..train.preemption import stop_listening
 from ..train.runtime import runtime_of
 from .batch_sizes import by_cost, dealt, evaluation_steps, microbatches_of_step, order_of
@@ -68,8 +68,8 @@ class RecipeTrainer(hfscale.Trainer):
         self._tokens = torch.from_numpy(rows.tokens.copy())
         self._order = order_of(training.steps, training.batch_size, len(rows), recipe.seed)
         if training.balanced_batches:
-            costs, padded = rows.costs(cost_of_pair(model)), not recipe.data.is_packed
-            self._order = by_cost(self._order, costs, batch_world, self._microbatches, padded)
+            costs = rows.costs(pair_cost(runtime_of(model).plan, model.config))
+            self._order = by_cost(self._order, torch.from_numpy(costs), batch_world, self._size)
         self._waiting_batches: list[Any] = []
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()

@@ -32,9 +32,8 @@ from transformers import LlamaConfig
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hfscale
-from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.model.step_time import pair_cost
-from hfscale.plan.cost_shares import dealt_to_ranks, share_by_cost
+from hfscale.plan.cost_shares import share_by_cost
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
@@ -55,7 +54,7 @@ def llama_cost() -> float:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8, vocab_size=128256
     )
-    return pair_cost(hfscale.plan(config), config, find_machine("h100"), fitted())
+    return pair_cost(hfscale.plan(config), config)
 
 
 def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, cost: float) -> dict[str, float]:
@@ -89,8 +88,7 @@ def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, co
         dealt = [drawn[start : start + rows] for start in range(0, size, rows)]
         balanced = [[lengths[index] for index in next(stream)] for _ in range(microbatches) for stream in streams]
         shares = share_by_cost(list(map(seconds, drawn)), bins)
-        ranks_of = dealt_to_ranks(shares, ranks)
-        filled = [[drawn[item] for item in own[number]] for number in range(microbatches) for own in ranks_of]
+        filled = [[drawn[item] for item in items] for items in shares]
         for name, groups, of in (
             ("padded random", dealt, padded),
             ("padded cost", balanced, padded),

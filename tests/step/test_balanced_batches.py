@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.integrations.accelerator import Accelerator
-from hfscale.plan.cost_shares import dealt_to_ranks, share_by_cost
+from hfscale.plan.cost_shares import share_by_cost
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
@@ -35,13 +35,6 @@ def test_no_bin_costs_more_than_the_bound() -> None:
         assert max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9  # Graham's bound of any list
         assert len(costs) < bins or min(loads) > 0
     assert share_by_cost([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
-
-
-def test_what_runs_at_the_same_time_costs_alike() -> None:
-    """The dearest first, and where they go first in one round they go last in the next."""
-    assert share_by_cost([9, 1, 8, 2, 7, 3], 4) == [[0], [2], [4], [5, 3, 1]]
-    assert dealt_to_ranks([[0], [2], [4], [5, 3, 1]], 2) == [[[0], [5, 3, 1]], [[2], [4]]]
-    assert share_by_cost([9, 1, 8, 2, 7, 3], 3, most=2) == [[0, 1], [2, 3], [4, 5]]
 
 
 def rows_of(seed: int, count: int = 11) -> list[Tensor]:

@@ -17,10 +17,10 @@ from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_da
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..._compat.accelerate import BatchScheduler, is_prepared, one_run, prepared
 from ..._compat.torch_device import accelerators
-from ..._compat.transformers.sampling import BatchRebalanceSampler
 from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from ...config.environment import started_processes, without_launcher_switches
 from ...distributed.mesh import Mesh

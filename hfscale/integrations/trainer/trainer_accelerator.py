@@ -9,10 +9,9 @@ from accelerate.data_loader import BatchSamplerShard, get_sampler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Sampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from ..._compat.accelerate import is_prepared
-from ..._compat.transformers.sampling import BatchRebalanceSampler
 from ..._compat.transformers.trainer import seed_workers_by
 from ...parallel.pipeline.microbatches import rows_of
 from ...train import metrics
