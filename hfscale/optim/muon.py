@@ -154,21 +154,30 @@ class MuonStepper(Stepper):
         ranks = range(len(owned))
         held = {matrix: pieces.pop(matrix) for matrix in moving}
         pieces |= {matrix: held[matrix] for matrix in owned[own]}
-        cut = [[matrix for matrix in each if matrix.cut_over([axis])] for each in owned]
-        if any(cut):
-            parcels = [[held[matrix] for matrix in each] for each in cut]
-            arrived = self._swapped(parcels, [cut[own]] * len(owned), ranks, axes)
-            for matrix, *shares in zip(cut[own], *arrived, strict=True):
-                pieces[matrix] = shares[0].new_empty(
-                    cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
-                )
-                for rank, share in enumerate(shares):
-                    write_share(pieces[matrix], share, matrix.cut_over([axis]), {axis: rank})
+        pieces |= self._complete(held, owned, axes)
+        del held  # what was sent
         done = self._orthogonal(pieces, axes[1:], groups)
         whole = [(matrix.cut_over([axis]), done.pop(matrix)) for matrix in owned[own]]
         parcels = [[cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks]
         returned = self._swapped(parcels, owned, [own] * len(owned), axes)
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
+
+    def _complete(
+        self, held: dict[Matrix, Tensor], owned: Sequence[Sequence[Matrix]], axes: Sequence[str]
+    ) -> dict[Matrix, Tensor]:
+        """Return this rank's own of the matrices that are cut over the first of ``axes``, no longer cut over it."""
+        cut, own = [[m for m in each if m.cut_over(axes[:1])] for each in owned], self._mesh.ranks[axes[0]]
+        found = dict[Matrix, Tensor]()
+        if any(cut):
+            parcels = [[held[matrix] for matrix in each] for each in cut]
+            arrived = self._swapped(parcels, [cut[own]] * len(owned), range(len(owned)), axes)
+            for matrix, *shares in zip(cut[own], *arrived, strict=True):
+                found[matrix] = shares[0].new_empty(
+                    cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
+                )
+                for rank, share in enumerate(shares):
+                    write_share(found[matrix], share, matrix.cut_over(axes[:1]), {axes[0]: rank})
+        return found
 
     def _swapped(
         self,

@@ -199,6 +199,12 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     """Refuse options that need the full model on one rank."""
     layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
+    count = trainer.args.gradient_accumulation_steps
+    if rebalances(trainer.args) and runtime.mesh.layout.num_microbatches not in (None, count):
+        raise ConfigError(
+            f"{layout}: batches of train_sampling_strategy='batch_rebalance', of different numbers of rows, are the "
+            f"schedule's microbatches: set num_microbatches={count}, as gradient_accumulation_steps, or leave it out"
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
             f"{layout}: {name} adds the router's loss, a sum over layers of which each stage has "
@@ -230,12 +236,6 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
         return
     count = args.gradient_accumulation_steps
     uneven = runtime.plan.stages is not None and rebalances(args)
-    if uneven and layout.num_microbatches not in (None, count):
-        raise ConfigError(
-            f"{layout.describe()}: batches of train_sampling_strategy='batch_rebalance', of different numbers of rows, "
-            f"are the schedule's microbatches: set num_microbatches={count}, as gradient_accumulation_steps, or leave "
-            "it out"
-        )
     row = torch.zeros(1 if uneven else args.per_device_train_batch_size, 2, dtype=torch.int64)
     with runtime.executor.uncut() if uneven else nullcontext():
         given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
