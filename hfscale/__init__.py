@@ -34,6 +34,7 @@ _MODULES = {
     ".api.build": ["from_config", "from_pretrained", "parallelize", "plan"],
     ".parallel.pipeline.record": ["record_schedule"],
     ".integrations.trainer": ["Seq2SeqTrainer", "StatesInMemoryCallback", "Trainer", "TrainerMixin"],
+    ".train.balanced_batches": ["balanced_batches"],
     ".train": [
         *["BadStepError", "BadSteps", "Preempted", "Teacher", "preempted", "watchdog"],
         *["batch_rank", "batch_world", "clip_grad_norm_", "drain", "eval_step", "metrics"],

@@ -146,5 +146,6 @@ from .train import (
 from .train import (
     watchdog as watchdog,
 )
+from .train.balanced_batches import balanced_batches as balanced_batches
 
 __version__: str

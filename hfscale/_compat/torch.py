@@ -225,6 +225,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def undo_compile(module: nn.Module) -> None:
+    """Undo ``module.compile()``."""
+    module._compiled_call_impl = None
+
+
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The schema of an operator that a dispatch mode sees: arguments, mutations and results."""
 

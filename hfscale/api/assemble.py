@@ -4,13 +4,12 @@ No other file of this room names one.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._compat.torch import allow_recompiles
+from .._compat.torch import allow_recompiles, undo_compile
 from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
@@ -112,25 +111,28 @@ def assemble(
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()
-    if options.compile:
-        compile_layers(runtime, options.compile)
+    compile_layers(runtime, options.compile)
     runtime.restore = look_again()
     return runtime
 
 
 def compile_layers(runtime: Runtime, asked: bool | str) -> None:
-    """Compile each dense layer of this rank by itself, as :attr:`Options.compile` asks."""
-    runtime.options = replace(runtime.options, compile=asked)
+    """Compile each dense layer of this rank by itself, as :attr:`Options.compile` asks, or undo it."""
+    backend = "inductor" if asked is True else asked
+    if backend == runtime.compiled:
+        return
+    runtime.compiled = backend
     routed = {planned.layer for planned in runtime.plan.mixtures}  # in so many graphs that compiling takes minutes
     allow_recompiles()
     for layer in runtime.plan.layers:
         if runtime.is_local(layer) and layer not in routed:
-            backend = asked if isinstance(asked, str) else "inductor"
-            runtime.model.get_submodule(layer).compile(backend=backend)
+            module = runtime.model.get_submodule(layer)
+            module.compile(backend=backend) if backend else undo_compile(module)
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:
     """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards in its memory."""
+    compile_layers(runtime, False)
     shares = LocalWeights(
         {planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()}
     )

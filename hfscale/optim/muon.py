@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024) over shards, as in ``torch.optim.Muon``: momentum, then the nearest orthogonal matrix.
 
 Momentum is elementwise and kept sharded like the gradient. The update must be orthogonal as a full matrix: one rank of
-those that hold shards of it gets them all, orthogonalizes it and sends each rank its shard back, in two all-to-alls
-over each axis for all matrices together, in bfloat16. Matrices are shared out by their cost::
+those that hold shards or replicas of it gets all shards, orthogonalizes it and sends each rank its shard back, in two
+all-to-alls over each axis for all matrices together (replicas: one), in bfloat16. Matrices are shared out by cost::
 
     4 matrices over 2 ranks     rank 0: [a0 b0 c0 d0]  -->  [a0 a1] [d0 d1]  -->  [a0' b0' c0' d0']
                                 rank 1: [a1 b1 c1 d1]  -->  [b0 b1] [c0 c1]  -->  [a1' b1' c1' d1']
@@ -13,6 +13,7 @@ Each expert of a stack is a matrix of its own, and so is each matrix that is fus
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, chain, pairwise, product
 from typing import Any
 
@@ -83,6 +84,7 @@ class Matrix:
     index: tuple[int, ...]  # among this rank's matrices of a stack; else empty
     shape: tuple[int, int]
     cuts: tuple[Cut, ...]
+    free: Collection[str]  # the axes over which each rank has a replica
     dim: int
     borders: Sequence[int]
 
@@ -93,9 +95,9 @@ class Matrix:
         lengths = [stop - start for start, stop in pairwise(self.borders)]
         return [(rows, length) if self.dim else (length, columns) for length in lengths]
 
-    def place_of(self, axis: str) -> int:
-        """Return the index of its cut over an axis, or -1."""
-        return next((index for index, cut in enumerate(self.cuts) if cut.axis == axis), -1)
+    def cut_over(self, axes: Collection[str]) -> list[Cut]:
+        """Return its cuts over some axes."""
+        return [cut for cut in self.cuts if cut.axis in axes]
 
     def split(self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]) -> tuple[Tensor, ...]:
         """Return what a shard, made by ``cuts``, has of each of the matrices fused in it."""
@@ -115,9 +117,11 @@ class MuonStepper(Stepper):
         super().__init__(members, mesh)
         self._nothing = torch.empty(0, dtype=dtype, device=mesh.device)
         self._matrices = [list(_matrices_of(member, mesh, *borders[member.planned.name])) for member in members]
-        axes = {cut.axis for matrices in self._matrices for matrix in matrices for cut in matrix.cuts}
+        every = list(chain(*self._matrices))
+        axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(*(matrix.free for matrix in every))
         # the last cut is undone first: that of the data axes
         self._axes = [axis for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis)) if mesh.group(axis)]
+        self._dealt = cache(_dealt)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; communicates over the axes of the parameters' cuts."""
@@ -143,50 +147,64 @@ class MuonStepper(Stepper):
         if not axes:
             return {matrix: _each(matrix, whole, groups[matrix.member.group]) for matrix, whole in pieces.items()}
         axis, own = axes[0], self._mesh.ranks[axes[0]]
-        moving = [matrix for matrix in pieces if matrix.place_of(axis) >= 0]
+        moving = tuple(matrix for matrix in pieces if axis in matrix.free or matrix.cut_over([axis]))
         if not moving:
             return self._orthogonal(pieces, axes[1:], groups)
-        owned = _dealt(moving, moving[0].cuts[moving[0].place_of(axis)].size)
+        owned = self._dealt(moving, self._mesh.layout.size(axis))
         ranks = range(len(owned))
-        parcels = [[pieces.pop(matrix) for matrix in each] for each in owned]
-        arrived = self._swapped(parcels, [owned[own]] * len(owned), ranks, axis)
-        for matrix, *shares in zip(owned[own], *arrived, strict=True):
-            pieces[matrix] = self._complete(matrix, shares, axis)
+        held = {matrix: pieces.pop(matrix) for matrix in moving}
+        pieces |= {matrix: held[matrix] for matrix in owned[own]}
+        pieces |= self._complete(held, owned, axes)
+        del held  # what was sent
         done = self._orthogonal(pieces, axes[1:], groups)
-        whole = [(matrix.cuts[matrix.place_of(axis)], done.pop(matrix)) for matrix in owned[own]]
-        parcels = [[cut.take(orthogonal, rank) for cut, orthogonal in whole] for rank in ranks]
-        returned = self._swapped(parcels, owned, [own] * len(owned), axis)
+        whole = [(matrix.cut_over([axis]), done.pop(matrix)) for matrix in owned[own]]
+        parcels = [[cuts[0].take(made, rank) if cuts else made for cuts, made in whole] for rank in ranks]
+        returned = self._swapped(parcels, owned, [own] * len(owned), axes)
         return done | dict(zip(chain(*owned), chain(*returned), strict=True))
 
-    def _complete(self, matrix: Matrix, shares: Sequence[Tensor], axis: str) -> Tensor:
-        """Undo a matrix's cut over ``axis``, given the shares of all its ranks."""
-        place = matrix.place_of(axis)
-        made = shares[0].new_empty(cut_shape(matrix.shape, matrix.cuts[:place], self._mesh.ranks))
-        for rank, share in enumerate(shares):
-            write_share(made, share, [matrix.cuts[place]], {axis: rank})
-        return made
+    def _complete(
+        self, held: dict[Matrix, Tensor], owned: Sequence[Sequence[Matrix]], axes: Sequence[str]
+    ) -> dict[Matrix, Tensor]:
+        """Return this rank's own of the matrices that are cut over the first of ``axes``, no longer cut over it."""
+        cut, own = [[m for m in each if m.cut_over(axes[:1])] for each in owned], self._mesh.ranks[axes[0]]
+        found = dict[Matrix, Tensor]()
+        if any(cut):
+            parcels = [[held[matrix] for matrix in each] for each in cut]
+            arrived = self._swapped(parcels, [cut[own]] * len(owned), range(len(owned)), axes)
+            for matrix, *shares in zip(cut[own], *arrived, strict=True):
+                found[matrix] = shares[0].new_empty(
+                    cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
+                )
+                for rank, share in enumerate(shares):
+                    write_share(found[matrix], share, matrix.cut_over(axes[:1]), {axes[0]: rank})
+        return found
 
     def _swapped(
-        self, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Matrix]], at: Sequence[int], axis: str
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        wanted: Sequence[Sequence[Matrix]],
+        at: Sequence[int],
+        axes: Sequence[str],
     ) -> list[list[Tensor]]:
-        """Send ``sent[rank]`` to each rank; return what they send: shares of rank ``at[rank]`` of ``wanted[rank]``."""
+        """Send ``sent[rank]`` to each rank of the first of ``axes``, those over which matrices are still cut; return
+        what they send: shares of rank ``at[rank]`` of ``wanted[rank]``.
+        """
         flat = torch.cat([self._nothing, *(tensor.flatten() for tensor in chain(*sent))])
-        ranks = [{**self._mesh.ranks, axis: rank} for rank in at]
+        ranks = [{**self._mesh.ranks, axes[0]: rank} for rank in at]
         shapes = [
-            [cut_shape(m.shape, m.cuts[: m.place_of(axis) + 1], each) for m in matrices]
+            [cut_shape(matrix.shape, matrix.cut_over(axes), each) for matrix in matrices]
             for each, matrices in zip(ranks, wanted, strict=True)
         ]
         sizes = [[math.prod(shape) for shape in each] for each in shapes]
         counts = [sum(tensor.numel() for tensor in each) for each in sent]
-        parts = iter(all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axis)).split([*chain(*sizes)]))
+        parts = iter(all_to_all(flat, counts, [*map(sum, sizes)], self._mesh.group(axes[0])).split([*chain(*sizes)]))
         return [[next(parts).view(shape) for shape in each] for each in shapes]
 
 
 def _dealt(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
     """Share matrices out over ranks by the work that they are."""
     costs = [sum(min(size) ** 2 * max(size) for size in matrix.sizes) for matrix in matrices]
-    owners = share_by_cost(costs, ranks)
-    return [[m for m, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in range(ranks)]
+    return [[matrices[item] for item in items] for items in share_by_cost(costs, ranks)]
 
 
 def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -> Iterator[Matrix]:
@@ -194,8 +212,11 @@ def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -
     shape = member.planned.shape
     lead = len(shape) - 2
     cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)
+    free = [axis for axis in mesh.free_axes(member.planned.cuts) if mesh.group(axis)]
+    if member.planned.cut_over("ep") and mesh.layout.expert_tp == 1:
+        free = [axis for axis in free if axis != "tp"]  # whose ranks have different experts
     for index in product(*map(range, member.planned.local_shape(mesh.ranks)[:lead])):
-        yield Matrix(member, index, (shape[-2], shape[-1]), cuts, dim, borders)
+        yield Matrix(member, index, (shape[-2], shape[-1]), cuts, free, dim, borders)
 
 
 def _each(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -149,4 +149,4 @@ def write_share(target: Tensor, share: Tensor, cuts: Sequence[Cut], ranks: dict[
 
 def share_evenly(total: int, size: int) -> list[int]:
     """Return the lengths of ``total`` entries over ``size`` ranks: at most one apart, the longer ones first."""
-    return [total // size + (rank < total % size) for rank in range(size)]
+    return [(total + size - 1 - rank) // size for rank in range(size)]

@@ -131,8 +131,11 @@ def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
         )
     if data.format == "prompts" and not recipe.generates:
         raise RecipeError("data.format=prompts has nothing to learn from but what the model generates: give rewards")
-    if recipe.generates and (data.samples or data.packing):
-        raise RecipeError("data.samples and data.packing are about texts that are there: leave them out with rewards")
+    if recipe.generates and (data.samples or data.packing or recipe.training.balanced_batches):
+        raise RecipeError(
+            "data.samples, data.packing and training.balanced_batches are about texts that are there: leave them out "
+            "with rewards"
+        )
 
 
 def _check_weights(recipe: Recipe) -> None:

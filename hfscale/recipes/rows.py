@@ -44,6 +44,13 @@ class Rows:
         table = self._data.select_columns(names).with_format("arrow")[:]
         return sum(pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names)  # type: ignore[return-value]
 
+    def costs(self, pair: float) -> np.ndarray:
+        """Return what each row costs if a token costs 1, and ``pair`` each pair of tokens of a text."""
+        pairs = self.tokens.astype(float) ** 2
+        if "position_ids" in self._data.column_names:  # n^2 is the sum of 2 p + 1 over positions p below n
+            pairs = np.array([(2 * row + 1).sum() for row in self._data.with_format("numpy")["position_ids"]])
+        return self.tokens + pair * pairs
+
     @cached_property
     def labels(self) -> np.ndarray:
         """Return how many labels of each row count: one for a text scored whole, else all but the first token's."""

@@ -105,6 +105,8 @@ class TrainingRecipe:
     steps: int = field(default=100, metadata=COUNT)  # optimizer steps
     # sequences in one optimizer step, over all ranks, so that results do not depend on the layout
     batch_size: int = field(default=16, metadata=COUNT)
+    # share the sequences of a step out so that ranks and microbatches take equally long, by the planner's seconds
+    balanced_batches: bool = False
     # sequences in one forward pass of one rank; by default all that the rank gets in a step. A smaller number
     # accumulates gradients
     microbatch_size: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045

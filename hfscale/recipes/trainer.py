@@ -17,10 +17,11 @@ from .._compat.torch_device import accelerators
 from ..config.environment import started_processes
 from ..cost.model.machines_known import find_machine, machine_names
 from ..cost.model.model_shape import shape_of
+from ..cost.model.step_time import pair_cost
 from ..errors import ConfigError
 from ..train.preemption import stop_listening
 from ..train.runtime import runtime_of
-from .batch_sizes import dealt, evaluation_steps, microbatches_of_step, order_of
+from .batch_sizes import by_cost, dealt, evaluation_steps, microbatches_of_step, order_of
 from .main_process import gathered, is_main, peak_memory
 from .rows import ClassRows, PairRows, Rows
 from .run_log import Profile, RunLog
@@ -62,6 +63,9 @@ class RecipeTrainer(hfscale.Trainer):
         rows, self._rows_to_validate = (rows_of(recipe, each, model, tokenizer) for each in (data, validation))
         self._tokens = torch.from_numpy(rows.tokens.copy())
         self._order = order_of(training.steps, training.batch_size, len(rows), recipe.seed)
+        if training.balanced_batches:
+            costs = rows.costs(pair_cost(runtime_of(model).plan, model.config))
+            self._order = by_cost(self._order, torch.from_numpy(costs), batch_world, self._size)
         self._waiting_batches: list[Any] = []
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()

@@ -10,21 +10,32 @@ time of a step over that of the same rows without padding, spread evenly. Two ki
   ``train_sampling_strategy="batch_rebalance"``;
 - packed: rows lie behind each other, without padding, each attending to itself; dealt round-robin, or by
   ``share_by_cost``.
+
+With ``--sleep`` four processes run steps of a tiny model, two data ranks of two stages each, whose layers sleep for as
+long as their microbatch would take: real schedules and waits, rows by ``hfscale.balanced_batches`` or as they come.
 """
 
 import argparse
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hfscale
-from hfscale.cost.model.machines_known import find_machine, fitted
 from hfscale.cost.model.step_time import pair_cost
 from hfscale.plan.cost_shares import share_by_cost
+from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 LONGEST = 8192
 LENGTHS: dict[str, Callable[[random.Random], float]] = {
@@ -33,6 +44,8 @@ LENGTHS: dict[str, Callable[[random.Random], float]] = {
     "code": lambda draw: draw.lognormvariate(7.2, 1.4),  # median 1340, a tenth is longest
     "mixed": lambda draw: draw.choice((draw.lognormvariate(5, 0.5), draw.lognormvariate(8.5, 0.4))),  # short and long
 }
+SHRUNK, TOKENS = 64, 10_000  # tokens that stand for one in a sleeping stage, and that take it a second
+NAMES = ("padded random", "padded cost", "packed random", "packed cost")
 RUNS = [(8, 1, 8), (8, 4, 4), (32, 4, 4)]  # data ranks, microbatches, rows of a microbatch
 
 
@@ -41,7 +54,7 @@ def llama_cost() -> float:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8, vocab_size=128256
     )
-    return pair_cost(hfscale.plan(config), config, find_machine("h100"), fitted())
+    return pair_cost(hfscale.plan(config), config)
 
 
 def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, cost: float) -> dict[str, float]:
@@ -67,15 +80,15 @@ def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, co
         """Time of a step whose microbatch ``m`` on rank ``r`` is ``groups[m * ranks + r]``."""
         return sum(max(map(of, groups[start : start + ranks])) for start in range(0, bins, ranks))
 
-    found = dict.fromkeys(("padded random", "padded cost", "packed random", "packed cost"), 0.0)
+    found = dict.fromkeys(NAMES, 0.0)
     ideal = 0.0
     for step in range(steps):
         drawn = lengths[step * size : (step + 1) * size]
         ideal += packed(drawn) / ranks
         dealt = [drawn[start : start + rows] for start in range(0, size, rows)]
         balanced = [[lengths[index] for index in next(stream)] for _ in range(microbatches) for stream in streams]
-        places = share_by_cost(list(map(seconds, drawn)), bins)
-        filled = [[row for row, place in zip(drawn, places, strict=True) if place == each] for each in range(bins)]
+        shares = share_by_cost(list(map(seconds, drawn)), bins)
+        filled = [[drawn[item] for item in items] for items in shares]
         for name, groups, of in (
             ("padded random", dealt, padded),
             ("padded cost", balanced, padded),
@@ -86,11 +99,67 @@ def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, co
     return {name: total / ideal for name, total in found.items()}
 
 
+def collated(rows: list[Tensor], padded: bool) -> dict[str, Tensor]:
+    """Return rows as a batch: padded to the longest, or behind each other."""
+    if padded:
+        labels = pad_sequence(rows, batch_first=True, padding_value=-100)
+        return {"input_ids": labels.clamp(min=0), "labels": labels, "attention_mask": (labels >= 0).long()}
+    ids, places = torch.cat(rows)[None], torch.cat([torch.arange(len(row)) for row in rows])[None]
+    return {"input_ids": ids, "labels": torch.where(places == 0, -100, ids), "position_ids": places}
+
+
+class Sleeps:
+    """Let a layer sleep for as long as a microbatch would take: forward once, backward twice."""
+
+    def __init__(self, layer: Any, cost: float) -> None:
+        self.cost, self.waiting = cost * SHRUNK, list[float]()
+        layer.register_forward_pre_hook(self.forward, with_kwargs=True)
+        layer.register_full_backward_pre_hook(self.backward)
+
+    def forward(self, _: Any, args: Any, kwargs: Any) -> None:
+        """Sleep a second for ``TOKENS`` tokens, and for the squares of texts, whose positions begin anew."""
+        places = kwargs["position_ids"].expand(args[0].shape[:2])
+        self.waiting.append(SHRUNK / TOKENS * float((1 + self.cost * (2 * places + 1)).sum()))
+        time.sleep(self.waiting[-1])
+
+    def backward(self, *_: Any) -> None:
+        """Sleep for the oldest microbatch's backward pass."""
+        time.sleep(2 * self.waiting.pop(0))
+
+
+def sleep_through(kind: str, padded: bool, balanced: bool, steps: int, cost: float) -> float:
+    """Return the seconds of a step over the mean, over ranks, of the time that rows without padding take there."""
+    ranks, microbatches, size = 2, 4, 32
+    layout = hfscale.ParallelConfig(pp_size=2, dp_replicate_size=ranks)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = hfscale.from_config(LlamaConfig(vocab_size=64, **sizes), parallel=layout).train()
+    runtime = runtime_of(model)
+    for layer in filter(runtime.is_local, runtime.plan.layers):
+        Sleeps(model.get_submodule(layer), cost)
+    draw = random.Random(kind)
+    lengths = [min(LONGEST, max(2 * SHRUNK, int(LENGTHS[kind](draw)))) // SHRUNK for _ in range(size * steps)]
+    given: Any = hfscale.balanced_batches(model, lengths, size, microbatches, padded=padded, shuffle=False)
+    given.QUADRATIC_COST_COEF = cost * SHRUNK
+    if not balanced:
+        own = range(hfscale.batch_rank(model), ranks * microbatches * steps, ranks)
+        given = [list(range(place * 4, place * 4 + 4)) for place in own]
+    collate = partial(collated, padded=padded)
+    batches = iter(
+        DataLoader([torch.ones(n, dtype=torch.int64) for n in lengths], batch_sampler=given, collate_fn=collate)
+    )
+    began = time.perf_counter()
+    for _ in range(steps):
+        hfscale.train_step(model, [next(batches) for _ in range(microbatches)])
+    ideal = sum(n + cost * SHRUNK * n * n for n in lengths) * 3 * SHRUNK / TOKENS / ranks
+    return (time.perf_counter() - began) / ideal
+
+
 def main() -> None:
     """Print a table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--sleep", action="store_true")
     arguments = parser.parse_args()
     cost, table = llama_cost(), []
     print(f"a pair of tokens costs {cost:.2e} of a token: as much as the rest at {1 / cost:,.0f} tokens")
@@ -100,8 +169,16 @@ def main() -> None:
             found = simulate(kind, ranks, microbatches, rows, steps, cost)
             table.append({"lengths": kind, "ranks": ranks, "microbatches": microbatches, "rows": rows, **found})
             print(kind, ranks, microbatches, rows, *(f"{name} {ratio:.2f}" for name, ratio in found.items()), sep="  ")
+    slept = dict[str, dict[str, float]]()
+    if arguments.sleep:
+        with RankPool(4) as pool:
+            for kind in LENGTHS:
+                how = [(padded, balanced) for padded in (True, False) for balanced in (False, True)]
+                taken = [max(pool.run(sleep_through, kind, *each, 3, cost)) for each in how]
+                slept[kind] = dict(zip(NAMES, taken, strict=True))
+                print("slept", kind, *(f"{name} {ratio:.2f}" for name, ratio in slept[kind].items()), sep="  ")
     if arguments.out:
-        arguments.out.write_text(json.dumps({"pair_cost": cost, "runs": table}, indent=1) + "\n")
+        arguments.out.write_text(json.dumps({"pair_cost": cost, "runs": table, "slept": slept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import get_scheduler
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.models.precision import keep_float64
+from hfscale.optim import muon
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
@@ -219,6 +221,11 @@ def work(layout: dict[str, Any], kind: str, only: str = "") -> tuple[int, int, i
         ("rows", {"tp_size": 2}, 1.1),
         ("rows", {"tp_size": 2, "dp_shard_size": 2}, 1.3),
         ("biased_experts", {"dp_shard_size": 4}, 1.3),
+        ("rows", {"dp_replicate_size": 2}, 1.1),
+        pytest.param("rows", {"tp_size": 2, "dp_replicate_size": 2}, 1.3, marks=pytest.mark.slow),
+        pytest.param(
+            "biased_experts", {"ep_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2}, 1.3, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_each_matrix_is_orthogonalized_on_one_rank(
@@ -231,6 +238,24 @@ def test_each_matrix_is_orthogonalized_on_one_rank(
     for operations, sent, held in found:
         assert operations <= most * alone / ranks
         assert 0 < sent <= most * 2 * held * len(layout)  # there and back over each axis
+
+
+def dealt(layout: dict[str, Any], kind: str) -> list[int]:
+    """How often matrices were dealt to ranks by the end of each step, of which the third has fewer gradients."""
+    model, found = build(kind, torch.float32, ParallelConfig(**layout)), list[int]()
+    optimizer = make(model, "muon")
+    with mock.patch.object(muon, "share_by_cost", wraps=muon.share_by_cost) as share:
+        for step in range(4):
+            set_gradients(model, kind, step)
+            if step > 1:
+                model.model.layers[0].mlp.up_proj.weight.grad = None
+            optimizer.step()
+            found.append(share.call_count)
+    return found
+
+
+def test_matrices_are_dealt_anew_where_others_have_gradients(pools: Pools) -> None:
+    assert pools(2).run(dealt, {"tp_size": 2}, "rows") == [[1, 1, 2, 2]] * 2
 
 
 def test_more_ranks_than_matrices(pools: Pools) -> None:

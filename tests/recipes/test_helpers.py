@@ -7,13 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale.recipes import main_process
-from hfscale.recipes.batch_sizes import dealt, evaluation_steps, order_of, per_rank
+from hfscale.recipes.batch_sizes import by_cost, dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
 from hfscale.recipes.read import load_recipe
+from hfscale.recipes.rows import Example, Rows, packed_rows, separate_rows
 from hfscale.recipes.run import config_of
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
 
@@ -240,3 +242,17 @@ def test_one_rank_after_the_other_says_what_nobody_foresaw(
     assert (slept, ended) == (waited, [1])
     assert said.count("Traceback") == 1
     assert f"error (rank {rank}): 'colour'" in said
+
+
+def test_rows_of_a_step_are_moved_to_where_they_run_beside_rows_that_cost_alike():
+    """The same rows in every step; who has the longest of a microbatch has the shortest of the next."""
+    costs = torch.tensor([2.0, 30, 4, 8, 16, 5, 6, 7])
+    moved = by_cost(torch.arange(8).view(1, 8), costs, batch_world=2, size=2)
+    assert moved.tolist() == [[1, 4, 2, 0, 3, 7, 6, 5]]
+
+
+def test_a_row_costs_the_squares_of_its_texts():
+    packed = Dataset.from_dict(packed_rows([Example([1] * length, [1] * length) for length in (5, 3)], 8))
+    apart = Dataset.from_dict(separate_rows([Example([1] * length, [1] * length) for length in (5, 3)]))
+    assert Rows(packed.with_format("torch")).costs(0.5).tolist() == [8 + 0.5 * (25 + 9)]
+    assert Rows(apart.with_format("torch")).costs(0.5).tolist() == [5 + 0.5 * 25, 3 + 0.5 * 9]

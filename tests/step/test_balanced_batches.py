@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.integrations.accelerator import Accelerator
 from hfscale.plan.cost_shares import share_by_cost
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
@@ -19,7 +21,7 @@ from hfscale.train.runtime.shards import local_tensor
 from ..tiny_models import tiny
 
 Pools = Callable[[int], RankPool]
-MICROBATCHES = 2
+MICROBATCHES, ROWS = 2, 11
 
 
 def test_no_bin_costs_more_than_the_bound() -> None:
@@ -27,16 +29,17 @@ def test_no_bin_costs_more_than_the_bound() -> None:
     for _ in range(50):
         bins, costs = draw.randint(1, 8), [draw.lognormvariate(0, 1.5) for _ in range(draw.randint(1, 60))]
         found = share_by_cost(costs, bins)
-        loads = [sum(cost for cost, index in zip(costs, found, strict=True) if index == each) for each in range(bins)]
+        assert sorted(item for items in found for item in items) == list(range(len(costs)))
+        loads = [sum(costs[item] for item in items) for items in found]
         least = max(max(costs), sum(costs) / bins)
         assert max(loads) <= least + max(costs) * (1 - 1 / bins) + 1e-9  # Graham's bound of any list
         assert len(costs) < bins or min(loads) > 0
-    assert share_by_cost([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+    assert share_by_cost([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
 
 
-def rows_of(seed: int) -> list[Tensor]:
+def rows_of(seed: int, count: int = 11) -> list[Tensor]:
     draw = random.Random(seed)
-    lengths = [min(40, max(2, int(draw.lognormvariate(2, 0.8)))) for _ in range(11)]
+    lengths = [min(40, max(2, int(draw.lognormvariate(2, 0.8)))) for _ in range(count)]
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 67, (length,), generator=generator) for length in lengths]
 
@@ -49,6 +52,7 @@ def collated(rows: list[Tensor]) -> dict[str, Tensor]:
 
 def train(layout: dict[str, Any], seed: int, by_cost: bool) -> dict[str, Tensor]:
     """Losses and gradients of two steps, whose rows go round-robin or by cost, and the weights after them."""
+    rows = rows_of(seed, 2 * ROWS + 1)
     model = hfscale.from_config(
         tiny("llama", vocab_size=67), parallel=ParallelConfig(**layout), seed=1, dtype=torch.float64
     ).train()
@@ -56,18 +60,23 @@ def train(layout: dict[str, Any], seed: int, by_cost: bool) -> dict[str, Tensor]
     world, rank = runtime.mesh.batch_world, runtime.mesh.batch_rank
     optimizer = hfscale.create_optimizer(model, "sgd", lr=0.1, momentum=0.9)
     found: dict[str, Tensor] = {}
+    lengths = [len(row) for row in rows]
+    sampler: Any = hfscale.balanced_batches(model, lengths, ROWS, MICROBATCHES, padded=seed != 1, shuffle=False)
+    if not by_cost:
+        starts = [step * ROWS + bin for step in range(2) for bin in range(rank, world * MICROBATCHES, world)]
+        sampler = [list(range(start, (start // ROWS + 1) * ROWS, world * MICROBATCHES)) for start in starts]
+    loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collated)  # type: ignore[arg-type]
+    if by_cost:
+        model, loader = Accelerator().prepare(model, loader)
+    batches = iter(loader)
     for step in range(2):
-        rows, bins = rows_of(10 * seed + step), world * MICROBATCHES
-        costs = [len(row) + len(row) ** 2 / 50 for row in rows]
-        places = share_by_cost(costs, bins) if by_cost else [index % bins for index in range(len(rows))]
-        of = [[row for row, place in zip(rows, places, strict=True) if place == each] for each in range(bins)]
         optimizer.zero_grad()
-        batches = [collated(of[rank * MICROBATCHES + number]) for number in range(MICROBATCHES)]
-        found[f"loss {step}"] = hfscale.train_step(model, batches)
+        found[f"loss {step}"] = hfscale.train_step(model, [next(batches) for _ in range(MICROBATCHES)])
         for planned, parameter in runtime.parameters():
             assert parameter.grad is not None
             found[f"{planned.name} grad {step}"] = local_tensor(parameter.grad).clone()
         optimizer.step()
+    assert next(batches, None) is None
     weights = {planned.name: local_tensor(parameter.detach()).clone() for planned, parameter in runtime.parameters()}
     return found | weights
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...plan import Plan
 from .job import Job, Place, job_of
-from .machines_known import Constants, Machine
+from .machines_known import Constants, Machine, find_machine, fitted
 from .model_shape import ModelShape, shape_of_plan
 from .traffic import data_bus, data_traffic, edge_traffic, layer_traffic, sent, tensor_bus
 
@@ -92,12 +92,13 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
     )
 
 
-def pair_cost(plan: Plan, config: Any, machine: Machine, constants: Constants) -> float:
-    """Return what a pair of tokens of one row costs in attention, where everything else costs a token 1: a row of ``n``
-    tokens takes a time like ``n + n * n * pair_cost``.
+def pair_cost(plan: Plan, config: Any) -> float:
+    """Return what a pair of tokens of one row costs in attention on an H100, where everything else costs a token 1: a
+    row of ``n`` tokens takes a time like ``n + n * n * pair_cost``.
     """
     shape, job = shape_of_plan(plan, config), job_of(plan, sequence=1, batch=1, microbatches=1)
-    layer, head = (seconds(shape, job, machine, constants) for seconds in (layer_seconds, head_seconds))
+    given = shape, job, find_machine("h100"), fitted()
+    layer, head = layer_seconds(*given), head_seconds(*given)
     rest = layer.products + layer.elementwise + head.loss / len(plan.layers)
     return layer.attention / rest
 

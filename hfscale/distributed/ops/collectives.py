@@ -76,7 +76,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
 def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Started:
     """Start gathering ``x``, ``lengths[rank]`` entries along ``dim`` on each rank, to the full tensor in rank order."""
     dim, size = dim % x.ndim, len(lengths)
-    even = len(set(lengths)) == 1
+    even = max(lengths) == min(lengths)
     x = _padded(x, max(lengths), dim).contiguous()
     in_place = even and _leads(x.shape, dim)
     if torch.compiler.is_compiling():
@@ -100,7 +100,7 @@ def start_all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Pr
 def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Started:
     """Start summing partial ``x``, full along ``dim``, over ranks; each gets ``lengths[rank]`` entries of the sum."""
     dim, size, length = dim % x.ndim, len(lengths), lengths[dist.get_rank(group)]
-    if len(set(lengths)) == 1 and _leads(x.shape, dim):
+    if max(lengths) == min(lengths) and _leads(x.shape, dim):
         pieces = x.contiguous().view(size, *x.shape[:dim], length, *x.shape[dim + 1 :])
     else:
         pieces = torch.stack([_padded(piece, max(lengths), dim) for piece in x.split(list(lengths), dim)])

@@ -17,6 +17,7 @@ from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_da
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..._compat.accelerate import BatchScheduler, is_prepared, one_run, prepared
 from ..._compat.torch_device import accelerators
@@ -30,7 +31,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, runtime_of
-from .loaders import REBALANCES, OneOrder, seed_workers_alike
+from .loaders import OneOrder, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -134,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         shards = isinstance(data_loader.dataset, IterableDatasetShard)
-        dealt = shards or isinstance(data_loader.batch_sampler, REBALANCES)  # to distinct batches already
+        dealt = shards or isinstance(data_loader.batch_sampler, BatchRebalanceSampler)  # to distinct batches already
         loader = prepare_data_loader(
             data_loader,
             self.device,

@@ -7,12 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import trainer_pt_utils
 
 from ..._compat.torch import before_iterators
 from ...distributed.mesh import Mesh
-
-REBALANCES: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", ())  # the sampler of ``batch_rebalance``, if any
 
 
 class OneOrder(Sampler[int]):

@@ -35,7 +35,7 @@ from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
 from .resume_callbacks import TrainerRandomStreams
-from .seams import Seams, options_of
+from .seams import Seams, compiler_of, options_of
 from .trainer_accelerator import TrainerAccelerator
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
 from .trainer_optimizers import named_optimizer
@@ -105,7 +105,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         layout = asked or ParallelConfig()
         check_layout_of(model, layout)
         training = model.training
-        return build.parallelize(model, layout, **options_of(arguments)).train(training)
+        options = options_of(arguments) | {"compile": False}  # layers are compiled while this Trainer has the model
+        return build.parallelize(model, layout, **options).train(training)
 
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
@@ -127,8 +128,7 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     def _adopt(self, model: Any) -> None:
         check_model(runtime := runtime_of(model), self.args)
-        if self.args.torch_compile and not runtime.options.compile:
-            compile_layers(runtime, self.args.torch_compile_backend)
+        compile_layers(runtime, compiler_of(self.args) or runtime.options.compile)
         self.accelerator.adopt(model)
 
     @property

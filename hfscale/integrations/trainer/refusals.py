@@ -4,6 +4,7 @@ Every function raises :class:`~hfscale.ConfigError`, which names the option and 
 """
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ...parallel.experts import ExpertRouting
 from ...plan.feature_plans import offloaded, refuse_aside
 from ...train.guards import check_packed_rows
 from ...train.runtime import Runtime
+from .seams import compiler_of
+from .trainer_batches import rebalances
 from .trainer_optimizers import check_optimizer
 
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
@@ -65,7 +68,7 @@ def _check_arguments(arguments: Any) -> None:
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
-    Options(compile=arguments.torch_compile and arguments.torch_compile_backend)  # or it refuses the backend
+    Options(compile=compiler_of(arguments))  # or it refuses the backend
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
             "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "
@@ -196,6 +199,12 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     """Refuse options that need the full model on one rank."""
     layout, name = runtime.mesh.layout.describe(), type(trainer).__name__
+    count = trainer.args.gradient_accumulation_steps
+    if rebalances(trainer.args) and runtime.mesh.layout.num_microbatches not in (None, count):
+        raise ConfigError(
+            f"{layout}: batches of train_sampling_strategy='batch_rebalance', of different numbers of rows, are the "
+            f"schedule's microbatches: set num_microbatches={count}, as gradient_accumulation_steps, or leave it out"
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
             f"{layout}: {name} adds the router's loss, a sum over layers of which each stage has "
@@ -225,9 +234,11 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
         )
     if trainer.train_dataset is None or (runtime.plan.stages is None and not trainer.uses_train_step):
         return
-    row = torch.zeros(args.per_device_train_batch_size, 2, dtype=torch.int64)
     count = args.gradient_accumulation_steps
-    given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
+    uneven = runtime.plan.stages is not None and rebalances(args)
+    row = torch.zeros(1 if uneven else args.per_device_train_batch_size, 2, dtype=torch.int64)
+    with runtime.executor.uncut() if uneven else nullcontext():
+        given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
     if trainer.uses_train_step:
         if (routing := runtime.part(ExpertRouting)) is not None:
             routing.check_step(runtime, given)

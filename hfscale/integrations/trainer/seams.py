@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from ..._compat.torch_fsdp import cast_shards
 from ..._compat.trl import DistillationHooks, replaced
@@ -116,8 +116,13 @@ def options_of(arguments: Any) -> dict[str, Any]:
     if arguments is None:
         return {}
     kernels = (arguments.liger_kernel_config or True) if arguments.use_liger_kernel else False
-    compiled = arguments.torch_compile and arguments.torch_compile_backend
-    return {"mixed_precision": str(arguments.mixed_precision), "use_liger_kernel": kernels, "compile": compiled}
+    precision = str(arguments.mixed_precision)
+    return {"mixed_precision": precision, "use_liger_kernel": kernels, "compile": compiler_of(arguments)}
+
+
+def compiler_of(arguments: TrainingArguments) -> bool | str:
+    """Return ``compile`` of ``from_pretrained`` as ``TrainingArguments`` say it."""
+    return arguments.torch_compile and str(arguments.torch_compile_backend)
 
 
 def reference_of(policy: Runtime) -> dict[str, Any]:

@@ -9,16 +9,13 @@ from accelerate.data_loader import BatchSamplerShard, get_sampler
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Sampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from ..._compat.accelerate import is_prepared
 from ..._compat.transformers.trainer import seed_workers_by
-from ...cost.model.machines_known import find_machine, fitted
-from ...cost.model.step_time import pair_cost
 from ...parallel.pipeline.microbatches import rows_of
 from ...train import metrics
 from ..accelerator import Accelerator
-from ..accelerator.loaders import REBALANCES
 from .trainer_batches import Collator, DealtStream, Marked, balanced, dealt
 
 
@@ -52,9 +49,8 @@ class TrainerAccelerator(Accelerator):
     ) -> Any:
         """Prepare as :class:`hfscale.Accelerator` does; ranks that share a batch augment its samples alike."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
-        if isinstance(data_loader.batch_sampler, REBALANCES) and self._runtime is not None:
-            cost = pair_cost(self._runtime.plan, self._runtime.model.config, find_machine("h100"), fitted())
-            data_loader = balanced(data_loader, self.num_processes, self.process_index, cost)
+        if isinstance(data_loader.batch_sampler, BatchRebalanceSampler) and self._runtime is not None:
+            data_loader = balanced(data_loader, self._runtime)
         if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
             if isinstance(data_loader.dataset, IterableDataset):
                 data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)

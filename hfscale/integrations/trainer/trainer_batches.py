@@ -9,7 +9,7 @@ last ones are padded with examples from the beginning, which are marked so that 
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...parallel.pipeline.microbatches import rows_of
-from ...train.runtime import Executor
+from ...train.balanced_batches import balanced_batches
+from ...train.runtime import Executor, Runtime
 
 Batch = Mapping[str, Any]
 
@@ -64,12 +65,11 @@ def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
     return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
 
 
-def balanced(loader: Any, batches: int, index: int, pair_cost: float) -> Any:
+def balanced(loader: Any, runtime: Runtime) -> Any:
     """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
     given = loader.batch_sampler
-    rows = given.effective_batch_size // given.dp_size * batches
-    sampler = type(given)(given.lengths, rows, batches, given.grad_accum, rank=index, drop_last=given.drop_last)
-    sampler.QUADRATIC_COST_COEF = pair_cost
+    rows = given.effective_batch_size // given.dp_size * runtime.mesh.batch_world
+    sampler = balanced_batches(runtime.model, given.lengths, rows, given.grad_accum, drop_last=given.drop_last)
     kept = {name: getattr(loader, name) for name in _KEPT if name != "drop_last"}
     return DataLoader(loader.dataset, batch_sampler=sampler, **kept)
 
@@ -113,14 +113,18 @@ def cut_by_schedule(
     labels, and change neither loss nor gradients; for a loss that ignores no label, see :func:`pieces`.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
-    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
-        rows = 1  # batches of few long rows are as long as those of many short ones
-    if ignores:
-        full = [with_rows(batch, rows) for batch in batches]
-        yield full + [_unlabelled(full[-1])] * (count - len(full))
-        return
-    with executor.uncut():
-        yield [*chain(*pieces(executor, batches, count, rows))]
+    uneven = rebalances(arguments)  # batches of few long rows are as long as those of many short ones
+    with executor.uncut() if uneven or not ignores else nullcontext():
+        if ignores:
+            full = [with_rows(batch, 1 if uneven else rows) for batch in batches]
+            yield full + [_unlabelled(full[-1])] * (count - len(full))
+        else:
+            yield [*chain(*pieces(executor, batches, count, 1 if uneven else rows))]
+
+
+def rebalances(arguments: Any) -> bool:
+    """Return whether ``TrainingArguments`` ask for batches of equal cost, whose numbers of rows differ."""
+    return getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance"
 
 
 def pieces(executor: Executor, batches: Sequence[Batch], count: int, rows: int) -> list[list[Batch]]:

@@ -223,7 +223,7 @@ class Pipeline(Executor):
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
         # between the halves are other tensors when they come back.
         regathers = self._layout.weights_regather and self._mesh.data_world > 1
-        compiled = bool(self._runtime.options.compile)  # one node of the graph, whose halves are not apart
+        compiled = bool(self._runtime.compiled)  # one node of the graph, whose halves are not apart
         splits = backward and not (again or regathers or compiled) and splits_exactly()
         for worker in self.workers:
             worker.has_backward, worker.recomputes, worker.splits = backward, reenters, splits

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.hidden_states import hidden_states_of, other_arguments, with_hidden_states
@@ -41,6 +42,7 @@ class _Hooks:
     def __init__(self, region: SequenceRegion) -> None:
         self.region = region
 
+    @torch.compiler.disable  # it asks autograd, and hooks gradients, which would end a graph each
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Cut the input of the first layer to this rank's tokens."""
         if not self.region.active:

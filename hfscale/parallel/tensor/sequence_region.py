@@ -43,10 +43,34 @@ TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
 
 class ForwardPass:
-    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done."""
+    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done.
+
+    Sizes are those of an empty tensor: torch's compiler takes other numbers for constants, and compiles for each.
+    """
 
     def __init__(self, total: int, samples: int) -> None:
-        self.total, self.samples, self.done = total, samples, False
+        self.sizes, self.done = torch.empty(total, samples, 0), False
+
+    @property
+    def total(self) -> int:
+        """Tokens of a sample."""
+        return self.sizes.shape[0]
+
+    @property
+    def samples(self) -> int:
+        """Samples in the pass."""
+        return self.sizes.shape[1]
+
+
+class Running:
+    """Hold the pass of the running layer for its compiled code, which cannot ask autograd, and takes sizes of tensors
+    in a model's own attributes for constants.
+    """
+
+    told: ForwardPass | None = None  # ``None`` where its stream is not cut
+
+
+RUNNING = Running()
 
 
 class SequencePasses:
@@ -134,14 +158,12 @@ class SequenceRegion:
         self._leaves = False  # hidden states stay sharded at the end of the pass, for the next stage
         self._partial = False  # the embedding left its sum over ranks to the first layer
         self._left: tuple[Tensor, Tensor] | None = None  # the stack's output: this rank's tokens, and all tokens
-        self._told: ForwardPass | None = None  # the pass of the running layer, for its compiled code
-        self._told_cut = False
 
     @property
     def cut(self) -> bool:
         """Return whether hidden states between blocks are this rank's tokens only."""
-        if torch.compiler.is_compiling() and self._told is not None:
-            return self._told_cut
+        if torch.compiler.is_compiling() and RUNNING.told is not None:
+            return True
         return bool(self._passes.waiting()) if self._again else self._open and self._total is not None
 
     @property
@@ -168,18 +190,15 @@ class SequenceRegion:
         return lengths
 
     def _pass_of(self, x: Tensor, whole: bool) -> ForwardPass:
-        if torch.compiler.is_compiling() and self._told is not None:
-            return self._told
+        if torch.compiler.is_compiling() and RUNNING.told is not None:
+            return RUNNING.told
         current = self._passes.of_recomputed(x, whole) if self._again else self._passes.latest
         assert current is not None
         return current
 
     def tell(self, share: Tensor) -> None:
-        """Record the pass of the coming layer for its compiled code, which cannot ask autograd."""
-        self._told = None
-        self._told_cut = self.cut
-        if self._told_cut:
-            self._told = self._pass_of(share, whole=False)
+        """Record the pass of the coming layer for its compiled code."""
+        RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
@@ -227,7 +246,7 @@ class SequenceRegion:
     def begin(self) -> None:
         """Reset the state before the owner of the layers runs."""
         self._open, self._total, self._partial, self._left = torch.is_grad_enabled(), None, False, None
-        self._told = None
+        RUNNING.told = None
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
@@ -268,7 +287,7 @@ class SequenceRegion:
 
     def check_finished(self) -> None:
         """Raise :class:`ConfigError` if the owner of the layers returned before the hidden states were gathered."""
-        self._told = None
+        RUNNING.told = None
         if self._leaves:
             self._open = False
         if self.cut and not self._again:

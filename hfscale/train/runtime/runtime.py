@@ -235,6 +235,7 @@ class Runtime:
     loss: StepLoss | None = None  # the loss that steps are normalized for; ``None`` where the model keeps its own
     restore: Undo | None = None  # takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`
     steps: int = 0  # how many training steps have begun
+    compiled: bool | str = False  # how its layers are compiled now, as :attr:`Options.compile` says
     keeps_small_updates: bool = False  # whether the optimizer loses no small updates of 16-bit weights
     run: str = ""  # the id of the run, stored in its saved states; empty before it saves or loads one
     stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them

@@ -36,7 +36,7 @@ CASES = {
     "once": Case({"num_train_epochs": 1}),
     "bf16": Case({"num_train_epochs": 1, "bf16": True}),
     "balanced": Case({"train_sampling_strategy": "batch_rebalance"}, rows=20, batch=8),
-    "compiled": Case({"num_train_epochs": 1, "torch_compile_backend": "aot_eager"}),
+    "compiled": Case({"num_train_epochs": 1, "torch_compile_backend": "eager"}),
     "lora": Case({"num_train_epochs": 1}),
     "qlora": Case({"num_train_epochs": 1}, load={"quantization_config": four_bits()}),
 }

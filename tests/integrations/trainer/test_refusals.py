@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale._compat.torch import is_compiled_in_place
 from hfscale.integrations.trainer.refusals import check_cached
 from hfscale.integrations.trainer.trainer_optimizers import check_optimizer, heard_options
 from hfscale.testing import RankPool
+from hfscale.train.runtime import runtime_of
 
 from ...refusals import refusal_of
 from ...tiny_models import tiny
@@ -113,6 +115,43 @@ def test_models(pools: Pools, tmp_path: Path) -> None:
         assert "parallel=layout" in stock
         assert "leave parallel out" in held
         assert "'1f1b' or 'zbv'" in late
+
+
+def compiled_by(out: str) -> list[Any]:
+    """By which compiler the layers run, under one Trainer after the other."""
+    stock = AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=1))
+    built, found = hfscale.from_config(tiny("llama", num_hidden_layers=1), compile="aot_eager"), list[Any]()
+    for model, backend in ((stock, "eager"), (stock, None), (built, None), (built, "eager"), (built, None)):
+        hfscale.Trainer(model, arguments(out, torch_compile_backend=backend))
+        found.append(runtime_of(model).compiled)
+        assert is_compiled_in_place(model.model.layers[0]) == bool(found[-1])
+    return found
+
+
+def test_a_trainers_compiler_ends_with_it(pools: Pools, tmp_path: Path) -> None:
+    """It goes before that which the model was built with, and so do layers that were not compiled."""
+    expected = ["eager", False, "aot_eager", "eager", "aot_eager"]
+    assert pools(1).run(compiled_by, str(tmp_path)) == [expected]
+
+
+def try_rebalanced(out: str, layout: dict[str, Any]) -> str:
+    model = hfscale.from_config(tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(pp_size=2, **layout))
+    given = arguments(out, train_sampling_strategy="batch_rebalance", gradient_accumulation_steps=3)
+    return refusal_of(lambda: hfscale.Trainer(model, given, data_collator=collate, train_dataset=Rows(48, 1)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "advice"),
+    [
+        ({"num_microbatches": 6}, "set num_microbatches=3"),
+        ({"pipeline_schedule": "dualpipev", "virtual_stages": 2}, "length is one of 4, 5, 6"),
+    ],
+)
+def test_batches_of_unequal_rows_are_the_microbatches(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], advice: str
+) -> None:
+    for message in pools(2).run(try_rebalanced, str(tmp_path), layout):
+        assert advice in message
 
 
 def try_smoothing(out: str) -> str:

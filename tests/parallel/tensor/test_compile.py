@@ -64,7 +64,7 @@ def check(plain: list[dict[str, torch.Tensor]], compiled: list[dict[str, torch.T
 
 @pytest.mark.parametrize(
     ("family", "sequence"),
-    cases([("llama", False), ("gpt2", False), ("llama", True)], daily=[("llama", True)]),
+    cases([("llama", False), ("gpt2", False), ("llama", True)], daily=[("gpt2", False)]),
 )
 def test_a_compiled_layer(pools: Pools, family: str, sequence: bool) -> None:
     """One graph (``fullgraph``), also where the stream between its blocks is cut along the sequence."""
@@ -125,7 +125,7 @@ def test_compiled_blocks(pools: Pools) -> None:
     cases(
         [("tp2", "none"), ("tp2", "full"), ("1f1b", "none"), ("1f1b", "full"), ("zbv", "none"), ("shard2", "none"),
          ("shard2", "full"), ("sequence", "selective"), ("sequence", ["mlp"])],
-        daily=[("sequence", "selective")],
+        daily=[],  # the layers around them are compiled below
     ),
 )  # fmt: skip
 def test_compiled_blocks_of_every_layout(pools: Pools, layout: str, recompute: Any) -> None:
@@ -146,10 +146,11 @@ def test_compiled_layers_that_are_recomputed(pools: Pools, keep: list[str]) -> N
 
 
 def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | None, lora: bool) -> Any:
-    """Losses of rows of three lengths and their gradients, and how many graphs the last length added."""
-    layout, seen = ParallelConfig(**sizes), counters["stats"]
+    """Losses of rows of three lengths and their gradients, and how many graphs there were behind each."""
+    layout = ParallelConfig(**sizes)
     config = tiny("llama", num_hidden_layers=2 * layout.size("pp"))
     torch.compiler.reset()
+    counters.clear()
     adapter = LoraConfig(r=2, target_modules="all-linear") if lora else None
     model = hfscale.from_config(
         config, parallel=layout, dtype=torch.float64, memory=memory, peft_config=adapter, compile=compiled
@@ -158,11 +159,10 @@ def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | N
     for length in (13, 8, 12):
         ids = torch.arange(2 * length).view(2, length)
         losses.append(hfscale.train_step(model, [{"input_ids": ids, "labels": ids}] * 2))
-        graphs.append(seen.get("unique_graphs", 0))
+        graphs.append(counters["stats"]["unique_graphs"])
     torch.compiler.reset()
-    counters.clear()
     grads = {p.name: local_tensor(x.grad) for p, x in runtime_of(model).parameters() if x.grad is not None}
-    return {"loss": torch.stack(losses), **grads}, graphs[-1] - graphs[-2]
+    return {"loss": torch.stack(losses), **grads}, graphs
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,14 @@ def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | N
     cases(
         [*((name, None, False) for name in ("tp2", "sequence", "1f1b", "zbv", "cp2", "shard2")),
          ("tp2", "full", True), ("shard2", None, True)],
-        daily=[("1f1b", None, False)],
+        daily=[("sequence", None, False)],
     ),
 )  # fmt: skip
 def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lora: bool) -> None:
-    """By ``compile=``: what plain layers compute, and no more graphs for a third length than for two."""
+    """By ``compile=``: what plain layers compute, in one graph, and no more for a third length than for two."""
     memory = None if recompute is None else MemoryConfig(recompute=recompute)
     plain, compiled = (pools(2).run(_built, LAYOUTS[name], how, memory, lora) for how in (False, "aot_eager"))
     check([found for found, _ in plain], [found for found, _ in compiled])
-    assert [added for _, added in compiled] == [0, 0]
+    for _, graphs in compiled:
+        assert graphs[1] == graphs[2]
+        assert recompute or lora or graphs == [1, 2, 2]
