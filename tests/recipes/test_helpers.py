@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfscale import ParallelConfig, RoutingConfig
+from hfscale import CheckpointError, ParallelConfig, RoutingConfig
 from hfscale.recipes import main_process
 from hfscale.recipes.batch_sizes import dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
@@ -240,3 +240,16 @@ def test_one_rank_after_the_other_says_what_nobody_foresaw(
     assert (slept, ended) == (waited, [1])
     assert said.count("Traceback") == 1
     assert f"error (rank {rank}): 'colour'" in said
+
+
+@pytest.mark.parametrize(("cause", "code"), [(OSError("no space left on device"), 1), (None, 2)])
+def test_what_the_machine_refuses_may_be_tried_again(
+    cause: Exception | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise CheckpointError("the state could not be written") from cause
+
+    ended = list[int]()
+    monkeypatch.setattr("os._exit", ended.append)
+    main_process.run(fail)
+    assert ended == [code]

@@ -14,7 +14,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
-from accelerate.utils import recursively_apply
+from accelerate.utils import InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -24,7 +24,7 @@ from ...checkpoint import load_state, save_pretrained, save_state, wait_for_save
 from ...config.environment import started_processes, without_launcher_switches
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import latest_mesh
-from ...distributed.processes import own_device, restarted, start
+from ...distributed.processes import TIMEOUT, met_before, own_device, start
 from ...errors import ConfigError
 from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
@@ -61,8 +61,9 @@ class Accelerator(accelerate.Accelerator):
             )
         # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
         kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
-        if restarted() and not dist.is_initialized():
-            start(own_device())  # Accelerate would meet the ranks of the first start
+        if met_before() and not dist.is_initialized():  # Accelerate would meet the ranks of an earlier start
+            asked = (each for each in kwargs.get("kwargs_handlers") or () if isinstance(each, InitProcessGroupKwargs))
+            start(own_device(), next((each.timeout for each in asked if each.timeout), TIMEOUT))
         with without_launcher_switches():
             super().__init__(**kwargs)
         # Every rank would print and write if each took itself for the only one.

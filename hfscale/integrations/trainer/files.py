@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,14 @@ class Checkpoints(TrainerHooks):
         """The callback that keeps states in memory, if there is one."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)), None)
 
+    def kept_in_memory(self) -> AbstractContextManager[Path] | None:
+        """Return a context that saves what is written inside to memory; ``None`` where no such save is due."""
+        memory = self.in_memory
+        return memory.kept(self) if memory is not None and memory.due else None
+
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
         """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
-        memory = self.in_memory
-        if memory is not None and memory.due and not self.control.should_training_stop:
-            with memory.kept(self) as small:
-                yield small
-            return
         mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             try:
@@ -169,8 +169,6 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
     """Return the checkpoint to resume from, the same on every rank: for ``True`` the newest complete one in ``output``
     or in ``memory``, ``None`` if the first save was cut short. Raise :class:`CheckpointError` if it is not complete.
     """
-    if memory is not None and resume is not True:
-        memory.keep_only()  # none: what an earlier run left
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
     found: Any = resume

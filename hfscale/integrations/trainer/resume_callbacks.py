@@ -116,13 +116,14 @@ class StatesInMemoryCallback(TrainerCallback):
         return self.states
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask for a save to memory, where none to disk is due, or may be."""
-        asked = control.should_save or (args.save_strategy == "best" and control.should_evaluate)
-        self.due = not asked and state.global_step % self.every == 0 and state.global_step < state.max_steps
-        control.should_save = control.should_save or self.due
+        """Let the Trainer save to memory behind the step."""
+        between = state.global_step % self.every
+        self.due = not between and state.global_step < state.max_steps
+        if between and self.states is not None:
+            self.states.save(state.global_step)  # says whether the last one failed
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave a save at the end of an epoch to the disk."""
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save nothing to memory behind a save to the disk."""
         self.due = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -134,7 +135,7 @@ class StatesInMemoryCallback(TrainerCallback):
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
         """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
-        states = self.states_of(trainer)
+        states, self.due = self.states_of(trainer), False
         states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
         with all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"), TemporaryDirectory() as aside:
             with (
