@@ -72,11 +72,11 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
     imports.append(_imports(plain.ranks))
     found = struck.end()
     wrong = [name for name, value in plain.end().items() if found.get(name) != value]
-    return _report(strikes, undisturbed, disturbed, max(imports), wrong), not wrong
+    return _report(strikes, undisturbed, disturbed, imports, wrong), not wrong
 
 
 def _report(
-    strikes: Sequence[Strike], undisturbed: float, disturbed: float, imports: float, wrong: Sequence[str]
+    strikes: Sequence[Strike], undisturbed: float, disturbed: float, imports: Sequence[float], wrong: Sequence[str]
 ) -> str:
     rows = [("strike", "rank", "after step", "steps lost", "seconds to the next step")]
     rows += [(s.kind, str(s.rank), str(s.step), str(s.lost), f"{s.seconds:.1f}") for s in strikes]
@@ -87,7 +87,8 @@ def _report(
     lines = [
         *aligned(rows, left=(0,)),
         f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
-        f"medians by kind: {', '.join(of_kinds)}; imports alone take {imports:.1f} s here",
+        f"medians by kind: {', '.join(of_kinds)}",
+        f"imports alone: {min(imports):.1f} to {max(imports):.1f} s, before and after",
         f"steps lost: median {median(lost):g}, at most {max(lost)}",
         f"effective time: {undisturbed / disturbed:.1%} ({undisturbed:.0f} s undisturbed, {disturbed:.0f} s disturbed)",
     ]

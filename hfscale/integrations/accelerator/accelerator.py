@@ -30,7 +30,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, runtime_of
-from .loaders import REBALANCES, OneOrder, seed_workers_alike
+from .loaders import REBALANCES, OneOrder, dealt, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -132,15 +132,18 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
+        if self.mesh.batch_world > 1 and hasattr(data_loader.dataset, "n_shards"):
+            # A stream of datasets, in the order of one process: Accelerate gives each process files of its own.
+            data_loader = dealt(data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches)
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         shards = isinstance(data_loader.dataset, IterableDatasetShard)
-        dealt = shards or isinstance(data_loader.batch_sampler, REBALANCES)  # to distinct batches already
+        split = shards or isinstance(data_loader.batch_sampler, REBALANCES)  # among distinct batches already
         loader = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=1 if dealt else self.mesh.batch_world,
-            process_index=0 if dealt else self.mesh.batch_rank,
+            num_processes=1 if split else self.mesh.batch_world,
+            process_index=0 if split else self.mesh.batch_rank,
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types or ()),

@@ -62,6 +62,11 @@ class Checkpoints(TrainerHooks):
         return runtime_of(self.model)
 
     @property
+    def _rows_of_step(self) -> int:
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * self.runtime.mesh.batch_world)
+
+    @property
     def in_memory(self) -> StatesInMemoryCallback | None:
         """The callback that keeps states in memory, if there is one."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)), None)
@@ -116,12 +121,12 @@ class Checkpoints(TrainerHooks):
         elif (checkpoint / stock_state.OPTIMIZER).exists():
             with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
                 stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
-        self._streams.read(checkpoint, own=_has_state(checkpoint))
+        self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
     def write_random_states(self, directory: Path) -> None:
         """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
-            self._streams.write(directory)
+            self._streams.write(directory, self._rows_of_step)
 
     def put_back_random_states(self) -> None:
         """Restore the checkpoint's RNG states, once the batches before it are skipped."""

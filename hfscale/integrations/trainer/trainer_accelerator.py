@@ -18,8 +18,8 @@ from ...cost.model.step_time import pair_cost
 from ...parallel.pipeline.microbatches import rows_of
 from ...train import metrics
 from ..accelerator import Accelerator
-from ..accelerator.loaders import REBALANCES
-from .trainer_batches import Collator, DealtStream, Marked, balanced, dealt
+from ..accelerator.loaders import REBALANCES, dealt
+from .trainer_batches import Collator, DealtStream, Marked, balanced
 
 
 class TrainerAccelerator(Accelerator):
@@ -57,7 +57,9 @@ class TrainerAccelerator(Accelerator):
             data_loader = balanced(data_loader, self.num_processes, self.process_index, cost)
         if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
             if isinstance(data_loader.dataset, IterableDataset):
-                data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)
+                data_loader = dealt(
+                    data_loader, self.num_processes, self.process_index, self.split_batches, DealtStream
+                )
             data_loader.collate_fn = Collator(data_loader.collate_fn)
         # Batches stay on the CPU, where a step checks them without a device sync, and moves them in one copy.
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)

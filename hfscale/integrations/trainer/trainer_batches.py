@@ -22,15 +22,12 @@ from torch.utils.data import DataLoader
 
 from ...parallel.pipeline.microbatches import rows_of
 from ...train.runtime import Executor
+from ..accelerator.loaders import KEPT
 
 Batch = Mapping[str, Any]
 
 _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
-_KEPT = (
-    *("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
-)
 
 
 @dataclass
@@ -57,20 +54,13 @@ class DealtStream(IterableDatasetShard):
                 yield step[place] if place < len(step) else Repeated(first[(place - len(step)) % len(first)])
 
 
-def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
-    """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
-    size = loader.batch_size // batches if split else loader.batch_size
-    stream = DealtStream(loader.dataset, size, loader.drop_last, batches, index)
-    return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
-
-
 def balanced(loader: Any, batches: int, index: int, pair_cost: float) -> Any:
     """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
     given = loader.batch_sampler
     rows = given.effective_batch_size // given.dp_size * batches
     sampler = type(given)(given.lengths, rows, batches, given.grad_accum, rank=index, drop_last=given.drop_last)
     sampler.QUADRATIC_COST_COEF = pair_cost
-    kept = {name: getattr(loader, name) for name in _KEPT if name != "drop_last"}
+    kept = {name: getattr(loader, name) for name in KEPT if name != "drop_last"}
     return DataLoader(loader.dataset, batch_sampler=sampler, **kept)
 
 
