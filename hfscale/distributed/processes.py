@@ -119,8 +119,8 @@ def store_of_ranks(name: str) -> dist.Store:
         rank 3: come-3 += 1 (is 5 now)    rank 0: told-3-5 = prefix    rank 3: heard-3-prefix
     """
     rank, prefix = int(os.environ["RANK"]), secrets.token_hex(8)
-    place: Any = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore(name, dist.TCPStore(*place, is_master=False, timeout=TIMEOUT))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
     come, end = store.add(f"come-{rank}", 1), time.monotonic() + TIMEOUT.total_seconds()
     if rank:
         prefix = store.get(f"told-{rank}-{come}").decode()

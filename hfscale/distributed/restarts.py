@@ -39,11 +39,10 @@ def restart_in_place(restarts: int = 100) -> None:
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
         raise ConfigError("restart_in_place must come before CUDA, threads and process groups: call it behind imports")
-    world, outer, store = started_processes(), int(os.environ.get(RESTARTS, "0")), dist.HashStore()
+    world, outer = started_processes(), int(os.environ.get(RESTARTS, "0"))
     if world > 1 and not has_agent_store():
         raise ConfigError(f"restart_in_place needs torchrun or accelerate launch to start its {world} ranks")
-    if world > 1:
-        store = store_of_ranks("hfscale-restarts")
+    store = store_of_ranks("hfscale-restarts") if world > 1 else dist.HashStore()
     code = 0
     for attempt in range(restarts + 1):
         sys.stdout.flush()
