@@ -72,11 +72,8 @@ def run(main: Callable[[], None]) -> None:
         main()
     except Exception as error:  # of any type, or every rank would print its traceback
         memory = explained(error)
-        first, behind = tell_others(error), error
-        while behind.__cause__ is not None:
-            behind = behind.__cause__
-        # No refusal: a disk that was full, say, may have room the next time. Only this rank knows that.
-        broke = isinstance(error, CheckpointError) and isinstance(behind, OSError | MemoryError)
+        first = tell_others(error)
+        broke = isinstance(error, CheckpointError) and "[Errno" in str(error)  # a disk may have room the next time
         if not broke and not (is_main() if first is None else first):
             time.sleep(_HEAD_START_SECONDS + min(rank(), _SPREAD) / 2)
         if not isinstance(error, HFScaleError):
