@@ -75,25 +75,29 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         ended, status = os.waitpid(child, os.WNOHANG) if code is None else (0, 0)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-            broken = not late and code not in (0, _REFUSED, CODE)
-            ends = {
-                "final": bool(told),
-                "refused": code == _REFUSED,
-                "broken": broken,
-                "failed": code != 0,
-                "ended": True,
-            }
-            for what, so in ends.items():
-                count(what, so)
+            for what in _kinds_of_end(code, bool(told), late):
+                count(what, True)
         elif count("failed"):
             heard = heard or time.monotonic()
             late = time.monotonic() - heard > _GRACE
-            if late and code is None:
-                os.kill(child, signal.SIGKILL)
-            elif time.monotonic() - heard > 4 * _GRACE:  # the parent of another rank is gone
+            if _too_long(child, code, (time.monotonic() - heard) // _GRACE):
                 told.append(count("final", True))
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
     refused = count("refused") and not count("broken")  # what else goes wrong may look like a refusal on other ranks
     return code, count("failed") > 0 and not count("final") and not refused
+
+
+def _too_long(child: int, code: int | None, graces: float) -> bool:
+    """Kill a child that outlives another rank's; return whether its parent waits for a machine that is gone."""
+    if code is None and graces:
+        os.kill(child, signal.SIGKILL)
+    return code is not None and graces > 3
+
+
+def _kinds_of_end(code: int, told: bool, late: bool) -> list[str]:
+    """Return what to count of a child's end; ``told``: its parent was to end it, ``late``: it outlived other ranks'."""
+    broken = not late and code not in (0, _REFUSED, CODE)
+    kinds = {"final": told, "refused": code == _REFUSED, "broken": broken, "failed": code != 0, "ended": True}
+    return [name for name, so in kinds.items() if so]
