@@ -67,8 +67,10 @@ class TrainerHooks(_Mixin):
             finally:
                 self._aside = None
 
-    def _maybe_log_save_evaluate(self, loss: Any, norm: Any, model: Any, trial: Any, *rest: Any, **more: Any) -> None:
-        super()._maybe_log_save_evaluate(loss, norm, model, trial, *rest, **more)
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *rest: Any, **more: Any
+    ) -> None:
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
         if (kept := self.kept_in_memory()) is not None:  # behind what other callbacks see of the step
             self._write_aside(kept, model, trial)
 
