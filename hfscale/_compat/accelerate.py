@@ -11,6 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset
 
 from ..errors import CheckpointError, ConfigError
 
@@ -73,10 +74,33 @@ def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Mod
     optimizer = optimizers[0].optimizer if optimizers else None
     others = {f"scheduler_{index}": scheduler for index, scheduler in enumerate(prepared(accelerator, "schedulers"))}
     loaders = (loader for loader in prepared(accelerator, "dataloaders") if accelerator.use_stateful_dataloader)
-    others |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders)}
+    others |= {f"dataloader_{n}": _Position(loader, accelerator.num_processes) for n, loader in enumerate(loaders)}
     others |= {f"order_{index}": order for index, order in enumerate(orders)}
     others |= {f"custom_{index}": custom for index, custom in enumerate(accelerator._custom_objects)}
     return models[0], optimizer, others
+
+
+class _Position:
+    """The state of a prepared loader, which counts batches, with the rows that all ranks' batches have together."""
+
+    _ROWS = "hfscale_rows"
+
+    def __init__(self, loader: Any, world: int) -> None:
+        streamed = isinstance(loader.dataset, IterableDataset)  # Accelerate counts this process's rows
+        self._loader, self._rows = loader, loader.total_batch_size * (world if streamed else 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state and the number of rows."""
+        return {**self._loader.state_dict(), self._ROWS: self._rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the loader's state, if a batch has as many rows as then."""
+        if (rows := state.get(self._ROWS, self._rows)) != self._rows:
+            raise CheckpointError(
+                f"the data loader stopped behind batches of {rows} rows over all ranks, and now they have "
+                f"{self._rows}: it would repeat rows, or leave some out; change its batch_size to make them equal"
+            )
+        self._loader.load_state_dict({name: value for name, value in state.items() if name != self._ROWS})
 
 
 def stock_optimizer(optimizer: Any) -> Any:

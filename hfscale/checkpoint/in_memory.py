@@ -2,11 +2,12 @@
 
 ::
 
-    /dev/shm/hfscale-UID-NAME-DIGEST/step-40-of-4-ID/    a directory of hfscale.save_state
+    /dev/shm/hfscale-UID-NAME-DIGEST/RUN/step-40-of-4-ID/    a directory of hfscale.save_state
+    DIRECTORY/_hfscale_run                                       RUN, drawn as the run begins
 
 A host has the files of its own ranks and of those of the host before it, so a run goes on from memory though a host is
-lost. A state replaces the one before once it is complete on all hosts. ``ID`` is drawn as the ranks start: files of two
-attempts at a step are never mixed.
+lost. A state replaces what was there once it is complete on all hosts. ``ID`` is drawn as the ranks start: files of two
+attempts at a step are never mixed. Memory of a run whose directory on disk has been removed has another ``RUN``.
 """
 
 import logging
@@ -15,7 +16,6 @@ import re
 import secrets
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ from ..errors import CheckpointError, check_count
 from ..train.runtime import runtime_of
 from ..train.runtime.writing import all_or_none, is_writer
 from .hosts import Hosts
-from .state import load_state, refuse_under_way, taken_now, wait_for_saves, write_behind
-from .state_directory import age, candidates, mark_of, problems_of
+from .state import load_state, refuse_under_way, save_runs, taken_now, wait_for_saves, write_behind
+from .state_directory import age, candidates, find_whole, mark_of, none_there, problems_of
 from .state_format import rest_name
 from .state_load import Resumed
-from .state_save import write_state
+from .state_save import TakenState, write_state
 
+_RUN = "_hfscale_run"
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +49,7 @@ class StatesInMemory:
         memory.remove()
 
     Args:
-        directory: of the run's states on disk, which need not exist.
+        directory: of the run's states on disk, which need not exist. Who removes it removes what is in memory.
         every: steps from one state to the next: at most that many are lost.
         optimizer: as for :func:`hfscale.save_state`, as are ``others``.
         memory: a file system in memory.
@@ -70,21 +71,29 @@ class StatesInMemory:
         check_count("every", every, 1)
         self.every, self.optimizer, self.others = every, optimizer, others
         self.bytes, self.seconds = 0, 0.0  # of the latest state: on this host, and that the steps waited for it
-        self._model, self._disk, self._begins = model, target_of(directory), True
+        self._model, self._disk = model, target_of(directory)
         mesh = self._mesh = runtime_of(model).mesh
-        self.directory = memory_of(self._disk, memory)
-        with all_or_none(mesh, f"{self.directory} cannot be used"):
-            self.directory.mkdir(mode=0o700, exist_ok=True)
-            if self.directory.is_symlink() or self.directory.stat().st_uid != os.getuid():
-                raise CheckpointError(f"{self.directory} belongs to somebody else: remove it, or give another memory=")
+        whole = memory_of(self._disk, memory)
+        with all_or_none(mesh, f"{whole} cannot be used"):
+            whole.mkdir(mode=0o700, exist_ok=True)
+            if whole.is_symlink() or whole.stat().st_uid != os.getuid():
+                raise CheckpointError(f"{whole} belongs to somebody else: remove it, or give another memory=")
+            self.directory = whole / self._name_of_run()
+            self.directory.mkdir(exist_ok=True)
             self._hosts = Hosts(mesh, self.directory)
             self._start = mesh.all_gather_object(secrets.token_hex(4))[0]
+            if self._hosts.makes:
+                self._disk.mkdir(parents=True, exist_ok=True)
+                (self._disk / _RUN).write_text(self.directory.name)
+                _remove_others(whole, self.directory, "is of a run whose directory has been removed")
 
     def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
         """Save behind the steps if ``every`` divides ``step``, the steps done; return whether it does. Collective.
         ``beside``: more files, the first rank's.
         """
         if step % self.every:
+            if not save_runs():
+                wait_for_saves()  # the last one may have failed, and a step more would be lost
             return False
         begun, mesh, hosts, runtime = time.perf_counter(), self._mesh, self._hosts, runtime_of(self._model)
         refuse_under_way(runtime, "StatesInMemory.save")
@@ -94,12 +103,10 @@ class StatesInMemory:
             taken.beside, runtime.run = mesh.all_gather_object((taken.beside | (beside or {}), runtime.run))[0]
             sizes = mesh.all_gather_object(sum(tensor.nbytes for tensor in taken.held.values()) + len(taken.rest))
             here, before = (sum(sizes[rank] for rank in ranks) for ranks in (hosts.here, hosts.before(hosts.here[0])))
-            if self._begins:  # anew: nothing was loaded
-                self.keep_only()
             if not self.bytes:
-                self._check_room(3 * here + 2 * before)  # two states, and a copy that is being written
-            self._begins, self.bytes = False, here + before
-        write_behind(taken, target, lambda: write_state(taken, target, 1, None, hosts))
+                self._check_room(here, before)
+            self.bytes = here + before
+        write_behind(taken, target, lambda: self._write(taken, target))
         self.seconds = time.perf_counter() - begun
         return True
 
@@ -115,7 +122,7 @@ class StatesInMemory:
 
     def newest(self, disk: Path | None = None) -> Path | None:
         """Return the newest state that the hosts have together, with all of its files on each, or ``None`` if there is
-        none or ``disk`` is newer, by default the newest state on disk; remove the others. Collective.
+        none or ``disk`` is newer, by default the newest state on disk. Collective.
         """
         mesh = self._mesh
         with all_or_none(mesh, f"{self.directory} could not be read"):
@@ -125,19 +132,32 @@ class StatesInMemory:
             marks = {name: mark for each in every for name, mark in each.items()}
             whole = [name for name in marks if _is_whole(name, every)]
             name = max(whole, key=lambda each: age(marks[each], *marks.values()), default="")
-            if name and mesh.all_gather_object(is_writer(mesh) and self._outdated(marks[name], disk))[0]:
-                name = ""
-            if name:
-                self._fetch(name, every)
-            self.keep_only(name)
-        return self.directory / name if name else None
+            if not name or self._outdated(marks[name], disk or self._disk):
+                return None
+            self._fetch(name, every)
+        return self.directory / name
 
     def remove(self) -> None:
         """Free the memory, at the end of a run. Collective."""
         with all_or_none(self._mesh, f"{self.directory} could not be removed"):
             wait_for_saves()
             self._mesh.all_gather_object(None)
-            shutil.rmtree(self.directory, ignore_errors=True)
+            shutil.rmtree(self.directory.parent, ignore_errors=True)
+
+    def _name_of_run(self) -> str:
+        """Return the name of the run on disk, a new one if it has none; collective."""
+        self._mesh.all_gather_object(None)  # the first rank may have removed an earlier run
+        path = self._disk / _RUN
+        own = path.read_text() if path.exists() else ""
+        drawn = secrets.token_hex(8)
+        found = self._mesh.all_gather_object((own if own.isalnum() else "", drawn))
+        return next((name for name, _ in found if name), found[0][1])
+
+    def _write(self, taken: TakenState, target: Path) -> None:
+        """Write a state, and remove what it replaces, once it is complete on all hosts."""
+        write_state(taken, target, None, None, self._hosts)
+        if self._hosts.makes:
+            _remove_others(self.directory, target, "is of another run, which", taken.runtime.run)
 
     def _fetch(self, name: str, every: list[dict[str, Mark]]) -> None:
         """Fetch the files that this host lacks of a state, and mark it complete."""
@@ -153,29 +173,44 @@ class StatesInMemory:
             mark = next(each[name] for each in every if name in each)
             mark_complete(directory, files, mark.step, mark.run)
 
-    def _outdated(self, mark: Mark, disk: Path | None) -> bool:
-        """Return whether the newest state on disk is newer; of another run, whether that wrote last."""
-        with suppress(CheckpointError):
-            there = mark_of(disk or candidates(self._disk)[0])
+    def _outdated(self, mark: Mark, disk: Path) -> bool:
+        """Return whether the disk has a newer state (of another run: one written later) that is whole. Collective."""
+        mesh = self._mesh
+
+        def newer(directory: Path) -> bool:
+            there = mark_of(directory)
             by_time = there.step is None and there.run == mark.run
             return there.written > mark.written if by_time else age(there, there, mark) > age(mark, there, mark)
-        return False
 
-    def keep_only(self, name: str = "") -> None:
-        """Remove all other states from this host's memory; on every rank."""
-        for path in self.directory.iterdir():
-            if path.name != name and self._hosts.makes:
-                shutil.rmtree(path, ignore_errors=True)
-        self._begins = False
+        if none_there(disk, mesh) or not mesh.all_gather_object(is_writer(mesh) and newer(candidates(disk)[0]))[0]:
+            return False
+        try:
+            found = find_whole(disk, mesh, verify=True)
+        except CheckpointError as error:  # on all ranks alike
+            _log.warning("%s: going on from memory", error)
+            return False
+        return bool(mesh.all_gather_object(newer(found))[0])
 
-    def _check_room(self, needed: int) -> None:
+    def _check_room(self, here: int, before: int) -> None:
+        """Raise if there is no room for two states, of which one may be there, and a copy that is being written."""
+        there = sum(path.stat().st_size for path in self.directory.rglob("*"))
+        needed = max(there, here + before) + 2 * here + before
         found = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-        free = min(shutil.disk_usage(self.directory).free, int(found[1]) << 10 if found else needed)
+        free = min(shutil.disk_usage(self.directory).free, int(found[1]) << 10 if found else needed) + there
         if needed > free:
             raise CheckpointError(
                 f"states in memory take {needed:,} bytes of this host, and {self.directory.parent} has {free:,} free: "
                 "save to the disk (hfscale.save_state), or make room"
             )
+
+
+def _remove_others(directory: Path, kept: Path, why: str, run: str | None = None) -> None:
+    """Remove what a directory has beside ``kept``; say so, and ``why``, unless it is a state of ``run``."""
+    for path in directory.iterdir():
+        if path != kept:
+            if run is None or (not problems_of(path) and mark_of(path).run != run):
+                _log.warning("%s %s %s: it is removed from memory", path, why, kept)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_whole(name: str, every: list[dict[str, Mark]]) -> bool:

@@ -85,6 +85,11 @@ def wait_for_saves() -> None:
             raise CheckpointError(f"the asynchronous save of {save.target} failed: {told}") from save.error
 
 
+def save_runs() -> bool:
+    """Return whether an asynchronous save is still being written."""
+    return any(save.is_alive() for save in _running)
+
+
 @functools.lru_cache(maxsize=1)  # the latest process group's
 def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return host_group([range(dist.get_world_size())])

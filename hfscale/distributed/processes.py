@@ -7,8 +7,10 @@ and small ones besides. A group made as ``"cpu:gloo,cuda:nccl"`` would connect i
 
 import atexit
 import os
+import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +33,7 @@ TIMEOUT = timedelta(minutes=10)
 """
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_LOOK = 0.02  # seconds between looks
 
 Pair = tuple[int, int]
 
@@ -79,16 +82,13 @@ def stay_on_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def start(device: torch.device) -> None:
+def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
     """Start torch's process group, and end it when the process does."""
     _end_quietly()
-    options: dict[str, Any] = {"timeout": TIMEOUT}
-    if restarted():
-        stores: Any = dist
-        store = stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), started_processes(), False)
-        # The launcher's store outlives its workers: without a prefix these would find the addresses of dead ones.
-        options["store"] = stores.PrefixStore(f"start-{os.environ[RESTARTS]}", store)
-        options |= {"rank": int(os.environ["RANK"]), "world_size": started_processes()}
+    options: dict[str, Any] = {"timeout": timeout}
+    if met_before():
+        store = store_of_ranks("hfscale-start")
+        options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": started_processes()}
     if is_accelerator(device):
         dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **options)
     else:
@@ -101,9 +101,40 @@ def restarted() -> bool:
     return has_agent_store() and os.environ.get(RESTARTS, "0") != "0"
 
 
+def met_before() -> bool:
+    """Return whether the launcher's store may have what ranks before these wrote: restarted here, or on other hosts."""
+    return has_agent_store() and (restarted() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1")
+
+
 def has_agent_store() -> bool:
     """Return whether the launcher has a store, which outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_ranks(name: str) -> dist.Store:
+    """Return a part of the launcher's store that is these ranks' alone; collective over all that were started.
+
+    The store has what dead ranks wrote, and launchers count restarts each for itself: one of a host that came back
+    begins anew. So the first rank draws a prefix, and tells it to each rank under how often that rank has come::
+
+        rank 3: come-3 += 1 (is 5 now)    rank 0: told-3-5 = prefix    rank 3: heard-3-prefix
+    """
+    rank, prefix = int(os.environ["RANK"]), secrets.token_hex(8)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
+    come, end = store.add(f"come-{rank}", 1), time.monotonic() + TIMEOUT.total_seconds()
+    if rank:
+        prefix = store.get(f"told-{rank}-{come}").decode()
+        store.set(f"heard-{rank}-{prefix}", "")
+    waiting = set() if rank else {*range(1, started_processes())}
+    while waiting:
+        for other in waiting:
+            store.set(f"told-{other}-{store.add(f'come-{other}', 0)}", prefix)
+        waiting = {other for other in waiting if not store.check([f"heard-{other}-{prefix}"])}
+        if time.monotonic() > end:
+            raise MeshError(f"ranks {sorted(waiting)} did not come within {TIMEOUT}: look at what they wait for")
+        time.sleep(_LOOK * bool(waiting))
+    return dist.PrefixStore(prefix, store)
 
 
 @cache

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from .._compat.torch_device import accelerators
 from ..config.environment import started_processes
 from ..errors import ConfigError, check_count
-from .processes import RESTARTS, has_agent_store
+from .failures import CODE
+from .processes import RESTARTS, has_agent_store, store_of_ranks
 
 _LOOK, _GRACE, _REFUSED = 0.1, 5.0, 2  # seconds between looks; to say why it ends; the exit code of a refusal
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -26,7 +27,8 @@ def restart_in_place(restarts: int = 100) -> None:
     """Fork a process that goes on from here, and another whenever one fails on some rank, without imports.
 
     Call it on every rank, behind the imports and before anything else. It returns in the forked process; this one
-    waits, passes signals on, and ends as that did. What ends with code 2 is refused and does not start again.
+    waits, passes signals on, and ends as that did. Where ranks end with code 2, and none otherwise, they are refused,
+    and do not start again.
 
     Args:
         restarts: how often, before it is the launcher's turn (``--max-restarts``).
@@ -37,12 +39,10 @@ def restart_in_place(restarts: int = 100) -> None:
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
         raise ConfigError("restart_in_place must come before CUDA, threads and process groups: call it behind imports")
-    world, outer, store = started_processes(), int(os.environ.get(RESTARTS, "0")), None
+    world, outer = started_processes(), int(os.environ.get(RESTARTS, "0"))
     if world > 1 and not has_agent_store():
         raise ConfigError(f"restart_in_place needs torchrun or accelerate launch to start its {world} ranks")
-    if world > 1:
-        found: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
-        store = dist.PrefixStore(f"hfscale-restarts-{outer}", found)
+    store = store_of_ranks("hfscale-restarts") if world > 1 else dist.HashStore()
     code = 0
     for attempt in range(restarts + 1):
         sys.stdout.flush()
@@ -52,7 +52,7 @@ def restart_in_place(restarts: int = 100) -> None:
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
             os.environ[RESTARTS] = str(outer * 1000 + attempt)
             return
-        code, again = _wait(child, dist.PrefixStore(str(attempt), store or dist.HashStore()), world)
+        code, again = _wait(child, dist.PrefixStore(str(attempt), store), world)
         if not again:
             break
     sys.exit(code if code >= 0 else 128 - code)
@@ -69,23 +69,24 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         if code is None:  # or it has ended
             os.kill(child, number)
 
-    told, code, heard = list[int](), None, 0.0
+    told, code, heard, late = list[int](), None, 0.0, False
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     while code is None or (count("ended") < world and not told):
         ended, status = os.waitpid(child, os.WNOHANG) if code is None else (0, 0)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-            count("final", bool(told) or (code == _REFUSED and not count("killed")))  # others' errors may follow a kill
-            for what, so in {"killed": code < 0, "failed": code != 0, "ended": True}.items():
-                count(what, so)
+            for what in _kinds_of_end(code, bool(told), late):
+                count(what, True)
         elif count("failed"):
             heard = heard or time.monotonic()
+            late = time.monotonic() - heard > _GRACE
             if _too_long(child, code, (time.monotonic() - heard) // _GRACE):
                 told.append(count("final", True))
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
-    return code, count("failed") > 0 and not count("final")
+    refused = count("refused") and not count("broken")  # what else goes wrong may look like a refusal on other ranks
+    return code, count("failed") > 0 and not count("final") and not refused
 
 
 def _too_long(child: int, code: int | None, graces: float) -> bool:
@@ -93,3 +94,10 @@ def _too_long(child: int, code: int | None, graces: float) -> bool:
     if code is None and graces:
         os.kill(child, signal.SIGKILL)
     return code is not None and graces > 3
+
+
+def _kinds_of_end(code: int, told: bool, late: bool) -> list[str]:
+    """Return what to count of a child's end; ``told``: its parent was to end it, ``late``: it outlived other ranks'."""
+    broken = not late and code not in (0, _REFUSED, CODE)
+    kinds = {"final": told, "refused": code == _REFUSED, "broken": broken, "failed": code != 0, "ended": True}
+    return [name for name, so in kinds.items() if so]

@@ -30,6 +30,11 @@ def check_values(recipe: Recipe) -> None:
         )
     if not 0 <= training.warmup_ratio < 1:
         raise RecipeError(f"training.warmup_ratio={training.warmup_ratio} is invalid: use at least 0 and below 1")
+    if training.restarts and not training.resume:
+        raise RecipeError(
+            f"training.restarts={training.restarts} starts a run that failed again, and without training.resume=true "
+            "that would be refused: add it, or leave training.restarts out"
+        )
     if recipe.memory.get("offload_optimizer"):
         from ..plan.feature_plans import refuse_aside  # which imports torch
 

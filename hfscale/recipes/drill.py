@@ -28,11 +28,12 @@ from .read import read_recipe
 from .run_log import read_metrics
 from .schema import RecipeError
 
-KINDS = ("rank", "save", "load", "all", "stop", "full")
-"""A rank is killed in a step, in a save, or while it starts again; all are, with their parents, as of a machine that is
-lost; one is stopped for a while; one finds the disk full, as it can write no more than a few bytes."""
+KINDS = ("rank", "save", "load", "all", "node", "stop", "full")
+"""A rank is killed in a step, in a save, or while it starts again; all are, with their parents, and with the launcher,
+which a scheduler would start again; one is stopped for a while; one can write no more than a few bytes."""
 _STOPPED, _LOAD, _LOOK = 3.0, 4.0, 0.02  # seconds
 _FULL = 100  # bytes
+_PARENTS = ("all", "node")  # kinds of strikes that kill parents too
 
 
 class Strike(NamedTuple):
@@ -62,25 +63,32 @@ def drill(source: str, overrides: Sequence[str], kills: int, seed: int) -> tuple
     fixed += [f"training.memory_every={recipe.training.memory_every or max(1, every // 5)}"]
     fixed += [f"training.restarts={recipe.training.restarts or 2 * kills}"]
     plain = _Run(source, [*fixed, f"name={recipe.name}-drill-plain"], kills)
-    undisturbed = plain.finish()
+    undisturbed, imports = plain.finish(), [_imports(plain.ranks)]
     struck, chance, strikes = _Run(source, [*fixed, f"name={recipe.name}-drill"], kills), random.Random(seed), []
     for number in range(kills):
         due = 1 + int((number + chance.random()) * 0.9 * (steps - 1) / kills)
         strikes.append(struck.strike(chance.choice(KINDS), due, chance))
     disturbed = struck.finish()
+    imports.append(_imports(plain.ranks))
     found = struck.end()
     wrong = [name for name, value in plain.end().items() if found.get(name) != value]
-    return _report(strikes, undisturbed, disturbed, wrong), not wrong
+    return _report(strikes, undisturbed, disturbed, imports, wrong), not wrong
 
 
-def _report(strikes: Sequence[Strike], undisturbed: float, disturbed: float, wrong: Sequence[str]) -> str:
+def _report(
+    strikes: Sequence[Strike], undisturbed: float, disturbed: float, imports: Sequence[float], wrong: Sequence[str]
+) -> str:
     rows = [("strike", "rank", "after step", "steps lost", "seconds to the next step")]
     rows += [(s.kind, str(s.rank), str(s.step), str(s.lost), f"{s.seconds:.1f}") for s in strikes]
     times, lost = [s.seconds for s in strikes if s.kind != "stop"] or [0.0], [s.lost for s in strikes]
+    kinds = {kind: [s.seconds for s in strikes if s.kind == kind] for kind in KINDS}
+    of_kinds = [f"{kind} {median(found):.1f} ({len(found)})" for kind, found in kinds.items() if found]
     end = f"the end differs in {', '.join(wrong)}" if wrong else "the end equals the undisturbed run's, bit for bit"
     lines = [
         *aligned(rows, left=(0,)),
         f"from a kill to the next step: median {median(times):.1f} s, at most {max(times):.1f} s",
+        f"medians by kind: {', '.join(of_kinds)}",
+        f"imports alone: {min(imports):.1f} to {max(imports):.1f} s, before and after",
         f"steps lost: median {median(lost):g}, at most {max(lost)}",
         f"effective time: {undisturbed / disturbed:.1%} ({undisturbed:.0f} s undisturbed, {disturbed:.0f} s disturbed)",
     ]
@@ -93,15 +101,18 @@ class _Run:
     def __init__(self, source: str, overrides: list[str], kills: int) -> None:
         recipe = read_recipe(source, overrides)
         self._directory, self._metrics = recipe.directory, recipe.metrics
-        self._ranks = ParallelConfig(**recipe.parallel).total_size
-        prepare_launch(self._ranks)
+        self.ranks = ParallelConfig(**recipe.parallel).total_size
+        prepare_launch(self.ranks)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         agent = ["torch.distributed.run", "--standalone", "--max-restarts", str(2 * kills)]
-        line = [*agent, "--nproc-per-node", str(self._ranks), "-m", "hfscale", "train", source, *overrides]
+        self._line = [*agent, "--nproc-per-node", str(self.ranks), "-m", "hfscale", "train", source, *overrides]
         self._begun = time.monotonic()
-        with (self._directory / "drill.log").open("w") as log:
-            self._agent = subprocess.Popen([sys.executable, "-m", *line], stdout=log, stderr=log)
+        self._launch()
+
+    def _launch(self) -> None:
+        with (self._directory / "drill.log").open("a") as log:
+            self._agent = subprocess.Popen([sys.executable, "-m", *self._line], stdout=log, stderr=log)
 
     def finish(self) -> float:
         if code := self._agent.wait():
@@ -121,9 +132,9 @@ class _Run:
         self._wait(lambda: self._step() >= due)
         if kind == "save":
             disk = self._directory / "state"
-            self._wait(lambda: any(disk.glob(".incomplete/*")) or any(memory_of(disk).glob(".*.incomplete")))
+            self._wait(lambda: any(disk.glob(".incomplete/*")) or any(memory_of(disk).glob("*/.*.incomplete")))
         time.sleep(chance.uniform(0, 0.1) * (kind != "save"))
-        rank = chance.randrange(self._ranks)
+        rank = chance.randrange(self.ranks)
         step = resumed = self._step()
         if kind == "stop":
             process = self._pids()[rank]
@@ -132,7 +143,7 @@ class _Run:
             os.kill(process, signal.SIGCONT)
             begun = time.monotonic()
         else:
-            begun = self._kill(range(self._ranks) if kind == "all" else [rank], kind)
+            begun = self._kill(range(self.ranks) if kind in _PARENTS else [rank], kind)
             if kind == "load":
                 time.sleep(chance.uniform(0, _LOAD))
                 begun = self._kill([rank], kind)
@@ -146,14 +157,19 @@ class _Run:
     def _kill(self, ranks: Iterable[int], kind: str) -> float:
         """Kill ranks; return when, once all have been started again."""
         before, begun = self._pids(), time.monotonic()
+        if kind == "node":
+            self._agent.kill()
+            self._agent.wait()
         for rank in ranks:
             if kind == "full":
                 resource.prlimit(before[rank], resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
                 self._wait(lambda: not Path(f"/proc/{before[rank]}").exists())  # noqa: B023
                 begun = time.monotonic()
             else:
-                os.kill(self._parents[before[rank]] if kind == "all" else before[rank], signal.SIGKILL)
-        self._wait(lambda: len(now := self._pids()) == self._ranks and not {*now.values()} & {*before.values()})
+                os.kill(self._parents[before[rank]] if kind in _PARENTS else before[rank], signal.SIGKILL)
+        if kind == "node":
+            self._launch()
+        self._wait(lambda: len(now := self._pids()) == self.ranks and not {*now.values()} & {*before.values()})
         return begun
 
     def _wait(self, come: Callable[[], bool]) -> None:
@@ -180,3 +196,12 @@ def _children(process: int) -> list[int]:
     with suppress(OSError):  # it has ended
         return [int(c) for path in Path(f"/proc/{process}/task").glob("*/children") for c in path.read_text().split()]
     return []
+
+
+def _imports(ranks: int) -> float:
+    """Return the seconds that ranks take for their imports, all at once."""
+    begun = time.monotonic()
+    every = [subprocess.Popen([sys.executable, "-c", "import hfscale.recipes.run"]) for _ in range(ranks)]
+    for each in every:
+        each.wait()
+    return time.monotonic() - begun

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from hfscale import HFScaleError
+from hfscale import CheckpointError, HFScaleError
 
 from .._compat.torch_device import accelerators
 from ..distributed.failures import explained, tell_others
@@ -73,13 +73,14 @@ def run(main: Callable[[], None]) -> None:
     except Exception as error:  # of any type, or every rank would print its traceback
         memory = explained(error)
         first = tell_others(error)
-        if not (is_main() if first is None else first):
+        broke = isinstance(error, CheckpointError) and "[Errno" in str(error)  # a disk may have room the next time
+        if not broke and not (is_main() if first is None else first):
             time.sleep(_HEAD_START_SECONDS + min(rank(), _SPREAD) / 2)
         if not isinstance(error, HFScaleError):
             traceback.print_exception(error)
         print(f"\nerror (rank {rank()}): {error}\n{memory}", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # so that the launcher repeats it below its own traceback
         # Not sys.exit, whose clean-up may wait for ranks that are gone.
-        os._exit(2 if isinstance(error, HFScaleError) else 1)
+        os._exit(2 if isinstance(error, HFScaleError) and not broke else 1)
     if dist.is_initialized():
         dist.destroy_process_group()

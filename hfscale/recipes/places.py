@@ -54,7 +54,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
     if recipe.training.resume:
         from ..distributed.processes import restarted  # behind what is refused without torch
 
-        if restarted() and found == ["metrics.jsonl"]:  # of this job, which came to no save
+        training = recipe.training
+        saves = training.save_every is not None or training.memory_every is not None
+        if (saves or restarted()) and found == ["metrics.jsonl"]:  # of this job, which came to no save
             return
         raise RecipeError(
             f"training.resume=true, and {directory} has {', '.join(found)} but no saved state to resume from "

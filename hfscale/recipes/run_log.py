@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from .._compat.torch_device import accelerators
-from ..config.environment import memory_of
 from .checks import STEPS_BEFORE_PROFILE, steps_to_profile
 from .main_process import is_main, rank
 from .schema import Recipe, RecipeError
@@ -35,10 +34,7 @@ class RunLog(TrainerCallback):
         if is_main() and recipe.saved_state is None:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
-            disk = recipe.directory / "state"
-            memory = memory_of(disk)
-            for left in (disk, *([] if memory.is_symlink() else memory.glob("step-*"))):  # a link is somebody else's
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(recipe.directory / "state", ignore_errors=True)  # and what is in memory is of another run
             self.experts.unlink(missing_ok=True)
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 

@@ -214,7 +214,7 @@ class Recipe(OptionSections):
     def has_state(self) -> bool:
         """Return whether there are checkpoints of a run of this name."""
         state = self.directory / "state"
-        kept = self.training.memory_every is not None and any(memory_of(state).glob("step-*"))
+        kept = self.training.memory_every is not None and any(memory_of(state).glob("*/step-*"))
         return (kept and (self.directory / "recipe.yaml").exists()) or any(state.glob("checkpoint-*"))
 
 

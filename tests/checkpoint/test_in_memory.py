@@ -139,31 +139,54 @@ def test_a_torn_state(pools: Pools, tmp_path: Path, copies: bool) -> None:
     assert pools(2).run(torn, str(tmp_path), copies) == [4 if copies else 2] * 2
 
 
-def test_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def damage(state: Path) -> None:
+    damaged = bytearray((state / "rank-00000.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (state / "rank-00000.safetensors").write_bytes(damaged)
+
+
+def steps_in(memory: StatesInMemory) -> list[str]:
+    hfscale.wait_for_saves()
+    return [path.name.split("-")[1] for path in memory.directory.iterdir()]
+
+
+def test_memory_and_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = str(tmp_path)
     run, memory = start(ONE, 0, root)
     train(run, range(2))
     memory.save(2)
     assert start(ONE, 1, root)[1].load().step == 2
     hfscale.save_state(run[0], f"{root}/states/step-3", optimizer=run[1], scheduler=run[2], step=3)
-    assert start(ONE, 1, root)[1].load().step == 3  # and frees the memory
     run, memory = start(ONE, 1, root)
-    memory.load()
+    assert memory.load().step == 3
+    assert steps_in(memory) == ["2"]  # until there is another one
+    damage(tmp_path / "states" / "step-3")
+    assert start(ONE, 1, root)[1].load().step == 2
+    assert "step-3 cannot be used: rank-00000.safetensors was changed" in caplog.text
+    hfscale.save_state(run[0], f"{root}/states/step-3", optimizer=run[1], scheduler=run[2], step=3)
     memory.save(4)
-    hfscale.wait_for_saves()
-    (state,) = memory.directory.iterdir()
-    damaged = bytearray((state / "rank-00000.safetensors").read_bytes())
-    damaged[-1] ^= 1
-    (state / "rank-00000.safetensors").write_bytes(damaged)
+    assert steps_in(memory) == ["4"]
+    damage(next(memory.directory.iterdir()))
     assert start(ONE, 1, root)[1].load().step == 3
+
+
+def test_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    root = str(tmp_path)
+    memory = start(ONE, 0, root)[1]
     memory.save(6)
-    hfscale.wait_for_saves()
-    run, memory = start(ONE, 1, root)
+    assert steps_in(memory) == ["6"]
+    memory = start(ONE, 1, root)[1]
+    assert steps_in(memory) == ["6"]
     memory.save(2)  # of a run that begins anew
-    hfscale.wait_for_saves()
-    assert [path.name.split("-")[1] for path in memory.directory.iterdir()] == ["2"]
+    assert steps_in(memory) == ["2"]
+    assert "is of another run, which" in caplog.text
+    shutil.rmtree(tmp_path / "states")
+    memory, before = start(ONE, 1, root)[1], memory
+    assert "is of a run whose directory has been removed" in caplog.text
+    assert memory.load().step == 0
+    assert not before.directory.exists()
     usage = namedtuple("usage", "free")(1000)
     monkeypatch.setattr(in_memory.shutil, "disk_usage", lambda _: usage)
-    run, memory = start(ONE, 1, str(tmp_path / "full"))
+    memory = start(ONE, 1, str(tmp_path / "full"))[1]
     with pytest.raises(CheckpointError, match=r"states in memory take [\d,]+ bytes of this host.*make room"):
         memory.save(2)

@@ -1,6 +1,7 @@
 """A machine is lost for good: the job goes on with those that are left, in the first layout that fits them."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,18 +97,20 @@ def networks_allowed() -> bool:
         return False
 
 
-def agent(tmp_path: Path, within: list[str], number: int, address: str, port: int) -> subprocess.Popen[bytes]:
+def agent(
+    tmp_path: Path, within: list[str], number: int, address: str, port: int, nodes: str = "1:2"
+) -> subprocess.Popen[bytes]:
     """The launcher on one of two hosts."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MEMORY": str(tmp_path / f"memory-{number}")}
     if within:
         environment["GLOO_SOCKET_IFNAME"] = "cable"
     rendezvous = f"is_host={1 - number},last_call_timeout=3,join_timeout=120"
-    options = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3", "--rdzv_backend", "c10d"]
+    options = ["--nnodes", nodes, "--nproc_per_node", "1", "--max_restarts", "3", "--rdzv_backend", "c10d"]
     options += ["--rdzv_id", "job", "--rdzv_endpoint", f"{address}:{port}", "--rdzv_conf", rendezvous]
     options += ["--local_addr", f"10.77.0.{number + 1}" if within else address]
     arguments = [str(tmp_path / name) for name in ("script.py", "states", "losses", "struck")]
-    with (tmp_path / f"said-{number}").open("wb") as said:
+    with (tmp_path / f"said-{number}").open("ab") as said:
         return subprocess.Popen(
             [*within, sys.executable, "-m", "torch.distributed.run", *options, *arguments],
             env=environment,
@@ -160,11 +163,76 @@ def check(tmp_path: Path, said: str) -> None:
         assert float(loss) == pytest.approx(expected[int(step) - 1], rel=1e-12, abs=0)
 
 
-def test_a_host_is_killed(tmp_path: Path) -> None:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    check(tmp_path, lose_one(tmp_path, [[], []], "127.0.0.1", port, end))
+        return int(free.getsockname()[1])
+
+
+def test_a_host_is_killed(tmp_path: Path) -> None:
+    check(tmp_path, lose_one(tmp_path, [[], []], "127.0.0.1", free_port(), end))
+
+
+COMES_BACK = (
+    SCRIPT.partition("hfscale.watchdog")[0]
+    + """
+world, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+memory = hfscale.StatesInMemory(model, root, every=2, optimizer=optimizer, memory=os.environ["MEMORY"])
+for step in range(memory.load().step, 8):
+    ids = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(step))
+    loss = hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == "0":
+        with open(out, "a") as file:
+            file.write(f"{step + 1} {loss.item()} {layout.tp_size}\\n")
+    memory.save(step + 1)
+    if step + 1 == 5 and rank == "1" and not os.path.exists(struck):
+        open(struck, "w").close()
+        time.sleep(1000)
+    while step + 1 == 6 and world == "1":  # until the other host is back
+        time.sleep(0.1)
+memory.remove()
+"""
+)
+
+
+@pytest.mark.parametrize("nodes", ["1:2", "2"])
+def test_a_host_comes_back(tmp_path: Path, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed with its memory; the other one goes on alone from what it keeps of both, or waits for it."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # or torch 2.13 does not tell it where that is
+    (tmp_path / "script.py").write_text(COMES_BACK)
+    for number in range(2):
+        (tmp_path / f"memory-{number}").mkdir()
+    port, losses = free_port(), tmp_path / "losses"
+    agents = [agent(tmp_path, [], number, "127.0.0.1", port, nodes) for number in range(2)]
+    alone = [(5, 1), (6, 1)] if nodes == "1:2" else []
+
+    def wait_until(come: Callable[[], bool]) -> None:
+        limit = time.time() + 250
+        while not come():
+            assert time.time() < limit, (tmp_path / "said-0").read_text()
+            time.sleep(0.2)
+
+    try:
+        wait_until((tmp_path / "struck").exists)
+        end(agents[1])
+        shutil.rmtree(tmp_path / "memory-1")
+        (tmp_path / "memory-1").mkdir()
+        wait_until(lambda: not alone or losses.read_text().splitlines()[-1].endswith(" 1"))
+        agents[1] = agent(tmp_path, [], 1, "127.0.0.1", port, nodes)
+        assert [each.wait(250) for each in agents] == [0, 0], (tmp_path / "said-0").read_text()
+    finally:
+        for process in agents:
+            if process.poll() is None:
+                end(process)
+    done = [line.split() for line in losses.read_text().splitlines()]
+    again = [(step, 2) for step in range(7 if alone else 5, 9)]
+    assert [(int(step), int(size)) for step, _, size in done] == [*((step, 2) for step in range(1, 6)), *alone, *again]
+    expected = uninterrupted()
+    for step, loss, _ in done:
+        assert float(loss) == pytest.approx(expected[int(step) - 1], rel=1e-12, abs=0)
+    assert not [*tmp_path.glob("memory-*/*")]
 
 
 @pytest.mark.skipif(not networks_allowed(), reason="network namespaces need privileges")

@@ -5,13 +5,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import hfscale
+from hfscale.distributed import restarts
+from hfscale.distributed.processes import store_of_ranks
 from hfscale.distributed.restarts import _wait
+from hfscale.testing import RankPool
 
 
 def fork(code: int) -> int:
@@ -31,12 +36,40 @@ def test_which_ends_start_again(code: int, again: bool) -> None:
 
 
 def test_another_rank_decides() -> None:
-    """The other rank was killed: what this one says of it is no refusal; and it ends well, but the other does not."""
+    """The other rank broke: what this one says of it is no refusal; and it ends well, but the other does not."""
     for code in (2, 0):
         store = dist.HashStore()
-        for what in ("killed", "failed", "ended"):
+        for what in ("broken", "failed", "ended"):
             store.add(what, 1)
         assert _wait(fork(code), store, 2) == (code, True)
+
+
+def test_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "_GRACE", 0.1)
+    store = dist.HashStore()
+    for what in ("refused", "failed", "ended"):
+        store.add(what, 1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    assert _wait(child, store, 2) == (-signal.SIGKILL, False)
+
+
+def meet(port: int, said: str) -> tuple[bool, bytes]:
+    os.environ["MASTER_PORT"] = str(port)
+    store: Any = store_of_ranks("here")
+    found = store.check(["said"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        store.set("said", said)
+    return found, store.get("said")
+
+
+def test_ranks_meet_apart_from_those_before(pools: Callable[[int], RankPool]) -> None:
+    whole = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    whole.add("here/come-1", 3)  # and heard nothing
+    for said in ("first", "second"):
+        assert pools(2).run(meet, whole.port, said) == [(False, said.encode())] * 2
 
 
 def test_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

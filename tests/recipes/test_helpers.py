@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hfscale import ParallelConfig, RoutingConfig
+from hfscale import CheckpointError, ParallelConfig, RoutingConfig
 from hfscale.recipes import main_process
 from hfscale.recipes.batch_sizes import by_cost, dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
@@ -256,3 +256,14 @@ def test_a_row_costs_the_squares_of_its_texts():
     apart = Dataset.from_dict(separate_rows([Example([1] * length, [1] * length) for length in (5, 3)]))
     assert Rows(packed.with_format("torch")).costs(0.5).tolist() == [8 + 0.5 * (25 + 9)]
     assert Rows(apart.with_format("torch")).costs(0.5).tolist() == [5 + 0.5 * 25, 3 + 0.5 * 9]
+
+
+@pytest.mark.parametrize(("why", "code"), [("rank 1: [Errno 28] No space left on device", 1), ("it is damaged", 2)])
+def test_what_the_machine_refuses_may_be_tried_again(why: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise CheckpointError(f"the state could not be written: {why}")
+
+    ended = list[int]()
+    monkeypatch.setattr("os._exit", ended.append)
+    main_process.run(fail)
+    assert ended == [code]

@@ -143,6 +143,12 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
     check_places(asked)
 
 
+def test_what_starts_again_must_resume() -> None:
+    with pytest.raises(RecipeError, match=r"training.restarts=3 .* without training.resume=true"):
+        read_recipe("demo_pretrain", ["training.restarts=3"])
+    assert read_recipe("demo_pretrain", ["training.restarts=3", "training.resume=true"]).training.restarts == 3
+
+
 def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +156,8 @@ def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     (directory / "metrics.jsonl").write_text("{}\n")
     check_places(recipe(resume=True))
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")  # by a scheduler
+    check_places(recipe(resume=True, memory_every=5))
     (directory / "checkpoint").mkdir()
     with pytest.raises(RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to resume from"):
         check_places(recipe(resume=True))

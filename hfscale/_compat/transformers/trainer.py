@@ -27,8 +27,9 @@ class TrainerHooks(_Mixin):
     A subclass has ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer, schedule and RNG states,
     ``write_random_states(directory)`` for stock Trainer, ``put_back_random_states()`` of the checkpoint whose state was
     read, ``read_weights(checkpoint)`` of a checkpoint that is resumed from, and ``read_best_weights(checkpoint)``;
-    ``written_aside(target)``, a context in whose directory Trainer writes one of the name of ``target``, and
-    ``around_inputs()``, a context for preparing a batch.
+    ``written_aside(target)``, a context in whose directory Trainer writes one of the name of ``target``,
+    ``kept_in_memory()``, such a context if a step is to be saved to memory, and ``around_inputs()``, a context for
+    preparing a batch.
     """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -55,13 +56,23 @@ class TrainerHooks(_Mixin):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         target = Path(self._get_output_dir(trial)) / f"{_trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.written_aside(target) as self._aside:
+        self._write_aside(self.written_aside(target), model, trial)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _write_aside(self, aside: AbstractContextManager[Path], model: nn.Module, trial: Any) -> None:
+        with aside as self._aside:
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self._aside = None
-        if self.args.push_to_hub and target.is_dir():
-            self._push_from_checkpoint(str(target))
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *rest: Any, **more: Any
+    ) -> None:
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
+        if (kept := self.kept_in_memory()) is not None:  # behind what other callbacks see of the step
+            self._write_aside(kept, model, trial)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(super()._get_output_dir(trial) if self._aside is None else self._aside)

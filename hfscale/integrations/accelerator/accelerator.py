@@ -14,7 +14,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
-from accelerate.utils import recursively_apply
+from accelerate.utils import InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -25,13 +25,13 @@ from ...checkpoint import load_state, save_pretrained, save_state, wait_for_save
 from ...config.environment import started_processes, without_launcher_switches
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import latest_mesh
-from ...distributed.processes import own_device, restarted, start
+from ...distributed.processes import TIMEOUT, met_before, own_device, start
 from ...errors import ConfigError
 from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, runtime_of
-from .loaders import OneOrder, seed_workers_alike
+from .loaders import OneOrder, dealt, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -62,8 +62,9 @@ class Accelerator(accelerate.Accelerator):
             )
         # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
         kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
-        if restarted() and not dist.is_initialized():
-            start(own_device())  # Accelerate would meet the ranks of the first start
+        if met_before() and not dist.is_initialized():  # Accelerate would meet the ranks of an earlier start
+            asked = (each for each in kwargs.get("kwargs_handlers") or () if isinstance(each, InitProcessGroupKwargs))
+            start(own_device(), next((each.timeout for each in asked if each.timeout), TIMEOUT))
         with without_launcher_switches():
             super().__init__(**kwargs)
         # Every rank would print and write if each took itself for the only one.
@@ -132,15 +133,18 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
+        if self.mesh.batch_world > 1 and hasattr(data_loader.dataset, "n_shards"):
+            # A stream of datasets, in the order of one process: Accelerate gives each process files of its own.
+            data_loader = dealt(data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches)
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         shards = isinstance(data_loader.dataset, IterableDatasetShard)
-        dealt = shards or isinstance(data_loader.batch_sampler, BatchRebalanceSampler)  # to distinct batches already
+        split = shards or isinstance(data_loader.batch_sampler, BatchRebalanceSampler)  # among distinct batches already
         loader = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=1 if dealt else self.mesh.batch_world,
-            process_index=0 if dealt else self.mesh.batch_rank,
+            num_processes=1 if split else self.mesh.batch_world,
+            process_index=0 if split else self.mesh.batch_rank,
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types or ()),

@@ -5,11 +5,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from ..._compat.torch import before_iterators
 from ...distributed.mesh import Mesh
+
+KEPT = (
+    *("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+)
 
 
 class OneOrder(Sampler[int]):
@@ -52,6 +58,25 @@ class OneOrder(Sampler[int]):
     def leave_off(self) -> None:
         """Let the process's RNG continue from its current state after that order is drawn."""
         self._left_off = torch.random.get_rng_state()
+
+
+class StreamShare(IterableDatasetShard):
+    """Accelerate's shard of a stream with a position, which behind each batch is that of one process."""
+
+    def state_dict(self) -> Any:
+        """Return the stream's position."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a position of the stream."""
+        self.dataset.load_state_dict(state)
+
+
+def dealt(loader: Any, batches: int, index: int, split: bool, kind: type[IterableDatasetShard] = StreamShare) -> Any:
+    """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
+    size = loader.batch_size // batches if split else loader.batch_size
+    stream = kind(loader.dataset, size, loader.drop_last, batches, index)
+    return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in KEPT})
 
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,23 @@ class Checkpoints(TrainerHooks):
         return runtime_of(self.model)
 
     @property
+    def _rows_of_step(self) -> int:
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * self.runtime.mesh.batch_world)
+
+    @property
     def in_memory(self) -> StatesInMemoryCallback | None:
         """The callback that keeps states in memory, if there is one."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, StatesInMemoryCallback)), None)
 
+    def kept_in_memory(self) -> AbstractContextManager[Path] | None:
+        """Return a context that saves what is written inside to memory; ``None`` where no such save is due."""
+        memory = self.in_memory
+        return memory.kept(self) if memory is not None and memory.due else None
+
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
         """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
-        memory = self.in_memory
-        if memory is not None and memory.due and not self.control.should_training_stop:
-            with memory.kept(self) as small:
-                yield small
-            return
         mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             try:
@@ -116,12 +121,12 @@ class Checkpoints(TrainerHooks):
         elif (checkpoint / stock_state.OPTIMIZER).exists():
             with all_or_none(self.runtime.mesh, f"{checkpoint} could not be loaded"):
                 stock_state.read(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
-        self._streams.read(checkpoint, own=_has_state(checkpoint))
+        self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
     def write_random_states(self, directory: Path) -> None:
         """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
-            self._streams.write(directory)
+            self._streams.write(directory, self._rows_of_step)
 
     def put_back_random_states(self) -> None:
         """Restore the checkpoint's RNG states, once the batches before it are skipped."""
@@ -169,8 +174,6 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
     """Return the checkpoint to resume from, the same on every rank: for ``True`` the newest complete one in ``output``
     or in ``memory``, ``None`` if the first save was cut short. Raise :class:`CheckpointError` if it is not complete.
     """
-    if memory is not None and resume is not True:
-        memory.keep_only()  # none: what an earlier run left
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
     found: Any = resume

@@ -10,6 +10,7 @@ state from which the order was drawn, and, once the trained batches are skipped,
 """
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,14 +41,16 @@ class TrainerRandomStreams(TrainerCallback):
         self._left_off: dict[str, Any] | None = None
         self._goes_on = False
 
-    def write(self, directory: Path) -> None:
-        """Write the RNG states into a checkpoint, on its first rank."""
+    def write(self, directory: Path, rows: int) -> None:
+        """Write the RNG states into a checkpoint, on its first rank, and the number of ``rows`` in a step."""
         if is_writer(self._mesh):
             directory.mkdir(parents=True, exist_ok=True)
-            torch.save({**_written(self._mesh), "began": self._began}, directory / RANDOM)
+            torch.save({**_written(self._mesh), "began": self._began, "rows": rows}, directory / RANDOM)
 
-    def read(self, checkpoint: Path, own: bool) -> None:
-        """Read a checkpoint's RNG states; ``own``: it held this rank's own, which are restored already."""
+    def read(self, checkpoint: Path, own: bool, rows: int) -> None:
+        """Read a checkpoint's RNG states; ``own``: it held this rank's own, which are restored already. Warn where its
+        steps had other ``rows``.
+        """
         mesh, found = self._mesh, read_random_states(checkpoint)
         self._goes_on, self._before, self._left_off = True, None, None
         if own:
@@ -59,6 +62,12 @@ class TrainerRandomStreams(TrainerCallback):
             restore_random_states(mesh, now)
         if found is not None and found.get("began") is not None:
             self._before = _read(found["began"])
+        if found is not None and (then := found.get("rows", rows)) != rows and is_writer(mesh):
+            warnings.warn(
+                f"{checkpoint} is of steps of {then} rows over all ranks, and now they have {rows}: rows of an epoch "
+                "are repeated or left out; per_device_train_batch_size, or gradient_accumulation_steps, can mend it",
+                stacklevel=2,
+            )
 
     def put_back(self) -> None:
         """Restore the checkpoint's RNG states."""
@@ -116,13 +125,14 @@ class StatesInMemoryCallback(TrainerCallback):
         return self.states
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask for a save to memory, where none to disk is due, or may be."""
-        asked = control.should_save or (args.save_strategy == "best" and control.should_evaluate)
-        self.due = not asked and state.global_step % self.every == 0 and state.global_step < state.max_steps
-        control.should_save = control.should_save or self.due
+        """Let the Trainer save to memory behind the step."""
+        between = state.global_step % self.every
+        self.due = not between and state.global_step < state.max_steps
+        if between and self.states is not None:
+            self.states.save(state.global_step)  # says whether the last one failed
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave a save at the end of an epoch to the disk."""
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save nothing to memory behind a save to the disk."""
         self.due = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -134,7 +144,7 @@ class StatesInMemoryCallback(TrainerCallback):
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
         """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
-        states = self.states_of(trainer)
+        states, self.due = self.states_of(trainer), False
         states.optimizer, states.others = trainer.optimizer, {"scheduler": trainer.lr_scheduler}
         with all_or_none(trainer.runtime.mesh, "the state in memory is incomplete"), TemporaryDirectory() as aside:
             with (

@@ -16,7 +16,8 @@ from ..._compat.transformers.trainer import seed_workers_by
 from ...parallel.pipeline.microbatches import rows_of
 from ...train import metrics
 from ..accelerator import Accelerator
-from .trainer_batches import Collator, DealtStream, Marked, balanced, dealt
+from ..accelerator.loaders import dealt
+from .trainer_batches import Collator, DealtStream, Marked, balanced
 
 
 class TrainerAccelerator(Accelerator):
@@ -53,7 +54,9 @@ class TrainerAccelerator(Accelerator):
             data_loader = balanced(data_loader, self._runtime)
         if self.num_processes > 1 and not is_prepared(data_loader):  # data ranks may get some examples twice
             if isinstance(data_loader.dataset, IterableDataset):
-                data_loader = dealt(data_loader, self.num_processes, self.process_index, self.split_batches)
+                data_loader = dealt(
+                    data_loader, self.num_processes, self.process_index, self.split_batches, DealtStream
+                )
             data_loader.collate_fn = Collator(data_loader.collate_fn)
         # Batches stay on the CPU, where a step checks them without a device sync, and moves them in one copy.
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)

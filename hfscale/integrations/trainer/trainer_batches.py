@@ -23,15 +23,12 @@ from torch.utils.data import DataLoader
 from ...parallel.pipeline.microbatches import rows_of
 from ...train.balanced_batches import balanced_batches
 from ...train.runtime import Executor, Runtime
+from ..accelerator.loaders import KEPT
 
 Batch = Mapping[str, Any]
 
 _LABELS = ("labels", "shift_labels")
 _IGNORED = -100
-_KEPT = (
-    *("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
-)
 
 
 @dataclass
@@ -58,19 +55,12 @@ class DealtStream(IterableDatasetShard):
                 yield step[place] if place < len(step) else Repeated(first[(place - len(step)) % len(first)])
 
 
-def dealt(loader: Any, batches: int, index: int, split: bool = False) -> Any:
-    """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
-    size = loader.batch_size // batches if split else loader.batch_size
-    stream = DealtStream(loader.dataset, size, loader.drop_last, batches, index)
-    return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in _KEPT})
-
-
 def balanced(loader: Any, runtime: Runtime) -> Any:
     """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
     given = loader.batch_sampler
     rows = given.effective_batch_size // given.dp_size * runtime.mesh.batch_world
     sampler = balanced_batches(runtime.model, given.lengths, rows, given.grad_accum, drop_last=given.drop_last)
-    kept = {name: getattr(loader, name) for name in _KEPT if name != "drop_last"}
+    kept = {name: getattr(loader, name) for name in KEPT if name != "drop_last"}
     return DataLoader(loader.dataset, batch_sampler=sampler, **kept)
 
 

@@ -15,6 +15,8 @@ OWN = {
     *("read_best_weights", "read_state", "read_weights", "write_state", "write_random_states"),
     *("put_back_random_states", "check_loss", "around_inputs", "_run_step", "arguments_of_data", "written_aside"),
     "forget_engine",
+    "kept_in_memory",
+    "_write_aside",
     "_divisor",
     "check_cached",
     "scored",
