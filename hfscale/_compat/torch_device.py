@@ -38,7 +38,9 @@ def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, as ``(9, 0)``."""
+    """Return the compute capability of a GPU, as ``(9, 0)``: that of the GPU for which the meta device stands in."""
+    if device.type == "meta":
+        return 9, 0
     major, minor = device_module(device).get_device_capability(device)
     return int(major), int(minor)
 
