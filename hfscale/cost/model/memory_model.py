@@ -8,9 +8,19 @@
     gradients   of what trains
     optimizer   its state: :mod:`.optimizer_bytes`
     activations what layers and final norm keep for backward passes, of all microbatches alive: :mod:`.activation_bytes`
+    backward    gradients of activations, of one layer at a time
     gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
     exchanged   what context ranks hold of one another's keys and values: ``cp_buffer_bytes``
     loss        one chunk of logits with its gradient, and the head's gradient on its way
+
+Not all of it is there at once: what a rank needs is the most of these moments::
+
+    the loss            kept + behind + loss
+    the final norm      kept + in norm
+    the last layer      kept + again + passing
+    the first layer     likewise of one layer, or of two whose activations are on the host
+
+with all gradients of weights, or in a step of one microbatch with those that are made by then.
 """
 
 from collections import Counter
@@ -27,7 +37,7 @@ from ...plan.feature_plans import gathered_in_8_bits, offloaded, weights_in_8_bi
 from ...plan.parameter import ParameterPlan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
-from .activation_bytes import activation_bytes, around_layers, has_head, is_matrix, trained_names
+from .activation_bytes import Activations, activation_bytes, around_layers, has_head, is_matrix, trained_names
 from .layer_bytes import cp_buffer_bytes, stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
@@ -54,12 +64,13 @@ class MemoryEstimate:
     gradients: int  # of the parameters that train
     optimizer: int  # its state, once there has been a step
     activations: int  # what is kept for the backward pass, of all microbatches that are in flight at once
+    backward: int  # gradients of activations, at the most of one layer, or of the final norm
     gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
     exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
     loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # what lies on the host instead; no part of the total
     again: int = 0  # of the activations, what a layer computes again, at the most
-    apart: int = 0  # of all kinds, bytes that are freed before as many of others are made, in a step of one microbatch
+    apart: int = 0  # of all kinds, bytes that are not there while most is
     notes: tuple[str, ...] = ()  # what of this is estimated, and how
 
     @property
@@ -110,7 +121,8 @@ def estimate_memory(
     training = [planned for planned in held if planned.name in chosen]
     further |= {"mixed": mixed_precision, "trained": chosen}
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
-    kept, again, away, notes = activation_bytes(plan, situation)
+    of_activations = activation_bytes(plan, situation)
+    kept, notes = of_activations.kept, of_activations.notes
     state = optimizer_bytes(
         training, here, optimizer, options, plan.layers, [mixture.name for mixture in plan.mixtures]
     )
@@ -118,26 +130,54 @@ def estimate_memory(
     if offloaded(plan).optimizer:
         notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
     trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, pp_rank)
+    loss = _loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
         gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed_precision != "no"),
         optimizer=state - on_host,
-        activations=kept,
+        activations=kept + of_activations.behind + of_activations.again,
+        backward=max(of_activations.passing, of_activations.in_norm),
         gathered=_gathered(plan, held, situation),
         exchanged=_exchanged(plan, situation, tokens),
-        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
-        on_host=away + on_host,
-        again=again,
-        apart=min(trains, kept - again) if apart else 0,
+        loss=loss,
+        on_host=of_activations.on_host + on_host,
+        again=of_activations.again,
         notes=tuple(notes),
     )
+    made = training if apart and not offloaded(plan).parameters else []
+    together = found.activations + found.backward + found.loss + (trains if made else 0)
+    found = replace(found, apart=together - _at_once(plan, situation, of_activations, loss, made))
     if not offloaded(plan).parameters:
         return found
     shards = ("weights", "adapters", "gradients", "optimizer")
     away = sum(found.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
-    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, apart=0, notes=tuple(notes))
+    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
+
+
+def _at_once(plan: Plan, situation: Situation, found: Activations, loss: int, training: Iterable[ParameterPlan]) -> int:
+    """Return the most bytes of activations, loss and gradients that are there at once; ``training``: what has none
+    before the step.
+    """
+    sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in training}
+    tables = _looked_up(plan, situation.pp_rank)
+    first = f"{plan.layers[0]}." if found.on_host and plan.layers else None
+    later = sum(size for name, size in sizes.items() if name in tables or (first and name.startswith(first)))
+    behind = sum(sizes.get(name, 0) for name in around_layers(plan) if name not in tables)
+    running = found.again + found.passing
+    return max(
+        found.kept + found.behind + loss,
+        found.kept + max(found.in_norm, running) + behind,
+        found.last + running + sum(sizes.values()) - later,
+    )
+
+
+def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
+    """Return the names of the matrices around the layers that are no head."""
+    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, pp_rank) else None
+    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
+    return {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
@@ -203,9 +243,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
     """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
     all_cast = situation.mixed == "bf16_params"
-    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
-    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
-    looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
+    looked_up = _looked_up(plan, situation.pp_rank)
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)  # those in 8 bits are made again
     copied = [p for p in held if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left]
