@@ -17,6 +17,7 @@ from hfscale.models.module_kinds import experts_per_token
 from hfscale.optim.catalog import CHOICES
 from scripts.long_goals import count
 
+from ..sweeps import cases
 from ..tiny_models import tiny
 
 LLAMA_8B = LlamaConfig(
@@ -123,7 +124,7 @@ def test_widths() -> None:
 
 
 WIDE = LlamaConfig(
-    hidden_size=256, intermediate_size=896, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+    hidden_size=256, intermediate_size=896, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=4,
     vocab_size=64, max_position_embeddings=2**16,
 )  # fmt: skip
 LEVERS: dict[str, dict[str, Any]] = {
@@ -135,9 +136,9 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("levers", LEVERS)
+@pytest.mark.parametrize("levers", cases(LEVERS, daily=["none"]))
 def test_all_that_there_is_at_once(levers: str) -> None:
     """Gradients of activations included, by a step on the meta device, where backward passes hold most."""
-    for tokens in (8192, 32768):
+    for tokens in (4096, 8192):
         found = count(WIDE, tokens, **LEVERS[levers])
         assert found.estimated - OVERHEAD == pytest.approx(found.device + found.optimizer, rel=0.03), tokens

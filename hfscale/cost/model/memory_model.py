@@ -33,7 +33,7 @@ from ...config.schedules import ASYNCHRONOUS
 from ...plan import Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
-from ...plan.feature_plans import gathered_in_8_bits, offloaded, weights_in_8_bits
+from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
 from ...plan.parameter import ParameterPlan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
@@ -161,15 +161,16 @@ def _at_once(plan: Plan, situation: Situation, found: Activations, loss: int, tr
     before the step.
     """
     sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in training}
-    tables = _looked_up(plan, situation.pp_rank)
-    first = f"{plan.layers[0]}." if found.on_host and plan.layers else None
-    later = sum(size for name, size in sizes.items() if name in tables or (first and name.startswith(first)))
+    tables, (first, last) = _looked_up(plan, situation.pp_rank), (plan.layers[:1], plan.layers[-1:])
+    later = {name for name in sizes if name in tables or (found.on_host and name.startswith(first))}
     behind = sum(sizes.get(name, 0) for name in around_layers(plan) if name not in tables)
+    if recomputed(plan).tile:  # every tile adds to the gradients of its layer
+        behind += sum(size for name, size in sizes.items() if name.startswith(last))
     running = found.again + found.passing
     return max(
         found.kept + found.behind + loss,
         found.kept + max(found.in_norm, running) + behind,
-        found.last + running + sum(sizes.values()) - later,
+        found.last + running + sum(size for name, size in sizes.items() if name not in later),
     )
 
 
