@@ -112,9 +112,7 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Casts(TorchFunctionMode):
-    """Cast the arguments of listed functions to ``dtype`` or, if it ``widens``, those of a second list to 32 bits;
-    weights once, as autocast keeps its copies until its end. Their storages are added to ``copies``, by their key.
-    """
+    """Cast arguments of listed functions to ``dtype``, or some to 32 bits (``widens``); note copies of weights."""
 
     def __init__(self, dtype: torch.dtype, widens: bool, copies: dict[int, StorageWeakRef]) -> None:
         super().__init__()

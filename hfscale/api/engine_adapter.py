@@ -31,9 +31,7 @@ _PREFIX = "base_model.model."
 
 
 def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:
-    """Write the LoRA adapter in ``adapter``, of the checkpoint in ``base``, for an engine; return the tensors written.
-    Raise :class:`CheckpointError` for damaged files, :class:`ConfigError` for forms that engines do not load.
-    """
+    """Write the LoRA adapter of the checkpoint ``base`` for an engine; return how many tensors; refuse other forms."""
     adapted = AdaptedBase(base, adapter, trust_remote_code)
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
     contents = {name: p.detach() for name, p in adapted.model.named_parameters()}

@@ -123,9 +123,7 @@ def merge_adapter(
     trust_remote_code: bool = False,
     as_stored: bool = False,
 ) -> int:
-    """Write ``base`` with ``adapter`` merged into it; return the number of changed tensors. With ``as_stored``, merged
-    weights are quantized again in the form of ``base``, and others copied; else all are written as plain values.
-    """
+    """Write ``base`` merged, or ``as_stored`` again in its form; return the number of changed tensors."""
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)
     form = merged.adapted.form if as_stored else None

@@ -42,9 +42,7 @@ class Overwrite:
 
 
 class _StandIns(TorchDispatchMode):
-    """Put placeholders without memory, of full ``shapes``, in place of a model's parameters, and skip operations that
-    would write into them while modules are initialized; ``real`` parameters get memory instead, full of ``fill``.
-    """
+    """Put placeholders of full ``shapes`` in place of parameters, which no write reaches; ``real`` ones have memory."""
 
     def __init__(
         self, model: Any, shapes: dict[str, tuple[int, ...]], real: Collection[str] = (), fill: float = 0.0

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from .. import __version__
-from .._compat.parsers import flags_of
+from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
@@ -134,9 +134,7 @@ _BYTES = ("max_memory", "max_shard_size")
 
 
 def check_early(arguments: argparse.Namespace) -> None:
-    """Refuse names, sizes and paths that are impossible in themselves, before torch is imported (seconds); turn amounts
-    into numbers.
-    """
+    """Refuse what is impossible in itself before torch is imported (seconds); turn amounts into numbers."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:
         check_place(given["model"])

@@ -10,15 +10,11 @@ so that collectives and machines can be compared; with ``n`` ranks and ``S`` byt
     broadcast, reduce                                   S / t
 """
 
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat.torch_device import ACCELERATOR, accelerators, device_module, is_accelerator
+from ..config.environment import local_rank, started_processes
 from ..errors import HFScaleError
 
 Call = Callable[[], object]
@@ -76,9 +73,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
 
 
 def measure(device: torch.device, sizes: Sequence[int], seconds: float = _SECONDS) -> list[Measured]:
-    """Time every collective with every size, in bytes, for about ``seconds`` each; call it on every rank. All ranks
-    return the same. Sizes are rounded up to float32 numbers that divide evenly between the ranks.
-    """
+    """Time every collective with every size (bytes, rounded up) for ``seconds`` each; call it on every rank."""
     ranks, found = dist.get_world_size(), []
     for asked in sizes:
         count = -(-asked // (4 * ranks)) * ranks
@@ -113,14 +108,14 @@ def _wait(device: torch.device) -> None:
         device_module(device).synchronize(device)
 
 
-def suggested_bucket(measured: Sequence[Measured], share: float = 0.8) -> int | None:
-    """Return the bytes of the smallest message at which all-reduce has ``share`` of its best bus bandwidth, or ``None``
+def suggested_bucket(measured: Sequence[Measured]) -> int | None:
+    """Return the bytes of the smallest message at which all-reduce has 0.8 of its best bus bandwidth, or ``None``
     if nothing was measured: a good value of stock DDP's ``bucket_cap_mb``, since smaller ones waste the link, and
     larger ones delay the start for no gain.
     """
     found = [each for each in measured if each.collective == "all-reduce"]
     best = max((each.bus_bandwidth for each in found), default=0.0)
-    fast = [each.size for each in found if each.bus_bandwidth >= share * best]
+    fast = [each.size for each in found if each.bus_bandwidth >= 0.8 * best]
     return min(fast, default=None)
 
 
@@ -146,46 +141,27 @@ class MeasurementError(HFScaleError, RuntimeError):
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
     """Run ``function(device, *args)`` on ``world`` processes in a group; return rank 0's result in ``timeout`` s."""
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="hfscale_ranks_") as directory:
-        ranks = [
-            context.Process(target=_rank, args=(rank, world, directory, sending, function, args), daemon=True)
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        sending.close()
-        try:
-            answered = receiving.poll(timeout)
-            kind, value = receiving.recv() if answered else ("failed", f"no answer within {timeout:.0f} s")
-        except EOFError:
-            kind, value = "failed", "all ranks ended without an answer"
-        finally:
-            for process in ranks:
-                process.join(10)
-                process.kill()
-                process.join()
-            receiving.close()
-    if kind == "failed":
-        raise MeasurementError(f"{world} processes could not communicate: {value}")
-    return value
+    from ..testing.pool import RankError, RankPool  # whose room imports transformers
 
-
-def _rank(
-    rank: int, world: int, directory: str, answers: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    gpus = accelerators().device_count()
-    device = torch.device(ACCELERATOR, rank) if world <= gpus else torch.device("cpu")
-    if is_accelerator(device):
-        accelerators().set_device(device)
-    store = f"file://{os.path.join(directory, 'store')}"
     try:
-        dist.init_process_group(dist.get_default_backend_for_device(device), store, rank=rank, world_size=world)
-        value = function(device, *args)
-        if rank == 0:
-            answers.send(("found", value))
-        dist.destroy_process_group()
-    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of communication are RuntimeErrors
-        answers.send(("failed", f"rank {rank}: {error}"))
+        with RankPool(world, timeout, backend=_backend) as ranks:
+            return ranks.run(_on_own_device, function, args)[0]
+    except RankError as error:
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(dict.fromkeys((said[0], said[-1])))
+        raise MeasurementError(f"{world} processes could not communicate: {reason}") from error
+
+
+def _device() -> torch.device:
+    rank, world = local_rank(), started_processes()
+    return torch.device(ACCELERATOR, rank) if world <= accelerators().device_count() else torch.device("cpu")
+
+
+def _backend() -> str:
+    if is_accelerator(_device()):
+        accelerators().set_device(_device())
+    return dist.get_default_backend_for_device(_device())
+
+
+def _on_own_device(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(_device(), *args)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 
-from .._compat.parsers import arguments_of, flags_of
+from .._compat.standard_library import arguments_of, flags_of
 from ..recipes import LIBRARY
 from .look import add_json, show
 

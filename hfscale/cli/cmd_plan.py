@@ -6,19 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from . import model_flags as flags
 from .look import add_json, bar, print_json, show
-from .model_flags import (
-    OPTIMIZER,
-    add_layout_arguments,
-    add_model_arguments,
-    add_training_arguments,
-    building,
-    check_place,
-    gigabytes_of,
-    layout_of,
-    load_config,
-    plan_arguments,
-)
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -41,10 +30,10 @@ _TRAINING = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_layout_arguments(parser)
+    flags.add_model_arguments(parser)
+    flags.add_layout_arguments(parser)
     group = parser.add_argument_group("training (any of these adds what a rank holds, by kind, and whether it fits)")
-    add_training_arguments(group)
+    flags.add_training_arguments(group)
     told = f"of one microbatch of a batch rank, as 4096 or 4K (default: {_TOKENS})"
     group.add_argument("--tokens", metavar="N", help=told)
     told = f"memory of one GPU, as 80GB (10^9), 80 or 80GiB (2^30) (default: {_GB}GB)"
@@ -59,25 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_place(arguments.model)
-    tokens, size = arguments.tokens or _TOKENS, gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
+    flags.check_place(arguments.model)
+    tokens = arguments.tokens or _TOKENS
+    size = flags.gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
     from ..plan import render, to_json
 
-    layout = layout_of(arguments)
-    config = load_config(arguments.model, arguments.trust_remote_code)
+    layout = flags.layout_of(arguments)
+    config = flags.load_config(arguments.model, arguments.trust_remote_code)
     if arguments.dry_run:
         found = _dry_run(arguments, config, layout, tokens)
         show(arguments, found.to_dict(), str(found))
         return
-    planned = make_plan(config, layout, **plan_arguments(arguments))
+    planned = make_plan(config, layout, **flags.plan_arguments(arguments))
     memory = None
     if any(getattr(arguments, name) is not None for name in _TRAINING):
         from ..cost.tools.memory_report import memory_estimate
 
-        optimizer, precision = arguments.optimizer or OPTIMIZER, arguments.mixed_precision
+        optimizer, precision = arguments.optimizer or flags.OPTIMIZER, arguments.mixed_precision
         memory = memory_estimate(planned, optimizer, tokens=tokens, mixed_precision=precision)
     if arguments.json:
         document = json.loads(to_json(planned))
@@ -100,8 +90,8 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             f"--dry-run has no quantized weights and no optimizer: leave {', '.join(beside)} out, or use hfscale "
             "estimate"
         )
-    with building(arguments, config), bar() as progress:
-        return dry_run(config, layout, sequence_length=tokens, progress=progress, **plan_arguments(arguments))
+    with flags.building(arguments, config), bar() as progress:
+        return dry_run(config, layout, sequence_length=tokens, progress=progress, **flags.plan_arguments(arguments))
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:

@@ -6,19 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from . import model_flags as flags
 from .look import add_json, check_writable, print_json, working
-from .model_flags import (
-    ON_HOST,
-    OPTIMIZER,
-    QUANTIZATIONS,
-    add_html,
-    add_machine_arguments,
-    add_model_arguments,
-    add_training_arguments,
-    load_config,
-    plan_arguments,
-    write_html,
-)
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
 DESCRIPTION = (
@@ -30,7 +19,7 @@ hfscale search meta-llama/Llama-3.1-70B --gpus 8 --tokens-per-step 256K --lora -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    flags.add_model_arguments(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the run")
     parser.add_argument(
         "--tokens-per-step",
@@ -43,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of a rank, as 60GiB (2^30) or 60GB (10^9) (default: 87.5%% of the GPU's)",
     )
-    add_machine_arguments(parser)
-    add_training_arguments(parser)
+    flags.add_machine_arguments(parser)
+    flags.add_training_arguments(parser)
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="tuned for --its-tokens-per-step")
     parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
-    add_html(parser)
+    flags.add_html(parser)
     add_json(parser)
 
 
@@ -61,14 +50,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.quantize is not None and arguments.lora is None:
         raise ConfigError(f"--quantize {arguments.quantize} leaves nothing that trains: give --lora as well")
     machine = find_machine(arguments.hardware)
-    config = load_config(arguments.model, arguments.trust_remote_code)
+    config = flags.load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or ("float32" if arguments.lora is None else "bfloat16")
-    optimizer, tile, given = arguments.optimizer or OPTIMIZER, arguments.tile_tokens, arguments.mixed_precision
-    on_host = tuple(name for name in ON_HOST if name in (arguments.offload or "").split(","))
+    optimizer, tile, given = arguments.optimizer or flags.OPTIMIZER, arguments.tile_tokens, arguments.mixed_precision
+    on_host = tuple(name for name in flags.ON_HOST if name in (arguments.offload or "").split(","))
     asked = {"recompute": arguments.recompute, "tile_tokens": tile, "offload": on_host or None}
     working(f"planning {arguments.model}")
     training: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer}
-    more: dict[str, Any] = {**plan_arguments(arguments), **training}
+    more: dict[str, Any] = {**flags.plan_arguments(arguments), **training}
     del more["memory"]  # of which all is tried that was not asked for
 
     def searched(mixed: str) -> Any:
@@ -92,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}. {MEASURED}.")
         print("Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
         _print_rules(arguments, found.tokens)
-    write_html(arguments.html, found, f"{arguments.model} on {found.gpus} x {machine.name}")
+    flags.write_html(arguments.html, found, f"{arguments.model} on {found.gpus} x {machine.name}")
     if arguments.out is not None:
         _write(arguments, found, training)
 
@@ -131,7 +120,7 @@ def _write(arguments: argparse.Namespace, found: Any, training: dict[str, Any]) 
         targets = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}
     if arguments.quantize is not None:
-        more["quantization"] = QUANTIZATIONS[arguments.quantize]
+        more["quantization"] = flags.QUANTIZATIONS[arguments.quantize]
     arguments.out.write_text(recipe_of(found, arguments.model, **more))
     if not arguments.json:
         print(f"\nwrote {arguments.out}")

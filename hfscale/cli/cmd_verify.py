@@ -4,18 +4,8 @@ import argparse
 from dataclasses import asdict
 
 from ..errors import ConfigError
+from . import model_flags as flags
 from .look import add_json, show, working
-from .model_flags import (
-    add_layout_arguments,
-    add_lora,
-    add_model_arguments,
-    auto_class_of,
-    building,
-    check_place,
-    layout_of,
-    load_config,
-    remote_code,
-)
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -28,14 +18,14 @@ _DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_layout_arguments(parser)
-    add_lora(parser, "train LoRA adapters instead, against stock PEFT")
+    flags.add_model_arguments(parser)
+    flags.add_layout_arguments(parser)
+    flags.add_lora(parser, "train LoRA adapters instead, against stock PEFT")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_place(arguments.model)
+    flags.check_place(arguments.model)
     import transformers
 
     from ..config.parallel import AXES
@@ -47,13 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"--dtype {arguments.dtype}: verify compares in float64, in which a wrong layout cannot hide behind "
             "rounding: leave it out"
         )
-    auto_class, asked = auto_class_of(arguments.auto_class), layout_of(arguments)
-    config = load_config(arguments.model, arguments.trust_remote_code)
+    auto_class, asked = flags.auto_class_of(arguments.auto_class), flags.layout_of(arguments)
+    config = flags.load_config(arguments.model, arguments.trust_remote_code)
     other = arguments.auto_class != _DEFAULT
     chosen = {"auto_class": auto_class} if other else {}
     working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
-    with building(arguments, config):
-        used, parity = verify(config, asked, lora=arguments.lora, **chosen, **remote_code(arguments))
+    with flags.building(arguments, config):
+        used, parity = verify(config, asked, lora=arguments.lora, **chosen, **flags.remote_code(arguments))
     layout = {axis: used.asked(axis) for axis in AXES}
     found = {**asdict(parity), "tolerance": TOLERANCE, "equal": parity.worst() <= TOLERANCE}
     document = {"family": config.model_type, "layout": layout, "ranks": used.total_size, **found}

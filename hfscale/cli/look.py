@@ -86,9 +86,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
-    """Refuse, without slow imports, a directory with files unless ``overwrite``, and one that is among ``sources``:
-    name of an argument -> a path that the command reads, into which it never writes.
-    """
+    """Refuse OUT with files unless ``overwrite``, and one among ``sources``: argument -> a path that is read."""
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():
             raise ConfigError(f"OUT {out} must not be {name}, which is read: name another directory")

@@ -142,9 +142,7 @@ def add_training_arguments(parser: Adds) -> None:
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.plan` for the class, its dtype, adapters, quantized weights, precision and
-    memory.
-    """
+    """Return the arguments of :func:`hfscale.plan`: class, dtype, adapters, quantized weights, precision, memory."""
     from transformers import BitsAndBytesConfig
 
     from ..config.memory import MemoryConfig

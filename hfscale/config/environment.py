@@ -26,9 +26,7 @@ def cpu_requested() -> bool:
 
 @contextmanager
 def without_launcher_switches() -> Iterator[None]:
-    """Switch off, inside the ``with`` block, sharding by Accelerate and transformers that a launch line switched on:
-    hfscale applies the data axes, and transformers would fill weights on rank 0 only, or wrap a second time.
-    """
+    """Switch off, in the ``with`` block, sharding by Accelerate and transformers: hfscale applies the data axes."""
     names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:

@@ -63,9 +63,7 @@ PER_LAYER = (
 
 
 def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any) -> PreTrainedConfig:
-    """Return a config of the same class with a few layers, small widths, a small odd vocabulary and no dropout.
-    ``changes`` are set besides; of a config inside, a dict of its fields.
-    """
+    """Return a config of the same class, tiny and without dropout; ``changes`` (a dict for a config inside) are set."""
     whole = config.to_dict()
     small = _shrink(copy.deepcopy(whole), layers, type(config))
     small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}

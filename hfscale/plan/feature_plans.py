@@ -154,9 +154,7 @@ def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the names of the parameters that data ranks all-gather in 8 bits, without those that something else reads
-    in full precision: DoRA takes the norms of a weight's rows.
-    """
+    """Return the parameters that data ranks gather in 8 bits: not those whose rows DoRA takes the norms of."""
     found = plan.feature(ProductsPlan)
     if found is None or not found.gathers or plan.layout.dp_shard == 1:
         return frozenset()

@@ -105,11 +105,9 @@ class QuantizedPlan:
 
 
 @cache
-def matrix_blocks_align(
-    shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False, block: int = BLOCK
-) -> bool:
-    """Return whether the blocks of every rank's shard are blocks of the full matrix: of ``block`` values in 4 bits, a
-    full row in 8 bits. The ``shape`` is ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix
+def matrix_blocks_align(shape: tuple[int, ...], cuts: tuple[Cut, ...], bits: int = 4, transposed: bool = False) -> bool:
+    """Return whether the blocks of every rank's shard are blocks of the full matrix: of 64 values in 4 bits, a full
+    row in 8 bits. The ``shape`` is ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix
     quantized by itself, as ``[columns, rows]`` if ``transposed``.
     """
     *_, rows, columns = range(len(shape))
@@ -121,7 +119,7 @@ def matrix_blocks_align(
         down, across = spans[rows], spans[columns]
         if bits == 8 and down and across and across != [(0, matrix[1])]:
             return False
-        if bits == 4 and not runs_align(matrix, [down, across], block):
+        if bits == 4 and not runs_align(matrix, [down, across], BLOCK):
             return False
     return True
 

@@ -1,7 +1,7 @@
 """Define pipeline stages as data: the layers, the rank and the cost of each stage.
 
-Integers in, integers out. :mod:`hfscale.plan.drafting.assign` measures the cost of a layer, and
-:mod:`hfscale.plan.drafting.assign` finds the modules before and behind the layers.
+Integers in, integers out. :mod:`hfscale.plan.drafting.assign` measures the cost of a layer, and finds the modules
+before and behind the layers.
 """
 
 from bisect import bisect_left, bisect_right

@@ -66,10 +66,7 @@ def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
 ) -> Iterator[tuple[list[int], int, range]]:
-    """Yield the rows that one rank evaluates in each step: ``size`` sequences, as many as a step of training has, how
-    many of them count (the rest fill up), and the range of those that count over all ranks. All ranks together visit
-    every sequence once, in equally many steps.
-    """
+    """Yield each step's rows of one rank, how many count (the rest fill up), and the range of those of all ranks."""
     for start in range(0, available, size * batch_world):
         total = min(size * batch_world, available - start)
         share = -(-total // batch_world)

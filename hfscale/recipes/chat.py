@@ -115,10 +115,7 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> E
 
 
 def by_prefixes(ids: list[int], messages: Any, rendered: Callable[[int, bool], list[int]]) -> list[int]:
-    """Return labels for the tokens that each assistant turn adds to the rendering before it, without its heading.
-    ``ids`` are the tokens of the whole conversation, and ``rendered`` makes those of the first so many messages, with
-    the heading of an answer behind them, or without.
-    """
+    """Return labels of what each assistant turn adds to the rendering of the messages before it and its heading."""
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index == 0:  # nothing asks for what a conversation begins with

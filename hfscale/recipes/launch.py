@@ -29,9 +29,7 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # a name that import
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of ``accelerate launch`` to run ``hfscale train`` with ``arguments`` in ``processes`` ranks,
-    over gloo without GPUs, at any free port (0). The rest are its defaults, given so that it does not list them.
-    """
+    """Return the arguments of ``accelerate launch``: any free port (0), and its defaults, or it would list them."""
     ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
     return [*options, "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "hfscale", "train", *arguments]

@@ -30,9 +30,7 @@ from .tasks import Task, task_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the measurements of a training run. Losses are in nats per label, which in text is every token; tokens leave
-    padding out; memory is that of the largest process, in bytes.
-    """
+    """Hold a run's measurements: nats per label, tokens without padding, bytes of the largest process."""
 
     train_loss: float
     first_validation_loss: float
@@ -46,9 +44,7 @@ class Outcome:
 
 
 class RecipeTrainer(hfscale.Trainer):
-    """Train by a recipe; the loss is the model's own or the task's, a mean over the labels of a whole step.
-    ``tokenizer`` is the processor where rows have pictures, and ``baseline`` what the validation loss is put beside.
-    """
+    """Train by a recipe; the loss is the model's or task's, a mean over a step's labels, beside a ``baseline``."""
 
     def __init__(
         self,

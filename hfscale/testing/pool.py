@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -39,7 +40,7 @@ class RankError(AssertionError):
     """Raised if a function failed, or did not return in time, on some rank."""
 
 
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Run functions on ``world`` processes in one process group.
 
     Args:
@@ -90,9 +91,6 @@ class RankPool:
         if self._directory is not None:
             self._directory.cleanup()
         self._processes, self._pipes, self._directory = [], [], None
-
-    def __enter__(self) -> "RankPool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -188,7 +186,7 @@ def _serve(
         from tqdm import tqdm
         from transformers.utils import logging
 
-        from .._compat.children import may_have_children
+        from .._compat.standard_library import may_have_children
         from .._compat.torch_gloo import share_gloo_thread
 
         # Or each bar would own a lock of the machine's, which a rank that is stopped leaves behind.
@@ -199,8 +197,13 @@ def _serve(
         share_gloo_thread()
         store = torch.distributed.FileStore(str(Path(directory) / "store"), world)  # type: ignore[attr-defined]
         # Longer than the pool's own patience, so that a hang is reported by the pool, with stacks.
-        name, patience = "gloo" if backend is None else backend(), timedelta(seconds=2 * timeout)
-        dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
+        patience = timedelta(seconds=2 * timeout)
+        try:
+            name = "gloo" if backend is None else backend()
+            dist.init_process_group(name, store=store, rank=rank, world_size=world, timeout=patience)
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+            return
         gc.freeze()  # imported modules stay: the garbage collector need not traverse them in tests
         gc.set_threshold(20_000)  # models are built and dropped all the time: a tenth of a test's time otherwise
         multiprocessing.set_start_method(None, force=True)  # or a loader's workers would import everything again

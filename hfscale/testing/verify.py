@@ -217,9 +217,7 @@ def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
-    """Return changes to a clone's heads so that they divide between ``tensor`` ranks; a model with fewer key/value
-    heads than the ``asked`` tensor ranks gets a clone with fewer than ``tensor``.
-    """
+    """Return changes to a clone's heads that divide between ``tensor`` ranks, with few key heads if ``asked``."""
     fields = config.to_dict()
     if "num_key_value_heads" not in fields:
         return {}

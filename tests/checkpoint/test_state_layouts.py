@@ -33,10 +33,12 @@ CHAINS = [
     ("rows", "adamw_8bit", NARROW, ["tp2", "shard2", "one", "tp4", "pp2-tp2"]),
     ("rows", "ademamix_8bit", NARROW, ["shard2", "tp2", "one"]),
     ("mixture", "stock", WIDE, ["ep2", "one", "ep2-tp2", "pp2", "ep2-cut", "ep4", "tp2"]),
+    ("mixture", "few", WIDE, ["ep2", "pp2", "ep2-tp2", "one"]),
     ("lora", "stock", WIDE, ["tp2", "pp2", "shard2", "tp4", "one"]),
     ("four-bit", "sums", NARROW, ["tp2", "one", "pp2", "shard2"]),  # adapters over a base in 4 bits
 ]
 RARE = [
+    ("mixture", "stock"),
     ("tied", "stock"),
     ("ragged", "muon"),
     ("ragged", "adafactor"),
@@ -73,7 +75,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 def test_goes_on_in_another_layout(
     pools: Pools, tmp_path: Path, kind: str, name: str, dtype: torch.dtype, layouts: list[str]
 ) -> None:
-    last = len(layouts) + 1
+    name, last = "stock" if name == "few" else name, len(layouts) + 1
     base = save(wide("llama"), tmp_path / "base") if kind == "four-bit" else None
     expected, weights = leg(kind, name, "one", dtype, range(last), str(tmp_path / "whole"), base)
     directory = str(tmp_path / "legs")

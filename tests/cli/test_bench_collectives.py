@@ -84,7 +84,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], message:
 def test_ranks_of_its_own() -> None:
     found = run_ranks(2, measure, [1024], 0.0)
     assert [each.collective for each in found] == list(COLLECTIVES)
-    with pytest.raises(MeasurementError, match="rank 0: too many"):
+    with pytest.raises(MeasurementError, match="rank 0 failed: ValueError: too many"):
         run_ranks(2, fail)
 
 

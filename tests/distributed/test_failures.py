@@ -13,6 +13,7 @@ import pytest
 
 from hfscale.distributed.failures import _Listener
 
+from ..sweeps import cases
 from . import failing_runs
 
 RAISES = 'raise ValueError("a bad row\\nof many lines")'
@@ -22,11 +23,12 @@ WAYS = {
     "os._exit(3)": (3, "ended (exit code 3)"),
     "sys.exit(4)": (4, "ended"),
 }
-FAILING = [
+FAILING: list[dict[str, Any]] = [
     {"how": how, "collective": collective, "failing": failing, "sleeps": 60.0}
     for how in WAYS
     for collective, failing in ((True, 1), (False, 0))
 ]
+DAILY = (FAILING[0], FAILING[1], FAILING[2], FAILING[5], FAILING[6])  # every way, and both kinds of waiting
 OTHERS: dict[str, dict[str, Any]] = {
     "all": {"how": "pass", "collective": False, "failing": 9, "sleeps": -1.0},  # time.sleep raises on every rank
     "well": {"how": "time.sleep(1)", "collective": False, "failing": 2, "sleeps": 0.0},
@@ -37,8 +39,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    asked = {**{json.dumps(run): run for run in FAILING}, **OTHERS}
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    items: list[Any] = request.session.items
+    chosen = [item.callspec.params["run"] for item in items if item.name.startswith("test_all_end[")]
+    asked = {**{json.dumps(run): run for run in chosen}, **OTHERS}
     found = subprocess.run(
         [sys.executable, "-m", failing_runs.__name__, str(tmp_path_factory.mktemp("runs"))],
         input=json.dumps(list(asked.values())),
@@ -51,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(asked, json.loads(found.stdout), strict=True))
 
 
-@pytest.mark.parametrize("run", FAILING, ids=lambda run: f"{run['how'][:12]}-{run['failing']}")
+@pytest.mark.parametrize("run", cases(FAILING, daily=DAILY), ids=lambda run: f"{run['how'][:12]}-{run['failing']}")
 def test_all_end(runs: dict[str, Any], run: dict[str, Any]) -> None:
     found, failing, (code, words) = runs[json.dumps(run)], run["failing"], WAYS[run["how"]]
     assert found["codes"] == [code if rank == failing else 75 for rank in range(3)]

@@ -125,7 +125,7 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # half a minute alone, several beside another worker's ranks
-@pytest.mark.parametrize("draws", [3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_draws_are_equal_or_refused(draws: int) -> None:
     """In a process of their own, which forks while no thread runs; a few (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"

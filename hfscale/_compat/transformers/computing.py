@@ -139,9 +139,7 @@ def is_within_packing() -> bool:
 
 
 def documents_here() -> Tensor | None:
-    """Return which document of its row each token is in, ``[1 or b, s]``, inside a :func:`packing` context for rows of
-    several; else ``None``.
-    """
+    """Return the document of each token, ``[1 or b, s]``, within :func:`packing` of rows of several; else ``None``."""
     return _documents.get()
 
 

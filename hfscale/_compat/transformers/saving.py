@@ -89,9 +89,7 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Map each tensor to all stored together with it, itself included, in order, since they get one stored name or one
-    key of a converter; and map those that no converter changes to their stored names.
-    """
+    """Map tensors to those stored with them, itself included, in order; and those that nothing changes to names."""
     renamed: dict[str, str] = {}
     converters = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
     known: dict[str, list[str]] = {}
@@ -110,9 +108,7 @@ def _together(
 def _after_another(
     model: Any, contents: dict[str, Tensor], known: dict[str, tuple[str, ...]], expected: set[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return groups of parameters whose stored name depends on a sibling being converted first: ``norm0`` and ``norm1``
-    in the checkpoint, say, which are ``norm1`` and ``norm2`` in the model.
-    """
+    """Return groups whose stored names need a sibling converted first: ``norm0`` and ``norm1`` of ``norm1``, say."""
     found: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
     for name, tensor in alone.items():

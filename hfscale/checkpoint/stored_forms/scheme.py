@@ -93,9 +93,7 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a copy of a config without its description of weights that are read as plain values, and their form; any
-    other ``config`` itself, and ``None``.
-    """
+    """Return a config without its description of weights read as plain values, and their form; or itself, ``None``."""
     form = _form(description(config))
     if form is None:
         return config, None

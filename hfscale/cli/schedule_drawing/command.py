@@ -118,9 +118,7 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
-    """Return the order that the arguments ask for, completed from the recorded run or the CSV file, its schedule's
-    name, and the microbatches of one step.
-    """
+    """Return the order asked for, completed from the recorded run or CSV file, its schedule, and its microbatches."""
     known = measured is not None and (measured.name in SCHEDULES or measured.name.endswith(".csv"))
     schedule = spelled(arguments.schedule or "") or (measured.name if measured and known else "1f1b")
     runs = [measured] if measured else []

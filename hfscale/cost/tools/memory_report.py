@@ -125,10 +125,7 @@ def check_asked(
 
 
 def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
-    """Count what this rank holds between steps by the kinds of an estimate, each storage once: of quantized weights all
-    that is needed to read them, and of gradients also those that wait for a later step and what compression has left
-    out. A stock model is counted too; its adapters are told by PEFT's names.
-    """
+    """Count what this rank holds between steps by kind, each storage once; also of stock models, with PEFT's names."""
     runtime = find_runtime(model)
     older, waiting, left_out = list[Any](), list[Any](), list[Any]()
     pairs: list[tuple[bool, Any]]

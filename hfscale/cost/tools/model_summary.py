@@ -107,9 +107,7 @@ def _kept(
     types: Types,
     situation: Situation,
 ) -> dict[str, Kept]:
-    """Return a layer's bytes by a formula, or measured on one and on two tensor ranks, also where it is computed again
-    in one of the ``ways``.
-    """
+    """Return a layer's bytes by a formula or as measured on one and two tensor ranks, also under the ``ways``."""
     mixed, data = full[1].mixed_precision, {"dp_shard_size": 2}
 
     def of(alone: bool, **sizes: Any) -> Kept:

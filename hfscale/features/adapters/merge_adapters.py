@@ -106,9 +106,7 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
-    """Replace quantized modules, and PEFT's wrappers for them, in a model that has been taken apart, by plain ones with
-    the ``shares`` from :func:`dequantized_weights`; return the plan of the stock model without quantization.
-    """
+    """Put plain modules with ``shares`` in place of quantized ones and their wrappers; return the stock plan."""
     model, mesh, stock = runtime.model, runtime.mesh, adapters.whole.get_base_model()
     for name, share in shares.items():
         planned = runtime.plan.by_name[name]

@@ -16,10 +16,7 @@ from .storage import check_config, check_over_quantized
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
-    """Return the plan with the parameters that ``config`` adds, in their final dtypes; adapters are ``new``, or loaded
-    from a saved one. ``template``, the full stock model on the meta device, is wrapped. Raise :class:`ConfigError` if
-    hfscale or PEFT does not support the config, or it matches nothing.
-    """
+    """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
     _, planned = wrap_and_plan(template, config, plan, new)
     kinds = {
         adapter.name: type_beside(planned.by_name[adapter.base].dtype, adapter.kept_in) for adapter in planned.adapters

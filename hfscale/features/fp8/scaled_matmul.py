@@ -147,18 +147,10 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 def weight_scales(weights: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
     """Return the scale of each full weight, given this rank's shards, with one all-reduce over each of ``groups``."""
-    largest = torch.stack([_largest_of_all(weight) for weight in weights])
+    largest = torch.stack([_largest(weight, None, ()) for weight in weights])
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return list(_scale_for(largest.to(computed_in(weights[0].dtype)), FORWARD).unbind())
-
-
-def _largest_of_all(weight: Tensor) -> Tensor:
-    """Return the weight's largest absolute value in 32 bits or more, without a copy of the weight."""
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    if not weight.numel():
-        return weight.new_zeros((), dtype=wide)
-    return torch.linalg.vector_norm(weight, math.inf, dtype=wide)
 
 
 class Float8Products(Products):

@@ -68,9 +68,7 @@ class ParameterCasts(Part):
         return runtime.shares_casts or (runtime.options.casts_parameters and runtime.mesh.data_world == 1)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Wrap the forward of modules, inside of block edges; all modules where all is cast, since a backward pass,
-        which recomputes, may call any of them by itself.
-        """
+        """Wrap the forward of modules, inside of block edges; all where all is cast: recomputation may call any."""
         model, known, cast_all = runtime.model, runtime.plan.by_name.keys(), runtime.options.casts_parameters
         stays = stays_in_32_bits(model)
         copies = _Copies(MIXED_PRECISIONS[runtime.options.mixed_precision] if cast_all else None)

@@ -95,15 +95,6 @@ def split_packed(stored: dict[str, TensorOnDisk]) -> tuple[dict[str, TensorOnDis
     return {name: tensor for name, tensor in stored.items() if name not in beside}, packed
 
 
-def fill_row(weight: Tensor, scales: Tensor, packing: FourBitPacking) -> Tensor:
-    """Return one data rank's row of bytes, from stored ones; see :func:`...distributed.ops.four_bit.pack`."""
-    row = weight.new_zeros((1, packing.row_shape[1]))
-    packed, beside = split_row(row, packing)
-    packed[0, : weight.numel()] = weight
-    beside[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
-    return row
-
-
 class Quantizing:
     """Hold the quantized weights of a model on this rank, those that ``plan`` names, while they are loaded. ``model``
     is the stock model on the meta device, with this rank's modules, before anything is cut; operations of ``host``,
@@ -225,7 +216,11 @@ class Quantizing:
         weight, scales = packed.share(planned, name in self.plan.transposed, self.mesh.ranks)
         weight, scales = weight.to(self.mesh.device), scales.to(self.mesh.device)
         if name in self.packings:
-            return nn.Parameter(fill_row(weight, scales, self.packings[name]), requires_grad=False)
+            row = weight.new_zeros((1, self.packings[name].row_shape[1]))
+            packed_row, scales_row = split_row(row, self.packings[name])
+            packed_row[0, : weight.numel()] = weight
+            scales_row[0, : 4 * scales.numel()] = scales.contiguous().view(torch.uint8)
+            return nn.Parameter(row, requires_grad=False)
         module, _ = owner_of(self.model, name)
         original: Any = self.originals[name]
         packing = self._packing(planned, module)

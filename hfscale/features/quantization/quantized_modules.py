@@ -64,9 +64,7 @@ def check_trainable(planned: Plan, adapters: bool) -> None:
 
 
 def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
-    """Return a copy of a config without its description of weights that bitsandbytes stored in 4 bits, with which
-    transformers would read full weights its own way, and the description; any other ``config`` itself, and ``None``.
-    """
+    """Return a config without bitsandbytes' description of stored weights, and that; or itself, and ``None``."""
     found = getattr(config, "quantization_config", None)
     values = found if isinstance(found, dict) or found is None else found.to_dict()
     if values is None or values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit"):

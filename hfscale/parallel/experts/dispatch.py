@@ -145,9 +145,7 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Send tokens ``[n, h]``, of ``batches`` distinct batches, to the ranks of their experts; return the received rows
-    ``[arrived, h]``, by expert.
-    """
+    """Send tokens ``[n, h]`` of ``batches`` batches to their experts; return rows ``[arrived, h]`` by expert."""
 
     def back(grad: Tensor) -> Tensor:
         total = routes.sum_by_token(routes.from_experts(grad))

@@ -289,9 +289,7 @@ NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 @dataclass
 class LayerCounter:
-    """Count the tokens of one layer on one rank; counts known to several ranks are kept by one of them. Counting never
-    waits for the device: what the token exchange knows on the host is added there, the rest stays on the device.
-    """
+    """Count a layer's tokens on one rank, without waiting for the device; of equal counts one rank keeps them."""
 
     count: int
     counts: list[int] = field(init=False)  # routes to each expert that were counted on the host

@@ -31,9 +31,7 @@ from .router_functions import count_each
 
 
 class Mixture:
-    """Run the experts of one layer on tokens of ``batches`` distinct batches, exchanged over ranks and along routes
-    that ``routing`` changes and counts. ``shares`` are tensor ranks that each send a part of one batch.
-    """
+    """Run a layer's experts on tokens of ``batches`` batches; tensor ranks ``shares`` each send a part of one."""
 
     def __init__(self, routing: LayerRouting) -> None:
         mesh, layout = routing.mesh, routing.mesh.layout
@@ -184,9 +182,7 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute what a transformers module of experts does on rows ``x [rows, h]``, ``counts`` of them per expert,
-    without routes' weights. Its parameters and functions are looked up at each call, so that replaced ones are used.
-    """
+    """Compute a stock module of experts on ``x [rows, h]``, ``counts`` per expert; parameters are looked up anew."""
     dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
     biased, transposed = experts.has_bias, experts.is_transposed

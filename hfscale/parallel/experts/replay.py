@@ -42,9 +42,7 @@ _CHOOSES, _HIDES = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_
 
 
 class _Choice(TorchFunctionMode):
-    """Answer the top-k over ``count`` experts in one layer's pass: by ``given [n, k]`` where that is not negative, and
-    by its first answer when the layer is recomputed.
-    """
+    """Answer a layer's top-k over ``count`` experts by ``given [n, k]`` (-1: the router's own), or as it did first."""
 
     def __init__(self, count: int, given: Tensor | None, is_part: bool) -> None:
         super().__init__()

@@ -18,9 +18,7 @@ from torch import Tensor
 
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
-    """Return the probabilities ``[n, e]``, in 32 bits at least, whose rows sum to 1. With ``"sigmoid"`` scores, each is
-    divided by their sum (DeepSeek-AI 2024, V3).
-    """
+    """Return probabilities ``[n, e]``, in 32 bits at least; sigmoids over their sum (DeepSeek-AI 2024, V3)."""
     logits = widened(logits)
     if scores == "softmax":
         return logits.softmax(-1)
@@ -35,9 +33,7 @@ def switch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best two experts, weighted by their normalized probabilities; the second is taken if twice its weight
-    exceeds ``draws [n]``, uniform in ``[0, 1)``, or if there are none (Lepikhin et al. 2020, GShard, algorithm 1).
-    """
+    """Choose the best two; the second if twice its weight exceeds ``draws [n]`` (Lepikhin et al. 2020, algorithm 1)."""
     best, index = probabilities(logits).topk(2, dim=-1)
     weights = best / best.sum(-1, keepdim=True)
     if draws is not None:
@@ -47,9 +43,7 @@ def gshard(logits: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the best ``k`` after adding ``noise [n, e]`` (``None`` in evaluation), weighted by a softmax over them
-    (Shazeer et al. 2017, equations 3 to 5).
-    """
+    """Choose the best ``k`` after ``noise [n, e]``, weighted by their softmax (Shazeer et al. 2017, equations 3-5)."""
     logits = widened(logits)
     best, index = (logits if noise is None else logits + noise).topk(k, dim=-1)
     return index, best.softmax(-1)
@@ -70,9 +64,7 @@ _Number = TypeVar("_Number", int, Tensor)
 
 
 def room(tokens: _Number, factor: float, k: int, count: int) -> _Number:
-    """Return the capacity of each expert's queue for sequences of ``tokens`` (or ``[b]`` of several): ``factor`` times
-    the mean number of routes, rounded up, at most the number of tokens.
-    """
+    """Return each expert's capacity for sequences of ``tokens``: ``factor`` times the mean routes, at most all."""
     share = factor * k / count
     if isinstance(tokens, int):
         return min(tokens, math.ceil(tokens * share - _ROUNDING))

@@ -95,9 +95,7 @@ class StageAgreement:
         return found
 
     def hear(self, told: list[list[int]]) -> None:
-        """Take the reports of all ranks for the coming step, and freeze or train a tie alike on all stages: those that
-        changed it decide where they differ, else freeze it.
-        """
+        """Take all ranks' reports; freeze or train a tie alike on all stages, as those say that changed it."""
         ties = 1 + len(self._stages.stages)
         sums = ties + len(self._tied)
         self._reports = [_Report(each[0], each[1:ties], each[ties:sums], each[sums:]) for each in told]
@@ -187,9 +185,7 @@ class TiedGradients:
 
 
 def list_under_first_names(runtime: Runtime) -> None:
-    """Make ``model.named_parameters()`` use the stock model's name of a tied tensor on every stage, so that code that
-    chooses parameters by name (to freeze or to decay them) chooses the same ones on all stages as in one process.
-    """
+    """List tied tensors under the stock model's names on every stage, by which code may choose parameters."""
     held = runtime.plan.local_names(runtime.mesh.pp_rank)
     first = {here: owned for owned, here in held.items() if here != owned}
     if not first:

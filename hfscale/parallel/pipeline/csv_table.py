@@ -29,9 +29,7 @@ def write_csv(order: Order, path: Path) -> None:
 
 
 def read_csv(path: Path) -> Order:
-    """Read and check an order; raise :class:`ConfigError` if the file is missing, a cell is not an action, an action is
-    missing or listed twice, a stage is spread over ranks, or the ranks would wait for each other forever.
-    """
+    """Read an order; refuse cells that are no actions, missing or double actions, spread stages, and deadlocks."""
     from .simulation import simulate  # which reads nothing from files
 
     try:

@@ -28,9 +28,7 @@ def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stage
 def _interleaved(
     rank: int, pp_size: int, num_microbatches: int, virtual_stages: int, halves: bool = False
 ) -> list[Action]:
-    """Run each round of microbatches through all of a rank's stages (interleaved 1F1B, Narayanan et al. 2021b). With
-    ``halves``, weight gradients come ``rank`` passes after input gradients (ZB-H1, Qi et al. 2023).
-    """
+    """Run interleaved 1F1B (Narayanan et al. 2021b); with ``halves``, weights come later (ZB-H1, Qi et al. 2023)."""
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     backward = _in_rounds("backward_input" if halves else "backward", rank, pp_size, num_microbatches, virtual_stages)
     weights = [action._replace(kind="backward_weight") for action in backward] if halves else []
@@ -281,9 +279,7 @@ def _whole_rounds(num_microbatches: int, pp_size: int) -> bool:
 
 
 def asynchronous_order(schedule: str, pp_size: int, num_microbatches: int, steps: int) -> Order:
-    """Return, per rank, the actions, updates included, of one-forward-one-backward over all steps' microbatches in a
-    row. A stage updates while some are in flight elsewhere: PipeDream after every microbatch, 2BW after every step.
-    """
+    """Return 1F1B over all steps in a row, with updates: PipeDream's after every microbatch, 2BW's after a step."""
     every = 1 if schedule == "pipedream" else num_microbatches
     ranks = []
     for stage in range(pp_size):

@@ -47,9 +47,7 @@ class StageForward:
     memory: Tensor | None = None
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Return zeros ``[b, s, h]`` for all tokens, also where hidden states are cut along the sequence, in memory of
-        their own, which lives as long as the forward pass: stock code scales an embedding in place.
-        """
+        """Return zeros ``[b, s, h]`` for all tokens, in memory of their own, since stock code scales them in place."""
         stream = next(found for found in (self.arriving, self.leaving, self.memory) if found is not None)
         shape = self.target if target else self.shape
         return torch.zeros(*shape, width or stream.shape[-1], dtype=stream.dtype, device=stream.device)

@@ -82,9 +82,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
 
 
 def split_steps(whole: Timeline) -> list[Timeline]:
-    """Split a run into its steps, keeping the times: an action that repeats on every rank begins a step. Schedules
-    without a flush number microbatches over all steps, which overlap: such a run is not split.
-    """
+    """Split a run into steps, each begun by an action that repeats; overlapping (asynchronous) steps stay one."""
     ranks = [_parts(spans) for spans in whole.ranks]
     return [replace(whole, ranks=tuple(parts[step] for parts in ranks)) for step in range(min(map(len, ranks)))]
 

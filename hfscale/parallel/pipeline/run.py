@@ -12,7 +12,7 @@ are sent between stages, and their gradients back.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,7 @@ class Pipeline(Executor):
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
         self._agreement = StageAgreement(runtime)
-        self._accepted: dict[int, bool] = {}
-        self._programs: dict[tuple[int, bool], list[Step]] = {}
+        self._accepts, self._program = cache(self._can_run), cache(self._program_of)  # asked at every step
         self._batches: Sequence[Microbatch] | dict[int, Microbatch] = ()
         self._objective: Objective | None = None
         self._towers = runtime.plan.feature(TowersPlan)
@@ -180,28 +179,22 @@ class Pipeline(Executor):
             total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
             return total + torch.stack(self._losses).sum() if self._losses else total
 
-    def _accepts(self, num_microbatches: int) -> bool:
-        if num_microbatches not in self._accepted:  # asked at every step
-            try:
-                self._order(num_microbatches)
-                self._accepted[num_microbatches] = True
-            except ConfigError:
-                self._accepted[num_microbatches] = False
-        return self._accepted[num_microbatches]
+    def _can_run(self, num_microbatches: int) -> bool:
+        try:
+            return bool(self._order(num_microbatches))
+        except ConfigError:
+            return False
 
     def _order(self, num_microbatches: int) -> Order:
         layout = self._layout
         schedule, virtual = str(layout.pipeline_schedule), int(layout.virtual_stages or 1)
         return order(schedule, layout.pp, num_microbatches, virtual)
 
-    def _program(self, num_microbatches: int, backward: bool) -> list[Step]:
-        key = (num_microbatches, backward)
-        if key not in self._programs:
-            actions = self._order(num_microbatches)
-            if not backward:
-                actions = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
-            self._programs[key] = rank_programs(actions)[self._rank]
-        return self._programs[key]
+    def _program_of(self, num_microbatches: int, backward: bool) -> list[Step]:
+        actions = self._order(num_microbatches)
+        if not backward:
+            actions = tuple(tuple(a._replace(paired=False) for a in row if a.kind == "forward") for row in actions)
+        return rank_programs(actions)[self._rank]
 
     def tell(self, train: bool) -> tuple[list[int], list[Tensor]]:
         """Return this rank's report; see :mod:`.agreement`."""

@@ -125,9 +125,7 @@ class Timeline:
 
     @property
     def steady_idle(self) -> float | None:
-        """Fraction of time spent waiting after every stage ended a backward and before one begins its last forward;
-        None where the run is too short to have such a stretch.
-        """
+        """Fraction waited between all stages' first backward and last forward; ``None`` for a run too short."""
         begin = max(min((s.end for s in spans if s.action.kind in GRADIENT), default=0.0) for spans in self.ranks)
         end = min(max((s.start for s in spans if s.action.kind == "forward"), default=0.0) for spans in self.ranks)
         if end <= begin:
@@ -165,13 +163,9 @@ def play(order: Order, run: Callable[[int, list[Action]], bool]) -> list[list[Ac
 
 def peak_live(order: Order) -> tuple[int, ...]:
     """Return, per stage, the most microbatches between their forward and their weight gradients."""
-    num_stages = 1 + max((action.stage for actions in order for action in actions), default=-1)
-    alive, peak = [0] * num_stages, [0] * num_stages
-    for actions in order:
-        for action in actions:
-            alive[action.stage] += (action.kind == "forward") - (action.kind in RELEASE)
-            peak[action.stage] = max(peak[action.stage], alive[action.stage])
-    return tuple(peak)
+    every = [action for actions in order for action in actions]
+    stages = range(1 + max((action.stage for action in every), default=-1))
+    return fullest_live(tuple(tuple(a for a in every if a.stage == stage) for stage in stages), [1] * len(stages))
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:

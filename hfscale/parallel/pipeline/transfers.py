@@ -30,9 +30,7 @@ Step = tuple[str, int, int]
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
-    """Return the program of every rank for its actions in ``order``: of an evaluation, the forward passes alone. Raise
-    :class:`ConfigError` if ``order`` updates weights within a step, or a pair of actions can never begin.
-    """
+    """Return every rank's program; refuse an order with updates inside a step, or a pair that can never begin."""
     if any(action.kind == "update" for actions in order for action in actions):
         raise ConfigError(
             f"{name} has updates (U) inside a step, which can only be drawn, not run: leave them out; the optimizer "

@@ -181,26 +181,8 @@ class Edge:
 
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
     """Install hooks on the inputs and outputs of ``block``, its per-head inputs, and its modules across heads."""
-    if block.heads or block.sample_heads:
-        model.get_submodule(block.name).register_forward_pre_hook(_own_heads(block, edge), with_kwargs=True)
 
-    def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        others = {name: edge.enter_other(kwargs[name]) for name in block.enter_inputs if kwargs.get(name) is not None}
-        return with_hidden_states(args, {**kwargs, **others}, edge.enter(hidden_states_of(args, kwargs)))
-
-    def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return (edge.leave(output[0]), *output[1:]) if isinstance(output, tuple) else edge.leave(output)
-
-    for name in block.enter:
-        model.get_submodule(name).register_forward_pre_hook(entered, with_kwargs=True)
-    for name in block.leave:
-        model.get_submodule(name).register_forward_hook(left)
-    for name, width in block.across:
-        _compute_across(model.get_submodule(name), width, block.replicas if name in block.replicated else 1, edge)
-
-
-def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def own_heads(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         own = dict(kwargs)
         for name, dim in block.heads:
             if own.get(name) is not None:
@@ -211,7 +193,21 @@ def _own_heads(block: BlockPlan, edge: Edge) -> Callable[..., Arguments]:
                 own[name] = by_sample.chunk(edge.size, 1)[edge.rank].flatten(0, 1)
         return args, own
 
-    return hook
+    def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        others = {name: edge.enter_other(kwargs[name]) for name in block.enter_inputs if kwargs.get(name) is not None}
+        return with_hidden_states(args, {**kwargs, **others}, edge.enter(hidden_states_of(args, kwargs)))
+
+    def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return (edge.leave(output[0]), *output[1:]) if isinstance(output, tuple) else edge.leave(output)
+
+    if block.heads or block.sample_heads:
+        model.get_submodule(block.name).register_forward_pre_hook(own_heads, with_kwargs=True)
+    for name in block.enter:
+        model.get_submodule(name).register_forward_pre_hook(entered, with_kwargs=True)
+    for name in block.leave:
+        model.get_submodule(name).register_forward_hook(left)
+    for name, width in block.across:
+        _compute_across(model.get_submodule(name), width, block.replicas if name in block.replicated else 1, edge)
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:

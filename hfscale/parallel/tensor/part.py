@@ -18,7 +18,7 @@ from ...plan import BlockPlan, Plan
 from ...plan.cut import share_evenly
 from ...plan.feature_plans import recomputed
 from ...plan.parameter import MODEL_AXES
-from ...train.runtime import Part, Runtime, local_tensor
+from ...train.runtime import Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import owner_of
 from ...train.runtime.runtime import SequenceAxis
@@ -65,9 +65,7 @@ def router_loss_counted_once() -> Iterator[None]:
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """Return the same value with ``1 / ranks`` of the gradient: every tensor rank computes all of this loss, and
-    gradients of a block's input, the router's too, are summed over the ranks.
-    """
+    """Return the value with ``1 / ranks`` of its gradient: every tensor rank computes it, and gradients are summed."""
     share = loss / ranks
     return share + (loss - share).detach()
 
@@ -144,7 +142,7 @@ class TensorParallel(Part, SequenceAxis):
         # A gradient hook (an optimizer that steps in backward) must see full gradients: sum them inside backward.
         if any(has_backward_hook(p) or has_accumulation_hook(p) for p in partial):
             return nullcontext()
-        return self.sums.at_the_end([p for p in partial if p.requires_grad], local_tensor)
+        return self.sums.at_the_end([p for p in partial if p.requires_grad])
 
     def around_stage_pass(self, runtime: Runtime, arrives: int | None, leaves: bool) -> AbstractContextManager[None]:
         """Let hidden states arrive as shards of the sequence, and leave so."""

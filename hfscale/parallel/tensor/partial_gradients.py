@@ -47,18 +47,15 @@ class PartialSums:
         return parameter if self.deferred else copy_to_tp_region(local_tensor(parameter), self.group)
 
     @contextmanager
-    def at_the_end(self, parameters: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Sum gradients of the with block's backward passes over the tensor ranks at its end, and add them to earlier
-        ones. ``parameters`` are in the same order on every rank; ``local`` returns the plain tensor this rank holds of
-        a gradient.
-        """
+    def at_the_end(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Sum the gradients of ``parameters``, in one order on all ranks, after the with block, apart from earlier."""
         with gradients_aside(parameters) as held:
             self.deferred = True
             try:
                 yield
             finally:
                 self.deferred = False
-        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         with torch.no_grad():
             for dtype in dict.fromkeys(grad.dtype for grad in grads):
                 _sum_flat([grad for grad in grads if grad.dtype == dtype], self.group)
@@ -77,9 +74,7 @@ def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
 def install_partial_sums(
     model: nn.Module, plan: Plan, sums: PartialSums, holds: Callable[[str], bool], first: bool
 ) -> None:
-    """Make modules, not adapters, read the partial parameters that this rank ``holds`` through ``sums``. Biases of row
-    projections are added once, by the ``first`` tensor rank.
-    """
+    """Make modules read what this rank ``holds`` through ``sums``; the ``first`` adds biases of row projections."""
     once = {name for block in plan.blocks for name in (*block.once, *(f"{row}.bias" for row in block.row))}
     adapters = {adapter.name for adapter in plan.adapters}
     reads: dict[tuple[nn.Module, bool], dict[str, None]] = {}  # one module may have two names

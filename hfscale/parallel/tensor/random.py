@@ -42,9 +42,7 @@ _RANKS = 1 << 16  # seeds of the cut streams of one region differ below this
 def cut_region(
     block: nn.Module, exits: Sequence[nn.Module], rank: int, wanted: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Use the cut random stream from the entry of ``block``, if ``wanted`` says there that it is not in use already, to
-    the entries of its row projections ``exits``. Return what puts the replicated stream back after an exception.
-    """
+    """Use the cut stream from ``block`` (if ``wanted``) to its row projections; return what puts the other back."""
     saved: list[torch.Tensor] = []
     passing = [False]  # what is saved is a recomputation's, which puts back what it found by itself
 
@@ -124,9 +122,7 @@ def drop_own(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
 
 
 def drop_again(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str) -> Derive:
-    """Return a function that applies dropout to the replicated ``x`` while a cut stream is in use: at any time, and on
-    all ranks, with the same mask.
-    """
+    """Return dropout of the replicated ``x`` under a cut stream: at any time, on all ranks, with the same mask."""
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
 
     def drop(x: torch.Tensor) -> torch.Tensor:

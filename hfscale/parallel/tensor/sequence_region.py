@@ -186,9 +186,7 @@ class SequenceRegion:
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
-        """Return functions that start to all-gather tensors like ``x`` (this rank's tokens), and to reduce-scatter
-        partial results of all tokens to that shape; both may be called in a backward pass after other forward passes.
-        """
+        """Return functions that start to all-gather tensors like ``x``, and to reduce-scatter sums of all tokens."""
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
 

@@ -24,8 +24,6 @@ _SEQUENCE = 2048  # tokens that attention looks at
 _UPDATE = 28 * 300
 _BACKWARD = 3  # a step is a forward pass and a backward pass of twice its FLOPs
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -123,7 +121,7 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
 
 
 def _attention(module: Any, config: Any, sequence: int) -> int:
-    heads = first_count(module, _HEADS) or first_count(config, HEAD_FIELDS) or 0
+    heads = first_count(module, HEAD_FIELDS) or first_count(config, HEAD_FIELDS) or 0
     hidden = first_count(config, ("hidden_size",)) or 0
     head_dim = (
         first_count(module, ("head_dim",)) or first_count(config, ("head_dim",)) or (hidden // heads if heads else 0)

@@ -33,9 +33,7 @@ _TOLERANCE = 1e-9
 
 
 def prove_loss(model: Any) -> tuple[str | None, bool]:
-    """Return why the model's loss is not transformers' shifted loss; ``None`` where it calls that once, on the logits
-    of all tokens and the given labels, and returns its result.
-    """
+    """Return why the loss is not the shifted one, called once on all logits and given labels; ``None`` where it is."""
     if not has_causal_loss(model):
         why: str | None = f"its loss_type is {getattr(model, 'loss_type', None)!r}"
     else:

@@ -25,21 +25,8 @@ from ...distributed.ops.segments import keep_states_apart
 from ...errors import ConfigError
 from ...models.fields import field
 from ...models.precision import keep_float64
-from ...parallel.context.attention_override import (
-    Attend,
-    AttentionCall,
-    AttentionOverride,
-    attending,
-    attention_configs,
-)
+from ...parallel.context import attention_override, inner_hooks
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
-from ...parallel.context.inner_hooks import (
-    WholeSequences,
-    ask_for_all_positions,
-    cut_inside,
-    own_tokens,
-    read_alone,
-)
 from ...parallel.context.plan import modules_in_layers
 from .probe import TokenByToken, apart, perturb, tiny_model_of, without_cache
 
@@ -65,7 +52,7 @@ def prove_mixing(model: Any, text: str, layers: int) -> tuple[dict[str, Any], bo
     clone = clone.double()  # what a family keeps in 32 bits by itself, too: nothing but the arithmetic is compared
     use_eager_experts(clone)  # the host's grouped products take no float64
     candidates = list(modules_in_layers(clone, text).values())
-    keep_states_apart(clone, lambda: TokenByToken() if isinstance(attending(), _OneToken) else None)
+    keep_states_apart(clone, lambda: TokenByToken() if isinstance(attention_override.attending(), _OneToken) else None)
     mixers = _Mixers(candidates)
     mixing = _find_mixing(clone, False, mixers, text)
     if mixing and mixers.read_masks and not text and takes_argument(clone, "attention_mask"):
@@ -145,7 +132,7 @@ class _Mixers:
         else:
             given = hidden_states_of(args, kwargs)
             args, kwargs = self._given[id(module)][self._calls.get(id(module), -1) + 1]
-            if apart(given, own_tokens(hidden_states_of(args, kwargs), self._part)) > _TOLERANCE:
+            if apart(given, inner_hooks.own_tokens(hidden_states_of(args, kwargs), self._part)) > _TOLERANCE:
                 raise ConfigError("something before its attention reads other tokens of a sequence, or counts them")
         return args, kwargs
 
@@ -171,16 +158,16 @@ class _Mixers:
         call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
         whole_given, whole = self._calls_of[id(module)][call]
         if type(module) in self.read_masks:
-            return own_tokens(whole, self._part)
+            return inner_hooks.own_tokens(whole, self._part)
         first, every = (x[0] if isinstance(x, (tuple, list)) else x for x in (output, whole))
         if not _of_tokens(whole_given) or not _of_tokens(every):
             return output  # of tokens that are laid out in another way, the model's output tells
-        if apart(given, own_tokens(whole_given, self._part)) > _TOLERANCE:
+        if apart(given, inner_hooks.own_tokens(whole_given, self._part)) > _TOLERANCE:
             return output  # something before it mixes
-        if apart(first, own_tokens(every, self._part)) <= _TOLERANCE:
+        if apart(first, inner_hooks.own_tokens(every, self._part)) <= _TOLERANCE:
             return output
         self.mix.add(type(module))
-        return own_tokens(whole, self._part)
+        return inner_hooks.own_tokens(whole, self._part)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -196,14 +183,14 @@ class _Subject:
 
     def __init__(self, model: Any, text: str, mixers: "_Mixers") -> None:
         self._whole_mask, self._count = mixers.whole_mask, position_counter(model)
-        self.model, self.seam = model, AttentionOverride(attention_configs(model))
+        self.model, self.seam = model, attention_override.AttentionOverride(attention_override.attention_configs(model))
         for module in mixers.found():  # so far those that read masks
             self.seam.leave_out(module)
         inner = model.get_submodule(text)
-        self._handles = ask_for_all_positions(inner)
+        self._handles = inner_hooks.ask_for_all_positions(inner)
         self._inside = bool(text)
         if self._inside:
-            self._handles.append(cut_inside(inner))
+            self._handles.append(inner_hooks.cut_inside(inner))
 
     def restore(self) -> None:
         self.seam.remove()
@@ -213,7 +200,7 @@ class _Subject:
     def part(self, batch: dict[str, Tensor], parts: int = 1, rank: int = 0) -> tuple[CutBatch, dict[str, Any]]:
         return cut_batch(batch, parts, rank, 0, self._count(batch), self._inside, self._whole_mask)
 
-    def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: Attend) -> Tensor:
+    def passed(self, part: tuple[CutBatch, dict[str, Any]], attend: attention_override.Attend) -> Tensor:
         with self.seam.passing(part[0], attend):
             return _run(self.model, part[1])
 
@@ -221,7 +208,7 @@ class _Subject:
 def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
     try:
         whole = subject.part(batch)
-        if _differ(subject.passed(whole, read_alone), _run(subject.model, batch), batch):
+        if _differ(subject.passed(whole, inner_hooks.read_alone), _run(subject.model, batch), batch):
             return "its attention is not the usual one"
         alone = _OneToken()
         mixers.begin(records=True)
@@ -232,7 +219,7 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
             mixers.begin(part)
             if _differ(subject.passed((part, own), here), local[:, part.places], batch, part):
                 return "something besides attention reads other tokens of a sequence, or counts them"
-            if not here.sees_as(alone):
+            if len(here.masks) != len(alone.masks) or not all(map(torch.equal, here.masks, alone.masks)):
                 return "its mask is made of more than places and padding"
         return _compare_gathered(subject, batch, mixers)
     finally:
@@ -250,14 +237,14 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
             tape.append(x)
             return x
         whole, tape_place[0] = tape[tape_place[0]], tape_place[0] + 1
-        if "attention_mask" not in batch and apart(x, own_tokens(whole, part)) > _TOLERANCE:
+        if "attention_mask" not in batch and apart(x, inner_hooks.own_tokens(whole, part)) > _TOLERANCE:
             raise ConfigError("a mixer in it is given what is counted in a part of a sequence")
         return whole
 
-    gathered, reads = WholeSequences(record_or_play), mixers.read_masks
+    gathered, reads = inner_hooks.WholeSequences(record_or_play), mixers.read_masks
     handles = [handle for module in mixers.found() for handle in gathered.install(module, type(module) in reads)]
     try:
-        wanted = subject.passed(subject.part(batch), read_alone)
+        wanted = subject.passed(subject.part(batch), inner_hooks.read_alone)
         if _differ(wanted, _run(subject.model, batch), batch):
             return "a mixer in it cannot be given whole sequences"
         if not handles:
@@ -297,15 +284,13 @@ class _OneToken:
     def __init__(self) -> None:
         self.masks: list[Tensor] = []
 
-    def __call__(self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
+    def __call__(
+        self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: attention_override.AttentionCall
+    ) -> Tensor:
         self.masks.append(mask.block((0, mask.batch.split.total), (0, mask.batch.split.total)))
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return v * torch.tanh((q * k).sum(-1, keepdim=True) * call.scale)
-
-    def sees_as(self, other: "_OneToken") -> bool:
-        """Return whether all calls masked the same entries of the full sequence."""
-        return len(self.masks) == len(other.masks) and all(map(torch.equal, self.masks, other.masks))
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:

@@ -140,9 +140,7 @@ def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
 
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Skip the experts inside the with block: their routes depend on values, their kernels support few dtypes, and no
-    layer boundary is inside them.
-    """
+    """Skip experts inside the with block: routes depend on values, kernels take few dtypes; no layer ends in them."""
     skipped = [module for module in modules if takes_routes(module) and "forward" not in module.__dict__]
     for module in skipped:
         module.forward = lambda hidden_states, *args, **kwargs: torch.zeros_like(hidden_states)

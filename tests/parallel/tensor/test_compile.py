@@ -64,7 +64,7 @@ def check(plain: list[dict[str, torch.Tensor]], compiled: list[dict[str, torch.T
 
 @pytest.mark.parametrize(
     ("family", "sequence"),
-    [pytest.param("llama", False, marks=pytest.mark.slow), ("gpt2", False), ("llama", True)],
+    cases([("llama", False), ("gpt2", False), ("llama", True)], daily=[("llama", True)]),
 )
 def test_a_compiled_layer(pools: Pools, family: str, sequence: bool) -> None:
     """One graph (``fullgraph``), also where the stream between its blocks is cut along the sequence."""

@@ -40,9 +40,7 @@ Gradients = dict[str, Tensor | None]  # by name in the clone
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
-    """Run the clone as ``tp_size`` ranks that share the blocks of ``blueprint``, and compare with the clone itself.
-    Everything that follows from the blueprint is decided by the code that plans real runs. The vocabulary stays whole.
-    """
+    """Compare the clone with ``tp_size`` ranks sharing the blocks of ``blueprint``, planned as for real runs."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)  # nothing from the environment
     draft = Draft(subject.model, layout)

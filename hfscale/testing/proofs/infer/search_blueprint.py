@@ -199,9 +199,7 @@ _RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
-    """Return, by path of a block, the config fields of the dropout inside it, on activations that are cut, for which
-    ranks must draw different numbers: those that, raised, draw random numbers between the last column and the row.
-    """
+    """Return, by block, the config fields of its dropout: those that, raised, draw between columns and rows."""
     found: dict[str, list[str]] = {path: [] for path in blocks}
     for name in _fields(model.config.to_dict()):
         raised = _raised(model, name)

@@ -46,9 +46,7 @@ class Subject:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Use a separate random stream and one torch thread inside the ``with`` block: on tensors this small its threads
-    only wait for each other, ten times as long on a busy machine.
-    """
+    """Use a random stream apart and one torch thread in the with block: tensors so small make threads wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

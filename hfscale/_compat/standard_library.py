@@ -1,7 +1,15 @@
-"""The arguments of a parser, which argparse keeps to itself."""
+"""Private names of Python's standard library: daemon processes' right to children, and a parser's arguments."""
 
 import argparse
+import multiprocessing
 from collections.abc import Sequence
+from typing import Any
+
+
+def may_have_children() -> None:
+    """Let this daemon process start others (loaders' workers), which Python forbids."""
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
