@@ -34,7 +34,7 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 
 def rows(tokens: int) -> list[tuple[str, float, float, float, float]]:
-    """Model, and KiB of a token and layer: kept, kept under elementwise recomputation, by the formula, and by it without
+    """Model, and KiB of a token and layer: kept, kept under elementwise recomputation, by the formula, and without
     what is computed again: outputs of norms, what is sent to experts, products.
     """
     found = []

@@ -130,7 +130,6 @@ def estimate_memory(
     if offloaded(plan).optimizer:
         notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
     trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, pp_rank)
-    loss = _loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
@@ -140,14 +139,12 @@ def estimate_memory(
         backward=max(of_activations.passing, of_activations.in_norm),
         gathered=_gathered(plan, held, situation),
         exchanged=_exchanged(plan, situation, tokens),
-        loss=loss,
+        loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
         on_host=of_activations.on_host + on_host,
         again=of_activations.again,
         notes=tuple(notes),
     )
-    made = training if apart and not offloaded(plan).parameters else []
-    together = found.activations + found.backward + found.loss + (trains if made else 0)
-    found = replace(found, apart=together - _at_once(plan, situation, of_activations, loss, made))
+    found = replace(found, apart=_apart(plan, situation, of_activations, found, training if apart else []))
     if not offloaded(plan).parameters:
         return found
     shards = ("weights", "adapters", "gradients", "optimizer")
@@ -156,22 +153,26 @@ def estimate_memory(
     return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
 
 
-def _at_once(plan: Plan, situation: Situation, found: Activations, loss: int, training: Iterable[ParameterPlan]) -> int:
-    """Return the most bytes of activations, loss and gradients that are there at once; ``training``: what has none
-    before the step.
+def _apart(
+    plan: Plan, situation: Situation, found: Activations, all_kinds: MemoryEstimate, training: Iterable[ParameterPlan]
+) -> int:
+    """Return the bytes of activations, loss and gradients that are not there while most is; ``training``: parameters
+    that have no gradient before the step.
     """
-    sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in training}
+    made = [] if offloaded(plan).parameters else training
+    sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
     tables, (first, last) = _looked_up(plan, situation.pp_rank), (plan.layers[:1], plan.layers[-1:])
     later = {name for name in sizes if name in tables or (found.on_host and name.startswith(first))}
     behind = sum(sizes.get(name, 0) for name in around_layers(plan) if name not in tables)
     if recomputed(plan).tile:  # every tile adds to the gradients of its layer
         behind += sum(size for name, size in sizes.items() if name.startswith(last))
     running = found.again + found.passing
-    return max(
-        found.kept + found.behind + loss,
+    most = max(
+        found.kept + found.behind + all_kinds.loss,
         found.kept + max(found.in_norm, running) + behind,
         found.last + running + sum(size for name, size in sizes.items() if name not in later),
     )
+    return all_kinds.activations + all_kinds.backward + all_kinds.loss + sum(sizes.values()) - most
 
 
 def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
