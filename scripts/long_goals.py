@@ -33,11 +33,12 @@ from hfscale._compat.torch_fake import META
 from hfscale.cost.model.memory_model import OVERHEAD
 from hfscale.cost.tools.estimate import costs
 from hfscale.cost.tools.simulated_rank import meta_model, run_spec, take_step
-from hfscale.features.memory.compressed import OnHost
+from hfscale.features.memory.on_host import OnHost
 from hfscale.plan.table import human
 from hfscale.train.runtime import local_tensor
 
 GOALS = {1: 500_000, 8: 3_700_000, 32: 15_000_000}
+LEVERS: dict[str, Any] = {"recompute": "full", "offload_activations": True}
 LIMIT = 80e9
 
 
@@ -134,15 +135,17 @@ class Counted:
         return f"| {self.gpus} | {self.tokens:,} | {' | '.join(map(human, sizes))} | {fits} |"
 
 
-def count(gpus: int, tokens: int, layers: int, tile: int) -> Counted:
-    """Let one rank of ``gpus`` take a step on one sequence of ``tokens``."""
-    config = LlamaConfig(
+def of_8_billion(layers: int) -> LlamaConfig:
+    """Return the config of Llama 8B with so many layers."""
+    return LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=2**24,
     )  # fmt: skip
-    memory = hfscale.MemoryConfig(
-        recompute="full", tile_tokens=tile, offload_activations=True, offload_optimizer=gpus == 1
-    )
+
+
+def count(config: LlamaConfig, tokens: int, gpus: int = 1, **levers: Any) -> Counted:
+    """Let one rank of ``gpus`` take a step on one sequence of ``tokens``; ``levers`` are those of the memory."""
+    memory = hfscale.MemoryConfig(**levers)
     layout, given = hfscale.ParallelConfig(cp_size=gpus), {"dtype": torch.bfloat16, "memory": memory}
     plan, spec = hfscale.plan(config, layout, **given), run_spec(config, **given)
     shape, job, held = costs(plan, spec, tokens, 1, 1, "no")
@@ -154,7 +157,7 @@ def count(gpus: int, tokens: int, layers: int, tile: int) -> Counted:
         take_step(model, job, shape, stack.enter_context(_entered(live)), "no")
         del model
     found, seconds = held[0], time.perf_counter() - start
-    on_host = 0 if gpus > 1 else 2 * found.weights  # AdamW's two moments, in the weights' type
+    on_host = 2 * found.weights if memory.offload_optimizer else 0  # AdamW's two moments, in the weights' type
     return Counted(gpus, tokens, live.most, found.optimizer, live.most_host + on_host, found.needed, seconds)
 
 
@@ -208,8 +211,9 @@ def main() -> None:
     print("| GPUs | tokens | counted at once | AdamW's state | with libraries | estimated | on the host | 80 GB |")
     print("|---|---|---|---|---|---|---|---|")
     for gpus in arguments.goals:
-        found = count(gpus, arguments.tokens or GOALS[gpus], arguments.layers, arguments.tile)
-        print(found.row(), flush=True)
+        config, tokens = of_8_billion(arguments.layers), arguments.tokens or GOALS[gpus]
+        levers = {**LEVERS, "tile_tokens": arguments.tile, "offload_optimizer": gpus == 1}
+        print(count(config, tokens, gpus, **levers).row(), flush=True)
 
 
 if __name__ == "__main__":

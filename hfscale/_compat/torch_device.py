@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import tempfile
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,8 +38,18 @@ def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
         tensor.record_stream(stream or device_module(tensor.device).current_stream(tensor.device))
 
 
+def pinned_bytes(size: int) -> Tensor:
+    """Return ``size`` bytes of pinned host memory. Torch's own is rounded up to powers of two, and kept."""
+    found, runtime = torch.empty(size, dtype=torch.uint8), accelerators().cudart()
+    accelerators().check_error(int(runtime.cudaHostRegister(found.data_ptr(), size, 0)))
+    weakref.finalize(found.untyped_storage(), runtime.cudaHostUnregister, found.data_ptr())
+    return found
+
+
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, as ``(9, 0)``."""
+    """Return the compute capability of a GPU, as ``(9, 0)``: that of the GPU for which the meta device stands in."""
+    if device.type == "meta":
+        return 9, 0
     major, minor = device_module(device).get_device_capability(device)
     return int(major), int(minor)
 

@@ -1,6 +1,7 @@
 """``hfscale search``: find the fastest layout for a number of GPUs."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +52,28 @@ def run(arguments: argparse.Namespace) -> None:
     machine = find_machine(arguments.hardware)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or ("float32" if arguments.lora is None else "bfloat16")
-    mixed = arguments.mixed_precision or ("bf16" if dtype == "float32" else "no")
-    optimizer, tile = arguments.optimizer or flags.OPTIMIZER, arguments.tile_tokens
+    optimizer, tile, given = arguments.optimizer or flags.OPTIMIZER, arguments.tile_tokens, arguments.mixed_precision
     on_host = tuple(name for name in flags.ON_HOST if name in (arguments.offload or "").split(","))
     asked = {"recompute": arguments.recompute, "tile_tokens": tile, "offload": on_host or None}
     working(f"planning {arguments.model}")
-    training = {"dtype": dtype, "mixed_precision": mixed, "optimizer": optimizer}
+    training: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer}
     more: dict[str, Any] = {**flags.plan_arguments(arguments), **training}
     del more["memory"]  # of which all is tried that was not asked for
-    found = search(
-        summarize(config, sequence=arguments.sequence_length, tile=tile, **more),
-        arguments.gpus,
-        machine,
-        tokens_per_step=arguments.tokens_per_step,
-        max_memory=arguments.max_memory,
-        only={name: value for name, value in asked.items() if value is not None},
-        constants=constants_of(arguments.hardware),
-    )
+
+    def searched(mixed: str) -> Any:
+        return search(
+            summarize(config, sequence=arguments.sequence_length, tile=tile, **{**more, "mixed_precision": mixed}),
+            arguments.gpus,
+            machine,
+            tokens_per_step=arguments.tokens_per_step,
+            max_memory=arguments.max_memory,
+            only={name: value for name, value in asked.items() if value is not None},
+            constants=constants_of(arguments.hardware),
+        )
+
+    precisions = (("bf16", "bf16_params") if dtype == "float32" else ("no",)) if given is None else (given,)
+    mixed, found = _best(searched, precisions)
+    training["mixed_precision"] = mixed
     if arguments.json:
         print_json(found.to_dict())
     else:
@@ -78,6 +84,19 @@ def run(arguments: argparse.Namespace) -> None:
     flags.write_html(arguments.html, found, f"{arguments.model} on {found.gpus} x {machine.name}")
     if arguments.out is not None:
         _write(arguments, found, training)
+
+
+def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[str, Any]:
+    """Return the precision whose winner is fastest, the first of equals, with what was found under it."""
+    tried, failed = dict[str, Any](), list[ConfigError]()
+    for mixed in precisions:
+        try:
+            tried[mixed] = searched(mixed)
+        except ConfigError as error:
+            failed.append(error)
+    if not tried:
+        raise failed[0]
+    return min(tried.items(), key=lambda item: (item[1].uses_host, item[1].winner.seconds))
 
 
 def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Bytes of a rank from a plan alone."""
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cost.model.layer_bytes import stream_width
-from hfscale.cost.model.memory_model import estimate_memory
+from hfscale.cost.model.memory_model import OVERHEAD, estimate_memory
 from hfscale.cost.model.optimizer_bytes import NAMES
 from hfscale.models.clone import tiny_clone
 from hfscale.models.module_kinds import experts_per_token
 from hfscale.optim.catalog import CHOICES
+from scripts.long_goals import count
 
+from ..sweeps import cases
 from ..tiny_models import tiny
 
 LLAMA_8B = LlamaConfig(
@@ -89,8 +92,9 @@ def test_frozen_quantized_weights() -> None:
 def test_it_reads_like_a_table() -> None:
     found = str(hfscale.memory_estimate(hfscale.plan(LLAMA_8B, ParallelConfig(tp_size=2)), tokens=4096))
     lines = found.splitlines()
-    assert [line.split()[0] for line in lines[:9]] == [
-        *("weights", "adapters", "gradients", "optimizer", "activations", "gathered", "exchanged", "loss", "total")
+    assert [line.split()[0] for line in lines[:10]] == [
+        *("weights", "adapters", "gradients", "optimizer", "activations", "backward"),
+        *("gathered", "exchanged", "loss", "total"),
     ]
     assert lines[0].endswith("GiB")
     assert lines[-1].startswith("activations: counted for this kind of layer, of 4,096 tokens a microbatch")
@@ -117,3 +121,24 @@ def test_widths() -> None:
     assert stream_width(hfscale.plan(LLAMA_8B), "model.layers.0") == 4096
     assert stream_width(hfscale.plan(tiny("gpt2")), "transformer.h.0") == 32
     assert experts_per_token(LLAMA_8B) is None
+
+
+WIDE = LlamaConfig(
+    hidden_size=256, intermediate_size=896, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=4,
+    vocab_size=64, max_position_embeddings=2**16,
+)  # fmt: skip
+LEVERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "elementwise": {"recompute": "elementwise"},
+    "tiles": {"recompute": "full", "tile_tokens": 2048},
+    "tiles, on the host": {"recompute": "full", "tile_tokens": 2048, "offload_activations": "1KiB"},
+}
+
+
+@pytest.mark.parametrize("levers", cases(LEVERS, daily=["none"]))
+def test_all_that_there_is_at_once(levers: str) -> None:
+    """Gradients of activations included, by a step on the meta device, where backward passes hold most."""
+    for tokens in (4096, 8192):
+        found = count(WIDE, tokens, **LEVERS[levers])
+        assert found.estimated - OVERHEAD == pytest.approx(found.device + found.optimizer, rel=0.03), tokens

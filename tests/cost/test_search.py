@@ -262,6 +262,14 @@ def test_its_recipes_are_recipes(config: Any, argv: str, wanted: set[str], tmp_p
     assert hfscale.plan(config, layout, memory=memory, dtype=read.training.dtype).layout == layout
 
 
+def test_it_tries_parameters_in_16_bits_beside_autocast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They keep less, and so the winner recomputes nothing; where memory is not short autocast is as fast."""
+    SMALL.save_pretrained(tmp_path)
+    for budget, wanted in (("16GiB", "bf16_params"), ("18GiB", "bf16")):
+        assert main(["search", str(tmp_path), *f"--gpus 1 --tokens-per-step 64K --max-memory {budget}".split()]) == 0
+        assert f"mixed precision {wanted}," in capsys.readouterr().out
+
+
 def test_amounts_and_rules() -> None:
     assert [tokens_of(text, "--x") for text in ("7", "4M", "1.5k")] == [7, 2**22, 1536]
     assert [bytes_of(text, "--x") for text in ("7", "60GiB", "60G", "1.5 GB")] == [

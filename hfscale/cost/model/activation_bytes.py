@@ -3,8 +3,11 @@
 A recomputed layer keeps its input, and during its own backward pass everything it would have kept::
 
     kept        sum over layers of   in flight x tokens x (input where recomputed, else all)
-                + tokens x the largest of those recomputed, but its input
-                + what is around the layers, and what stages were sent and have sent
+                + what is before the layers, and what stages were sent and have sent
+    behind      what final norm and loss keep, until the last layer runs backward
+    again       tokens x the largest of the layers that are recomputed, but its input
+    passing     gradients of a layer's activations while it runs backward
+    in norm     what there is in the final norm while it runs backward: it makes five gradients in 32 bits
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -33,10 +36,22 @@ class LayerHeld:
         return self.bytes.stream if self.name in chosen else self.bytes.kept
 
 
-def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, list[str]]:
-    """Return the activation bytes on the device, those of them that are computed again at once, those on the host, and
-    notes on them.
-    """
+@dataclass(frozen=True)
+class Activations:
+    """Hold the activation bytes of a rank, as the head of this file names them."""
+
+    kept: int
+    behind: int
+    again: int
+    passing: int
+    in_norm: int
+    last: int  # of those kept, what is there while the first layer runs backward, the last that does
+    on_host: int
+    notes: list[str]
+
+
+def activation_bytes(plan: Plan, situation: Situation) -> Activations:
+    """Return the activation bytes of a rank."""
     held, types = layers_held(plan, situation), types_of(plan, situation.mixed)
     chosen = frozenset(plan.layers if situation.all_recomputed else recomputed(plan).layers)
     if recomputed(plan).budget is not None and not situation.all_recomputed:
@@ -47,12 +62,15 @@ def activation_bytes(plan: Plan, situation: Situation) -> tuple[int, int, int, l
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens)
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
-    total += _around_layers(plan, situation, types)
     total += _at_ends(plan, situation, types, held, chosen)
+    last = total if away or not held else tokens * held[0].kept(chosen)
+    before, behind, in_norm = _around_layers(plan, situation, types)
     again = max((each.again for each in held if each.name in chosen), default=0.0)
     again += max((each.bytes.again for each in held), default=0.0)
+    passing = max((each.bytes.passing for each in held), default=0.0)
     notes += _notes(plan, situation, held, chosen)
-    return ceil(total + tokens * again), ceil(tokens * again), away, notes
+    sizes = total + before, behind, tokens * again, tokens * passing, in_norm, last + before, away
+    return Activations(*map(ceil, sizes), notes)
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:
@@ -76,30 +94,31 @@ def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: 
     return notes
 
 
-def _around_layers(plan: Plan, situation: Situation, types: Types) -> float:
-    """Return the bytes kept before the first layer and after the last."""
-    total, seen = 0.0, situation.measured
+def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[float, float, float]:
+    """Return the bytes kept before the first layer and after the last, and those in the final norm meanwhile."""
+    before, behind, in_norm, seen = 0.0, 0.0, 0.0, situation.measured
     for index, in_flight, _ in _stages(plan, situation):
         one = in_flight * situation.tokens
         if seen is not None:
-            total += one * (seen.shared + seen.before * (index == 0))
+            before += one * (seen.shared + seen.before * (index == 0))
         if plan.stages is None or index == len(plan.stages.stages) - 1:
-            total += one * (_behind(plan, types, situation.trained) if seen is None else seen.behind)
-    return total
+            kept, in_norm = _behind(plan, types, situation.trained) if seen is None else (seen.behind, 0.0)
+            behind, in_norm = behind + one * kept, situation.tokens * in_norm
+    return before, behind, in_norm
 
 
-def _behind(plan: Plan, types: Types, trained: Collection[str]) -> float:
-    """Return the bytes per token that final norm and loss keep: the norm's input twice, and its output's gradient."""
+def _behind(plan: Plan, types: Types, trained: Collection[str]) -> tuple[float, float]:
+    """Return the bytes per token that final norm and loss keep: the norm's input twice, and its output's gradient; and
+    the norm's input with the five gradients of its backward pass, unless it is recomputed, in tiles.
+    """
     if not plan.layers:
-        return 0.0
+        return 0.0, 0.0
     width = stream_width(plan, plan.layers[-1])
     norms = [name for name in around_layers(plan) if not is_matrix(plan, name) and name.endswith("weight")]
-    again = recomputed(plan).modules
-    normed = sum(
-        types.stream if name.rpartition(".")[0] in again else max(4, types.size) + types.stream * (name in trained)
-        for name in norms
-    )
-    return width * (normed / sequence_ranks(plan) + types.stream)
+    again, wide = recomputed(plan).modules, max(4, types.size)
+    whole = [name for name in norms if name.rpartition(".")[0] not in again]
+    normed = types.stream * (len(norms) - len(whole)) + sum(wide + types.stream * (name in trained) for name in whole)
+    return width * (normed / sequence_ranks(plan) + types.stream), width * 6 * wide * bool(whole) / sequence_ranks(plan)
 
 
 def _at_ends(

@@ -73,11 +73,11 @@ def layer_bytes(plan: Plan, layer: str, situation: Situation, types: Types, *, f
         cut = sum(block.name.startswith(f"{layer}.") for block in plan.blocks) > 1  # and not attention or MLP alone
         ranks = plan.layout.tp if cut else 1
         scores = score_bytes(types) * situation.length * heads_with_scores(plan) / ranks
-        return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False)
+        return LayerBytes(_at_most(plan, layer, situation, types) + scores, stream, False, passing=stream)
     found = Llama(plan, roles, hidden, sequence, situation, types)
     blocks, again = found.blocks()
     as_input = stream if types.kept is None and found.keeps_input(first) else 0.0
-    return LayerBytes(found.norms(first) + blocks, stream, True, again, as_input, found.piece())
+    return LayerBytes(found.norms(first) + blocks, stream, True, again, as_input, found.piece(), found.passing())
 
 
 def is_known(plan: Plan, layer: str) -> bool:

@@ -95,8 +95,7 @@ class Llama:
     def _made_at_once(self) -> float:
         """Return the most bytes computed again at once: an activation, and its product with what is up."""
         if self.again.tile:  # of the MLP its input, and one tile
-            part = min(1.0, self.again.tile / self.situation.tokens)
-            return self._kept(self.hidden, self.types.size) + part * 4 * self._out("gate_proj") * self.types.size
+            return self._kept(self.hidden, self.types.size) + self._tile * 4 * self._out("gate_proj") * self.types.size
         trains, adapted = self._adapted(("down_proj",))
         product = self.types.adapters * bool(adapted) or self.types.size * trains
         return self._out("gate_proj") * (self.types.size + product)
@@ -111,6 +110,18 @@ class Llama:
             found.append(2 * self._kept(queries, size) + 2 * self._kept(keys, size))
             found.append(self._kept(self.scores, size) + self._kept(queries, size))
         return max(found)
+
+    def passing(self) -> float:
+        """Return the bytes per token of the gradients of the layer's output and of both factors of the product in the
+        MLP; in tiles, of one tile's factors, and of the tiles' inputs.
+        """
+        part, stream = self._tile, self.hidden * self.types.stream / self.sequence
+        return (2 - part) * stream + part * 2 * self._out("gate_proj") * self.types.size
+
+    @property
+    def _tile(self) -> float:
+        """Return the fraction of the tokens that the MLP runs on at once."""
+        return min(1.0, self.again.tile / self.situation.tokens) if self.again.tile else 1.0
 
     @cached_property
     def again(self) -> RecomputePlan:

@@ -8,9 +8,19 @@
     gradients   of what trains
     optimizer   its state: :mod:`.optimizer_bytes`
     activations what layers and final norm keep for backward passes, of all microbatches alive: :mod:`.activation_bytes`
+    backward    gradients of activations, of one layer at a time
     gathered    whole weights while the data axes have them gathered, or copies in the type of mixed precision
     exchanged   what context ranks hold of one another's keys and values: ``cp_buffer_bytes``
     loss        one chunk of logits with its gradient, and the head's gradient on its way
+
+Not all of it is there at once: what a rank needs is the most of these moments::
+
+    the loss            kept + behind + loss
+    the final norm      kept + in norm
+    the last layer      kept + again + passing
+    the first layer     likewise of one layer, or of two whose activations are on the host
+
+with all gradients of weights, or in a step of one microbatch with those that are made by then.
 """
 
 from collections import Counter
@@ -23,11 +33,11 @@ from ...config.schedules import ASYNCHRONOUS
 from ...plan import Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
-from ...plan.feature_plans import gathered_in_8_bits, offloaded, weights_in_8_bits
+from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
 from ...plan.parameter import ParameterPlan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
-from .activation_bytes import activation_bytes, around_layers, has_head, is_matrix, trained_names
+from .activation_bytes import Activations, activation_bytes, around_layers, has_head, is_matrix, trained_names
 from .layer_bytes import cp_buffer_bytes, stream_width, types_of
 from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
@@ -54,12 +64,13 @@ class MemoryEstimate:
     gradients: int  # of the parameters that train
     optimizer: int  # its state, once there has been a step
     activations: int  # what is kept for the backward pass, of all microbatches that are in flight at once
+    backward: int  # gradients of activations, at the most of one layer, or of the final norm
     gathered: int  # whole weights of one layer and of what is around the layers, where data ranks shard them
     exchanged: int  # keys and values of other context ranks, or what attention sends of its own, a layer at a time
     loss: int  # one chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # what lies on the host instead; no part of the total
     again: int = 0  # of the activations, what a layer computes again, at the most
-    apart: int = 0  # of all kinds, bytes that are freed before as many of others are made, in a step of one microbatch
+    apart: int = 0  # of all kinds, bytes that are not there while most is
     notes: tuple[str, ...] = ()  # what of this is estimated, and how
 
     @property
@@ -110,7 +121,8 @@ def estimate_memory(
     training = [planned for planned in held if planned.name in chosen]
     further |= {"mixed": mixed_precision, "trained": chosen}
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
-    kept, again, away, notes = activation_bytes(plan, situation)
+    of_activations = activation_bytes(plan, situation)
+    kept, notes = of_activations.kept, of_activations.notes
     state = optimizer_bytes(
         training, here, optimizer, options, plan.layers, [mixture.name for mixture in plan.mixtures]
     )
@@ -123,21 +135,51 @@ def estimate_memory(
         adapters=sum(weight_bytes(plan, p, here) for p in held if p.name in adapters),
         gradients=waiting * trains + _left_out_bytes(plan, training, here, mixed_precision != "no"),
         optimizer=state - on_host,
-        activations=kept,
+        activations=kept + of_activations.behind + of_activations.again,
+        backward=max(of_activations.passing, of_activations.in_norm),
         gathered=_gathered(plan, held, situation),
         exchanged=_exchanged(plan, situation, tokens),
         loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
-        on_host=away + on_host,
-        again=again,
-        apart=min(trains, kept - again) if apart else 0,
+        on_host=of_activations.on_host + on_host,
+        again=of_activations.again,
         notes=tuple(notes),
     )
+    found = replace(found, apart=_apart(plan, situation, of_activations, found, training if apart else []))
     if not offloaded(plan).parameters:
         return found
     shards = ("weights", "adapters", "gradients", "optimizer")
     away = sum(found.kinds[kind] for kind in shards)
     notes += [f"on the host: shards, gradients and optimizer of {human(away)}"]
-    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, apart=0, notes=tuple(notes))
+    return replace(found, **dict.fromkeys(shards, 0), on_host=found.on_host + away, notes=tuple(notes))
+
+
+def _apart(
+    plan: Plan, situation: Situation, found: Activations, all_kinds: MemoryEstimate, training: Iterable[ParameterPlan]
+) -> int:
+    """Return the bytes of activations, loss and gradients that are not there while most is; ``training``: parameters
+    that have no gradient before the step.
+    """
+    made = [] if offloaded(plan).parameters else training
+    sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
+    tables, (first, last) = _looked_up(plan, situation.pp_rank), (plan.layers[:1], plan.layers[-1:])
+    later = {name for name in sizes if name in tables or (found.on_host and name.startswith(first))}
+    behind = sum(sizes.get(name, 0) for name in around_layers(plan) if name not in tables)
+    if recomputed(plan).tile:  # every tile adds to the gradients of its layer
+        behind += sum(size for name, size in sizes.items() if name.startswith(last))
+    running = found.again + found.passing
+    most = max(
+        found.kept + found.behind + all_kinds.loss,
+        found.kept + max(found.in_norm, running) + behind,
+        found.last + running + sum(size for name, size in sizes.items() if name not in later),
+    )
+    return all_kinds.activations + all_kinds.backward + all_kinds.loss + sum(sizes.values()) - most
+
+
+def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
+    """Return the names of the matrices around the layers that are no head."""
+    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, pp_rank) else None
+    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
+    return {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
@@ -203,9 +245,7 @@ def _quantized_bytes(plan: Plan, planned: ParameterPlan, ranks: dict[str, int]) 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
     """Return the bytes of copies of 32-bit parameters; microbatches with the same weights share one."""
     all_cast = situation.mixed == "bf16_params"
-    head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, situation.pp_rank) else None
-    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
-    looked_up = {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
+    looked_up = _looked_up(plan, situation.pp_rank)
     packed = frozenset(plan.quantized.weights) if plan.quantized is not None else frozenset[str]()
     left = packed if all_cast else looked_up | packed | weights_in_8_bits(plan)  # those in 8 bits are made again
     copied = [p for p in held if (all_cast or len(p.shape) > 1) and p.dtype.itemsize == 4 and p.name not in left]

@@ -39,6 +39,7 @@ class LayerBytes:
     again: float = 0.0  # bytes that its largest block that is recomputed by itself keeps while that runs backward
     as_input: float = 0.0  # bytes of `kept` that are its input, as it was given
     piece: float = 0.0  # bytes of `kept` that its backward pass reads at once, at the most: those of one operation
+    passing: float = 0.0  # bytes of gradients that are there beside it, at the most, while it runs backward
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class FastCost:
         stages = stage_seconds(places, self._seconds(job))
         parts = 6 if candidate.schedule == "zbv" else None  # ranks wait for a forward pass of half their layers alone
         if candidate.offload:
-            kept, _, stream = self._kept(job)
+            kept, *_, stream = self._kept(job)
             layers = max(place.layers for place in places)
             activations = 2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
             own = max(job.shard_of(place.weights, place.expert_weights) for place in places)
@@ -230,17 +230,20 @@ class FastCost:
         states, activations, needed = max(held, key=lambda rank: rank[2])
         return CandidateCost(candidate, time.total, needed, likely_bytes(needed, activations), states, activations)
 
-    def _kept(self, job: Job) -> tuple[float, float, float]:
-        """Return the bytes per token that a layer keeps, those that one computes again, and those of its input."""
+    def _kept(self, job: Job) -> tuple[float, float, float, float]:
+        """Return the bytes per token that a layer keeps, those that one computes again, those of the gradients of its
+        activations, and those of its input.
+        """
         found, layout = self.summary, job.layout
         kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
         kept = kept.ways.get("tiles" if job.tile else "elementwise" if job.elementwise else "", kept)
         whole, tiles = kept.over(layout.tp), 0.0
         if job.tile:  # of one tile an MLP holds all, and a summary has it for each token of a whole sequence
-            tiles = 4 * job.value_bytes * found.shape.mlp_width * job.tile * (1 / job.tokens - 1 / job.sequence)
+            tiles = 2 * job.value_bytes * found.shape.mlp_width * job.tile * (1 / job.tokens - 1 / job.sequence)
         if job.method == "heads":  # attention's result once more, of this rank's tokens, and shared key heads
             whole += job.value_bytes * (found.shape.queries + 2 * (job.replicas - 1) * found.shape.keys) / layout.tp
-        return whole, whole * (job.recompute > 0) + (kept.again + tiles) / layout.tp, found.stream / layout.tp
+        again = whole * (job.recompute > 0) + (kept.again + 2 * tiles) / layout.tp
+        return whole, again, (kept.passing + tiles) / layout.tp, found.stream / layout.tp
 
     def _seconds(self, job: Job) -> Parts:
         layout = job.layout
@@ -274,10 +277,11 @@ class FastCost:
         tp, pp, sharded = job.layout.tp, job.layout.pp, job.layout.dp_shard > 1
         on_host = found.states if "parameters" in c.offload else found.optimizer if "optimizer" in c.offload else 0.0
         states = (found.states - on_host) * job.shard_of(place.weights, place.expert_weights)
-        kept, again, stream = self._kept(job)
+        kept, again, passing, stream = self._kept(job)
         held = in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank] / job.virtual * layers
         held = min(held, 2) if "activations" in c.offload else held
-        activations = job.tokens * (held * (stream if job.recompute else kept) + again + stream)
+        one = job.tokens * (stream if job.recompute else kept)
+        activations, running = one * held + job.tokens * (again + stream), job.tokens * (again + passing)
         width, gathered, loss = job.gathered_bytes, 0.0, 0.0
         if job.layout.data_world > 1:
             layer = shape.held(tp) + shape.expert_weights / job.expert_ranks
@@ -290,8 +294,9 @@ class FastCost:
             loss = found.head * shape.table_weights / tp + job.value_bytes * rows * shape.vocabulary / tp
         own = 2 * job.value_bytes * job.tokens / tp  # what a layer's attention exchanges, at once
         exchanged = own * (shape.queries if job.method == "heads" else 2 * shape.keys * job.layout.cp)
-        needed = states + activations + gathered + loss + exchanged * (job.layout.cp > 1) + OVERHEAD
+        most, gradients = one * held + max(job.tokens * stream + loss, running), 0.0
         if job.microbatches == 1 and "parameters" not in c.offload:  # gradients are made while activations go
             gradients = job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
-            needed -= min(gradients, activations - job.tokens * again)
+            most = max(most, one * min(held, 2 if "activations" in c.offload else 1) + running + gradients)
+        needed = states - gradients + most + gathered + exchanged * (job.layout.cp > 1) + OVERHEAD
         return states, activations, needed

@@ -112,6 +112,7 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
                 counted=True,
                 as_input=counter.inputs[layer] / job.tokens,
                 piece=counter.pieces[layer] / job.tokens,
+                passing=(counter.streams[layer] + counter.pieces[layer]) / job.tokens,
             )
             for layer in plan.layers
         }

@@ -16,7 +16,7 @@ from ..model.job import Job, job_of, matrix_entries
 from ..model.layer_bytes import layer_bytes, stream_width, types_of
 from ..model.memory_model import estimate_memory
 from ..model.model_shape import ModelShape, shape_of_plan
-from ..model.situation import MeasuredLayers, Situation, Types
+from ..model.situation import LayerBytes, MeasuredLayers, Situation, Types
 from .measure_layers import measured_layers
 from .simulated_rank import RunSpec, run_spec
 
@@ -30,6 +30,7 @@ class Kept:
     cut: float  # what tensor ranks with sequence parallelism share out
     whole: float  # what each of them has
     again: float = 0.0  # what it computes again at once, cut
+    passing: float = 0.0  # gradients of activations while it runs backward, cut
     # where all but products and attention is computed again ("elementwise"), and likewise in tiles ("tiles")
     ways: "Mapping[str, Kept]" = field(default_factory=dict)
 
@@ -119,15 +120,21 @@ def _kept(
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})
         )
         by_formula = layer_bytes(plan, layer, situation, types_of(plan, mixed) if alone else types)
-        cut, again = (by_formula.kept, by_formula.again) if one is None else _mean(one, plan)
-        return Kept(cut, 2 * by_formula.stream if two is None else 2 * _mean(two, plan)[0] - cut, again)
+        cut, again, passing = _parts(by_formula) if one is None else _mean(one, plan)
+        whole = 2 * by_formula.stream if two is None else 2 * _mean(two, plan)[0] - cut
+        return Kept(cut, whole, again, passing)
 
     kept = of(False, **data)
     spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
     return {"kept": kept, "kept_alone": kept if mixed == "no" else of(True), "kept_spread": spread}
 
 
-def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float]:
-    """Return the mean over the layers of what they keep, and the most that one computes again."""
-    found = [known for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
-    return sum(each.kept for each in found) / len(found), max(each.again for each in found)
+def _parts(layer: LayerBytes) -> tuple[float, float, float]:
+    return layer.kept, layer.again, layer.passing
+
+
+def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float, float]:
+    """Return the mean over the layers of what they keep, and the most that one computes again, and of its gradients."""
+    found = [_parts(known) for known in (seen.of_layer(plan, layer) for layer in plan.layers) if known is not None]
+    kept, again, passing = zip(*found, strict=True)
+    return sum(kept) / len(found), max(again), max(passing)

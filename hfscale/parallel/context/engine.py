@@ -9,7 +9,7 @@ Kept for the backward pass are this rank's q, k, v, output and log-sum-exp; bloc
 their gradients go back through it. What is hidden is decided per pair of intervals: under a causal mask no mask exists.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,10 @@ from torch import Tensor
 from ...distributed.ops.collectives import all_gather, apply_mapping, reduce_scatter, waiting
 from ...plan.sequence_split import Interval
 from .cut_batch import CAUSAL, MASKED, SKIPPED, CutBatch, MaskBlocks
-from .kernels import Kernel, ScoreBlock, finite
+from .kernels import Kernel, ScoreBlock, finite, joined
 
 Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``(rank, k, v)`` -> the gradients of a rank's keys and values by this rank's queries, in 32 bits at least."""
+"""``(rank, k, v)`` -> the gradients of a rank's keys and values by this rank's queries; sums in 32 bits at least."""
 
 
 class Source(Protocol):
@@ -80,16 +80,19 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
         queries = q.split(_widths(reading.own()), 2)
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = [torch.zeros((*x.shape[:3], v.shape[-1]), dtype=wide, device=q.device) for x in queries]
-        lse = [torch.full(x.shape[:3], float("-inf"), dtype=wide, device=q.device) for x in queries]
+        found = dict[int, tuple[Tensor, Tensor]]()
         pieces = reading.mask.batch.split.pieces
         for rank, kb, vb in reading.source.blocks(k, v):
             keys, values = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb))
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
-                here, weight = reading.kernel.forward(queries[i], keys[j], values[j], block)
-                out[i], lse[i] = _merged(out[i], lse[i], here, weight)
-        total, norm = torch.cat(out, 2), torch.cat(lse, 2)
+                part = reading.kernel.forward(queries[i], keys[j], values[j], block)
+                found[i] = _merged(*found[i], *part) if i in found else part
+        for i in set(range(len(queries))) - set(found):  # pieces that read nothing
+            out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
+            found[i] = out, out.new_full(out.shape[:3], float("-inf"), dtype=wide)
+        outs, norms = zip(*(found[i] for i in range(len(queries))), strict=True)
+        total, norm = joined(outs), joined(norms).to(wide)
         if sinks is not None:
             total, norm = _merged(total, norm, torch.zeros_like(total), sinks.to(wide)[None, :, None].expand_as(norm))
         result = total.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # in the order in which it is read next
@@ -103,17 +106,17 @@ class _Attention(torch.autograd.Function):
         reading: Reading = ctx.reading
         own, pieces = _widths(reading.own()), reading.mask.batch.split.pieces
         queries, grad, outs, norms = (x.contiguous().split(own, 2) for x in (q, grads[0], out, finite(lse)))
-        dq = [torch.zeros_like(x, dtype=lse.dtype) for x in queries]
+        dq = dict[int, Tensor]()
 
         def add(rank: int, kb: Tensor, vb: Tensor) -> tuple[Tensor, Tensor]:
-            dkb, dvb = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (kb, vb))
-            keys, values, dkeys, dvalues = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb, dkb, dvb))
+            keys, values = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb))
+            dk, dv = dict[int, Tensor](), dict[int, Tensor]()
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
                 found = reading.kernel.backward(grad[i], queries[i], keys[j], values[j], outs[i], norms[i], block)
-                for total, part in zip((dq[i], dkeys[j], dvalues[j]), found, strict=True):
-                    total += part
-            return dkb, dvb
+                for sums, place, part in zip((dq, dk, dv), (i, j, j), found, strict=True):
+                    sums[place] = sums[place].to(lse.dtype).add_(part) if place in sums else part
+            return _in_order(dk, keys), _in_order(dv, values)
 
         dk, dv = reading.source.gradients(k, v, add)
         dsinks = None
@@ -121,7 +124,7 @@ class _Attention(torch.autograd.Function):
             delta = (grads[0].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             read = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
             dsinks = -(read * delta).sum((0, 2)).to(sinks.dtype)
-        return torch.cat(dq, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+        return _in_order(dq, queries).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +135,11 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple
         out * torch.exp(lse - known)[..., None] + other.to(out.dtype) * torch.exp(other_lse - known)[..., None],
         total,
     )
+
+
+def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
+    """Join the gradients of pieces of a tensor; zeros where there is none."""
+    return joined([sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)])
 
 
 def _widths(pieces: tuple[Interval, ...]) -> list[int]:

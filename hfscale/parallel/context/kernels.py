@@ -64,7 +64,7 @@ def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, i
     plain = softcap is None and not dropout and not idle
     if plain and q.device.type == "cpu":
         return FlashOnCpu(scale)
-    if plain and q.device.type == "cuda" and flash_takes(q.shape[-1], q.dtype, capability_of(q.device)):
+    if plain and flash_takes(q.shape[-1], q.dtype, capability_of(q.device)):
         return FlashOnCuda(scale)
     return ScoreKernel(scale, softcap, dropout)
 
@@ -103,7 +103,7 @@ class ScoreKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
-        return _joined(out), _joined(lse)
+        return joined(out), joined(lse)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(q, k, block)
@@ -123,7 +123,7 @@ class ScoreKernel:
             dq, *more = self._backward(dout, queries, answers, sizes, k, v, block.of(rows))
             found.append(dq)
             sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
-        return _joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
+        return joined(found), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
     def _backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: ScoreBlock
@@ -176,8 +176,7 @@ class FlashOnCuda(ScoreKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         if block.bias is not None:
             return super().forward(q, k, v, block)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k, v = _repeated(q, k, v)
         out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
         return out, lse[..., : q.shape[2]]
 
@@ -187,9 +186,16 @@ class FlashOnCuda(ScoreKernel):
         if block.bias is not None:
             return super().backward(grad, q, k, v, out, lse, block)
         groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k, v = _repeated(q, k, v)
         dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
-        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
+        if groups > 1:
+            dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def _repeated(q: Tensor, *heads: Tensor) -> list[Tensor]:
+    """Repeat key heads for the queries that share them."""
+    return [x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in heads]
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
@@ -198,7 +204,8 @@ def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(0, None)] if q.shape[2] <= rows else [slice(i, i + rows) for i in range(0, q.shape[2], rows)]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate pieces ``[b, h, rows, ...]``; one piece is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 2)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, PlanError
 from hfscale._compat.transformers.computing import enable_checkpointing
-from hfscale.features.memory.compressed import Compressed, OnHost, Stored, compress, decompress
+from hfscale.features.memory.compressed import Compressed, Stored, compress, decompress
 from hfscale.features.memory.kept_activations import KeptActivations
+from hfscale.features.memory.on_host import OnHost
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
