@@ -98,7 +98,7 @@ class Collator:
 def cut_by_schedule(
     executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
 ) -> Iterator[list[Batch]]:
-    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say, as schedules do.
+    """Yield a step's batches, padded to the number and size that ``TrainingArguments`` say, as schedules need.
     Added rows repeat the last one without labels; for a loss that ignores no label, see :func:`pieces`.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
