@@ -19,20 +19,11 @@ def flash_on_cpu(
 
 
 def flash_on_cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
+    *given: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v."""
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    """Return the gradients of q, k, v, ``given`` that of the output, q, k, v, output and lse."""
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
