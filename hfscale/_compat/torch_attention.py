@@ -27,9 +27,8 @@ def flash_on_cpu_backward(
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether :func:`flash_on_cuda` and its backward support heads of that width on a GPU of that capability, by
-    the conditions of torch's own choice of a kernel (``sdp_utils.cpp``): the operators check it in their kernels only
-    (``flash_api.cpp``), and meta functions take any width. Callers pad widths between two multiples of 8.
+    """Return whether :func:`flash_on_cuda` and its backward support heads of that width on a GPU of that capability, as
+    torch's choice of a kernel says (``sdp_utils.cpp``), not meta functions. Callers pad widths to multiples of 8.
     """
     if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
         return False
