@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._compat.torch import backend_for, patience_of, set_patience
+from .._compat.torch import backend_for, patience_of, set_timeout
 from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
 from .._compat.torch_gloo import wait_for_gloo_threads
 from ..config.environment import cpu_requested, started_processes
@@ -156,7 +156,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a group that hfscale did not create the timeout of torch's process group."""
     if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
-        set_patience(group, _patience(device))
+        set_timeout(_patience(device), group)
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
