@@ -47,12 +47,13 @@ def balanced_batches(
     check_count("microbatches", microbatches)
     check_count("batch_size", batch_size, least=mesh.batch_world * microbatches)
     given: Any = (batch_size, mesh.batch_world, microbatches)
+    order["rank"] = mesh.batch_rank
     if padded:
-        sampler = BatchRebalanceSampler(list(lengths), *given, rank=mesh.batch_rank, **order)
+        sampler = BatchRebalanceSampler(list(lengths), *given, **order)
         sampler.QUADRATIC_COST_COEF = pair
         return sampler
-    rows = ([each] if isinstance(each, Integral) else each for each in lengths)
+    rows: Any = ([each] if isinstance(each, Integral) else each for each in lengths)
     costs = [sum(tokens + pair * tokens**2 for tokens in texts) for texts in rows]
-    packed = PackedBatches(costs, *given, rank=mesh.batch_rank, **order)  # type: ignore[arg-type]
+    packed = PackedBatches(costs, *given, **order)  # type: ignore[arg-type]
     packed.share = share_by_cost
     return packed

@@ -69,8 +69,10 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
     again += max((each.bytes.again for each in held), default=0.0)
     passing = max((each.bytes.passing for each in held), default=0.0)
     notes += _notes(plan, situation, held, chosen)
-    sizes = total + before, behind, tokens * again, tokens * passing, in_norm, last + before, away
-    return Activations(*map(ceil, sizes), notes)
+    again, passing = ceil(tokens * again), ceil(tokens * passing)
+    return Activations(
+        ceil(total + before), ceil(behind), again, passing, ceil(in_norm), ceil(last + before), away, notes
+    )
 
 
 def _notes(plan: Plan, situation: Situation, held: Sequence[LayerHeld], chosen: frozenset[str]) -> list[str]:

@@ -122,7 +122,7 @@ def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     batch = current_batch()
     if batch is None:
         return None
-    return args[:1], {**kwargs, "position_ids": batch.places.to(table.weight.device)}
+    return args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)}
 
 
 def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
