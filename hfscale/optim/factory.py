@@ -153,12 +153,9 @@ class _Order:
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
         full = [{**defaults, **group} for group in groups]
-        counted = (
-            [CountUpdates((), self.runtime.mesh)] if self.aside is not None and self.aside.seed is not None else []
-        )
-        made = [*steppers(members_of(full, self.plans), full), *counted]
-        device = None if self.aside is None else self.aside.device
-        return ShardedOptimizer(self.name, full, defaults, made, device)
+        made, aside = list(steppers(members_of(full, self.plans), full)), self.aside
+        made += [CountUpdates((), self.runtime.mesh)] if aside is not None and aside.seed is not None else []
+        return ShardedOptimizer(self.name, full, defaults, made, None if aside is None else aside.device)
 
 
 def _torch(order: _Order) -> ShardedOptimizer:

@@ -46,9 +46,7 @@ Split = Mapping[str, int | Sequence[int]]
 def is_hidden_matrix(
     planned: ParameterPlan, owners: Sequence[nn.Module], layers: Sequence[str], stacks: Collection[str] = ()
 ) -> bool:
-    """Return whether a parameter is a matrix of a layer, or a stack of them in one of the modules ``stacks``: not an
-    embedding, head or vector.
-    """
+    """Return whether a parameter is a matrix of a layer, or a stack of them in one of the modules ``stacks``."""
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
     if len(planned.shape) != dims or any(isinstance(owner, nn.Embedding) for owner in owners):
         return False
@@ -145,7 +143,7 @@ class MuonStepper(Stepper):
     def _orthogonal(self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups) -> dict[Matrix, Tensor]:
         """Return this rank's pieces of the orthogonal matrices, given those of the updates, cut over ``axes``."""
         if not axes:
-            return {matrix: _each(matrix, whole, groups[matrix.member.group]) for matrix, whole in pieces.items()}
+            return {each: _orthogonalized(each, whole, groups[each.member.group]) for each, whole in pieces.items()}
         axis, own = axes[0], self._mesh.ranks[axes[0]]
         moving = tuple(matrix for matrix in pieces if axis in matrix.free or matrix.cut_over([axis]))
         if not moving:
@@ -172,9 +170,8 @@ class MuonStepper(Stepper):
             parcels = [[held[matrix] for matrix in each] for each in cut]
             arrived = self._swapped(parcels, [cut[own]] * len(owned), range(len(owned)), axes)
             for matrix, *shares in zip(cut[own], *arrived, strict=True):
-                found[matrix] = shares[0].new_empty(
-                    cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
-                )
+                shape = cut_shape(matrix.shape, matrix.cut_over(axes[1:]), self._mesh.ranks)
+                found[matrix] = shares[0].new_empty(shape)
                 for rank, share in enumerate(shares):
                     write_share(found[matrix], share, matrix.cut_over(axes[:1]), {axes[0]: rank})
         return found
@@ -186,9 +183,7 @@ class MuonStepper(Stepper):
         at: Sequence[int],
         axes: Sequence[str],
     ) -> list[list[Tensor]]:
-        """Send ``sent[rank]`` to each rank of the first of ``axes``, those over which matrices are still cut; return
-        what they send: shares of rank ``at[rank]`` of ``wanted[rank]``.
-        """
+        """Send ``sent[rank]`` over the first of ``axes``; return shares of rank ``at[rank]`` of ``wanted[rank]``."""
         flat = torch.cat([self._nothing, *(tensor.flatten() for tensor in chain(*sent))])
         ranks = [{**self._mesh.ranks, axes[0]: rank} for rank in at]
         shapes = [
@@ -219,20 +214,15 @@ def _matrices_of(member: Member, mesh: Mesh, dim: int, borders: Sequence[int]) -
         yield Matrix(member, index, (shape[-2], shape[-1]), cuts, free, dim, borders)
 
 
-def _each(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Orthogonalize each of the matrices fused in a whole one."""
-    options = group["ns_coefficients"], group["ns_steps"]
-    parts = matrix.split(whole, (), {})
-    return torch.cat([orthogonalized(part.contiguous(), *options) for part in parts], matrix.dim)
-
-
-def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Approximate ``U V^T`` of a matrix's singular value decomposition by quintic Newton-Schulz iterations."""
-    a, b, c = coefficients
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if tall else matrix
-    x = x.div(x.norm().clamp(min=_EPS))
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+def _orthogonalized(matrix: Matrix, whole: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Approximate ``U V^T`` of the singular value decomposition of each fused matrix by quintic Newton-Schulz steps."""
+    (a, b, c), found = group["ns_coefficients"], list[Tensor]()
+    for part in (each.contiguous() for each in matrix.split(whole, (), {})):
+        tall = part.size(0) > part.size(1)
+        x = part.T if tall else part
+        x = x.div(x.norm().clamp(min=_EPS))
+        for _ in range(group["ns_steps"]):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        found.append(x.T if tall else x)
+    return torch.cat(found, matrix.dim)

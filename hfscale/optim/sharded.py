@@ -148,11 +148,7 @@ def _placed(value: Any, group: dict[str, Any], device: torch.device) -> Any:
 
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
     """Return every parameter of ``groups`` with its plan, found by ``id``, in order."""
-    return [
-        Member(plans[id(parameter)], parameter, index)
-        for index, group in enumerate(groups)
-        for parameter in group["params"]
-    ]
+    return [Member(plans[id(each)], each, index) for index, group in enumerate(groups) for each in group["params"]]
 
 
 def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -71,11 +71,8 @@ class StockOverStandIns:
     ) -> None:
         """Make the optimizer; ``copied`` copies a weight if the optimizer steps a copy."""
         self.pairs = [(member, nn.Parameter(copied(member.weight))) for member in members]
-        mine = [
-            {**group, "params": [stand_in for member, stand_in in self.pairs if member.group == index]}
-            for index, group in enumerate(groups)
-        ]
-        self.optimizer = stock(mine)
+        of_groups = [[each for member, each in self.pairs if member.group == index] for index in range(len(groups))]
+        self.optimizer = stock([{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)])
 
     def step(self, groups: Groups, state: State, tensors: Callable[[Member], tuple[Tensor, Tensor | None]]) -> None:
         """Make one step on the weight and gradient that ``tensors`` returns for a member; none without a gradient."""
@@ -235,9 +232,7 @@ def write_rounded(share: Tensor, wide: Tensor, places: list[Tensor], key: int) -
     if not places:  # a scalar
         share.copy_(_rounded(wide.reshape(1), shift, torch.zeros(1, dtype=torch.int64, device=wide.device))[0])
         return
-    by_dim = [
-        each.view(*(1 for _ in range(dim)), -1, *(1 for _ in places[dim + 1 :])) for dim, each in enumerate(places)
-    ]
+    by_dim = [each.view([-1 if i == dim else 1 for i in range(len(places))]) for dim, each in enumerate(places)]
     rows = share.shape[0] if is_fused(share.device) else max(1, _CHUNK // max(1, share[0].numel()))
     for begin in range(0, share.shape[0], rows):
         part = slice(begin, begin + rows)

@@ -100,9 +100,8 @@ def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
     result: Spans = []
     for start, stop in spans:
         if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
+            start = result.pop()[0]
+        result.append((start, stop))
     return result
 
 

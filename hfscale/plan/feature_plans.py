@@ -26,15 +26,6 @@ class RecomputePlan(Feature):
     # tokens of the microbatch that the budget holds for; ``None``: of the largest one in the first step
     tokens: int | None = None
 
-    def is_alone(self, module: str) -> bool:
-        """Return whether a module is recomputed without the rest of its layer, alone or inside another module."""
-        return any(f"{module}.".startswith(f"{name}.") for name in self.modules)
-
-    @property
-    def recomputes_weights(self) -> bool:
-        """Return whether products with weights are recomputed."""
-        return bool(self.layers or self.modules)
-
     def describe(self, plan: PlanContents) -> list[str]:
         again = ["attention between its projections"] if self.attention else []
         again += ["all but products, attention and exchanges between ranks"] if self.elementwise else []

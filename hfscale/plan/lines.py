@@ -70,13 +70,6 @@ def describe_experts(plan: PlanContents) -> list[str]:
     ]
 
 
-def describe_data(plan: PlanContents) -> list[str]:
-    """Return the units that the data axes gather and reduce at a time."""
-    if plan.layout.data_world == 1:
-        return []
-    return [f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"]
-
-
 def describe_quantization(plan: PlanContents) -> list[str]:
     """Return how the arithmetic of a quantized model can differ from one process."""
     quantized = plan.quantized
@@ -104,6 +97,8 @@ def describe_parts(plan: PlanContents) -> list[str]:
     """Return the lines of all that the plan has, and those of its stages, with an empty line behind both."""
     features = [line for feature in plan.features for line in feature.describe(plan)]
     parts = [*describe_tensor(plan), *describe_sequence(plan), *features, *describe_experts(plan)]
-    parts += [*describe_data(plan), *describe_quantization(plan)]
+    if plan.layout.data_world > 1:
+        parts += [f"data axes: {len(plan.layers)} layers, each gathered and reduced as one, and the rest of the model"]
+    parts += describe_quantization(plan)
     stages = str(plan.stages).splitlines() if plan.stages else []
     return [line for lines in (parts, stages) if lines for line in (*lines, "")]

@@ -38,9 +38,7 @@ class ParameterPlan:
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that hold the same shard of it, or of its most widely replicated part: consecutive ranks
-        of the cut's axis, over which their partial gradients are summed.
-        """
+        """The number of consecutive ranks that hold the same shard of it, or of its most widely replicated part."""
         return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:

@@ -33,15 +33,11 @@ class Reduction:
     replicas: int = 1  # for ``sum-replicas``, how many consecutive ranks take part
 
     def __str__(self) -> str:
-        match self.kind:
-            case "sum":
-                return f"sum over {self.axis}"
-            case "sum-stages":
-                return f"sum over stages {', '.join(map(str, self.stages))}"
-            case "sum-replicas":
-                return f"sum over the {self.replicas} ranks with the same heads"
-            case _:
-                return f"{self.kind} over {self.axis}"
+        words = {
+            "sum-stages": f"sum over stages {', '.join(map(str, self.stages))}",
+            "sum-replicas": f"sum over the {self.replicas} ranks with the same heads",
+        }
+        return words.get(self.kind, f"{self.kind} over {self.axis}")
 
 
 def data_axes(spread: bool) -> tuple[str, str]:

@@ -7,6 +7,7 @@ before and behind the layers.
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..errors import ConfigError
 from .columns import aligned
@@ -55,9 +56,7 @@ def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> 
     layers = len(work)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be shared out to {stages} stages")
-    total = [0]
-    for cost in work:
-        total.append(total[-1] + cost)
+    total = list(accumulate(work, initial=0))
 
     def size(stage: int, start: int, stop: int) -> int:
         return total[stop] - total[start] + first * (stage == 0) + last * (stage == stages - 1)

@@ -18,6 +18,7 @@ from ..plan.feature_plans import IDS, ROUTES, TARGETS
 from .guards import check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
 from .runtime.batches import BORDERS, Counts, Microbatch, agree, look_at, to_device, total_of, with_borders
+from .runtime.parameter_names import stock_name
 
 _INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels", ROUTES)
@@ -65,7 +66,14 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
             f"{BORDERS[0]} says that a row holds {len(borders) - 1} documents, and without position_ids most models "
             "count positions on from one to the next: give position_ids too (return_position_ids=True)"
         )
-    _check_types(batch, loss)
+    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
+    for name in (*_INDICES, *labels, ROUTES):
+        value = batch.get(name)
+        if value is not None and value.dtype not in _WHOLE:
+            raise ConfigError(f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()")
+    embeds = batch.get("inputs_embeds")
+    if embeds is not None and not embeds.is_floating_point():
+        raise ConfigError(f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()")
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
 
@@ -82,9 +90,8 @@ def _check_names(batch: Mapping[str, Any], names: frozenset[str], takes_more: bo
     for name in batch.keys() - names - {ROUTES}:
         close = difflib.get_close_matches(name, names, 1, _NEAR)
         if close or not takes_more:
-            meant = (
-                f"did you mean {close[0]!r}?" if close else f"its arguments are {', '.join(sorted(names - {'self'}))}"
-            )
+            known = f"its arguments are {', '.join(sorted(names - {'self'}))}"
+            meant = f"did you mean {close[0]!r}?" if close else known
             raise ConfigError(f"the model takes no {name!r}: {meant}")
 
 
@@ -104,17 +111,6 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
         raise ConfigError(
             f"{name} must be a dense tensor of real numbers, got one {kind}: make it with torch.tensor(...)"
         )
-
-
-def _check_types(batch: Mapping[str, Any], loss: StepLoss) -> None:
-    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
-    for name in (*_INDICES, *labels, ROUTES):
-        value = batch.get(name)
-        if value is not None and value.dtype not in _WHOLE:
-            raise ConfigError(f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()")
-    embeds = batch.get("inputs_embeds")
-    if embeds is not None and not embeds.is_floating_point():
-        raise ConfigError(f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()")
 
 
 def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
@@ -230,7 +226,9 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): give train_step a loss_fn, or loop over loss "
             "= model(**batch).loss and loss.backward() instead"
         )
-    if unknown := runtime.unplanned_parameters():
+    known = runtime.plan.by_name  # and not parameters that were added since the model was built
+    trains = (name for name, parameter in runtime.model.named_parameters() if parameter.requires_grad)
+    if unknown := [name for name in trains if name not in known and stock_name(name) not in known]:
         raise ConfigError(
             f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
             "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "

@@ -154,12 +154,9 @@ def _scores(runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, tem
     assert runtime.loss is not None  # checked as the step was prepared
     with runtime.loss.scoring(temperature) as scoring:
         runtime.loss.of(called, batch, count, 0.0)
-    return TokenScores(*(_of_all_tokens(runtime, batch, each) for each in scoring.scores.each()))
-
-
-def _of_all_tokens(runtime: Runtime, batch: Microbatch, own: Tensor) -> Tensor:
-    sent = own.to(torch.uint8) if own.dtype == torch.bool else own  # not every backend can send booleans
-    return runtime.context.gather_tokens(batch, sent).to(own.dtype)
+    own = list(scoring.scores.each())
+    sent = (each.to(torch.uint8) if each.dtype == torch.bool else each for each in own)  # not all backends send them
+    return TokenScores(*(runtime.context.gather_tokens(batch, s).to(o.dtype) for s, o in zip(sent, own, strict=True)))
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:

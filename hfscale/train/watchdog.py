@@ -116,9 +116,8 @@ class _Watchdog(threading.Thread):
 
     def _look(self) -> RankState:
         self._beat += 1
-        return RankState(
-            self._beat, *self._waits(), *innermost_lines((frame, frame.f_lineno) for frame in frames_of_main_thread())
-        )
+        lines = innermost_lines((frame, frame.f_lineno) for frame in frames_of_main_thread())
+        return RankState(self._beat, *self._waits(), *lines)
 
     def _tell(self, seen: RankState) -> None:
         self.store.set(str(self.rank), json.dumps(asdict(seen)))

@@ -62,7 +62,7 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
     if offloaded(plan).activations is not None:
         total, away = _on_host(held, chosen, tokens)
         notes = [f"on the host: {human(away)} of activations; at most two layers' are on the device"]
-    total += _at_ends(plan, situation, types, held, chosen)
+    total += _ends(plan, situation, types, held, chosen)
     last = total if away or not held else tokens * held[0].kept(chosen)
     before, behind, in_norm = _around_layers(plan, situation, types)
     again = max((each.again for each in held if each.name in chosen), default=0.0)
@@ -110,9 +110,7 @@ def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[floa
 
 
 def _behind(plan: Plan, types: Types, trained: Collection[str]) -> tuple[float, float]:
-    """Return the bytes per token that final norm and loss keep: the norm's input twice, and its output's gradient; and
-    the norm's input with the five gradients of its backward pass, unless it is recomputed, in tiles.
-    """
+    """Return the bytes per token that final norm and loss keep, and those in the norm, unless it is recomputed."""
     if not plan.layers:
         return 0.0, 0.0
     width = stream_width(plan, plan.layers[-1])
@@ -123,9 +121,7 @@ def _behind(plan: Plan, types: Types, trained: Collection[str]) -> tuple[float, 
     return width * (normed / sequence_ranks(plan) + types.stream), width * 6 * wide * bool(whole) / sequence_ranks(plan)
 
 
-def _at_ends(
-    plan: Plan, situation: Situation, types: Types, held: Sequence[LayerHeld], chosen: frozenset[str]
-) -> float:
+def _ends(plan: Plan, situation: Situation, types: Types, held: Sequence[LayerHeld], chosen: frozenset[str]) -> float:
     """Return the bytes of hidden states that stages receive and send, unless they are kept here already."""
     as_they_are, measured = set[str](), situation.measured is not None  # counted bytes contain a layer's input
     if offloaded(plan).activations is None and compressed(plan) is None:

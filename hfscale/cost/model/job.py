@@ -162,18 +162,13 @@ def with_host_of(plan: Plan, job: Job) -> Job:
     what = {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
     activations = 0.0
     if on_host.activations is not None:
-        what, activations = what | {"activations"}, max(_activations(plan, rank, job) for rank in ranks)
+        again, names = recomputed(plan).layers, frozenset(p.name for p in plan.owned())
+        for held in (layers_held(plan, Situation(round(job.tokens), rank, trained=names)) for rank in ranks):
+            kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
+            activations = max(activations, 2 * kept * job.tokens * job.microbatches)
+        what |= {"activations"}
     local = [[plan.by_name[name].local_shape({}) for name in plan.local_names(rank)] for rank in ranks]
     return job.with_host(what, activations, max(sum(map(prod, shapes)) for shapes in local)) if what else job
-
-
-def _activations(plan: Plan, rank: int, job: Job) -> float:
-    """Return the bytes per step that activation offload moves to the host and back on a pipeline rank."""
-    names = frozenset(p.name for p in plan.owned())
-    held = layers_held(plan, Situation(round(job.tokens), rank, trained=names))
-    again = recomputed(plan).layers
-    kept = sum(each.bytes.stream if each.name in again else each.bytes.kept for each in held)
-    return 2 * kept * job.tokens * job.microbatches
 
 
 def places_of(plan: Plan) -> list[Place]:
@@ -186,9 +181,7 @@ def _place(plan: Plan, rank: int) -> Place:
     own = [stage for stage, where in enumerate(home) if where == rank]
     here = {name: prod(plan.by_name[name].model_shape({})) for name in plan.local_names(rank)}
     mixtures, layers = tuple(f"{each.name}." for each in plan.mixtures), tuple(f"{layer}." for layer in plan.layers)
-    spread, in_layers = (
-        sum(entries for name, entries in here.items() if name.startswith(parts)) for parts in (mixtures, layers)
-    )
+    spread, in_layers = (sum(here[n] for n in here if n.startswith(parts)) for parts in (mixtures, layers))
     trained = {name: here[name] for name in trained_names(plan) & here.keys()}
     summed = [plan.by_name[name] for name in trained if "tp" in plan.by_name[name].partial]
     return Place(

@@ -112,9 +112,7 @@ class Llama:
         return max(found)
 
     def passing(self) -> float:
-        """Return the bytes per token of the gradients of the layer's output and of both factors of the product in the
-        MLP; in tiles, of one tile's factors, and of the tiles' inputs.
-        """
+        """Return the bytes per token of gradients: of the layer's output, and of both factors of the MLP, or a tile."""
         part, stream = self._tile, self.hidden * self.types.stream / self.sequence
         return (2 - part) * stream + part * 2 * self._out("gate_proj") * self.types.size
 

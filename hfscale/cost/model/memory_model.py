@@ -94,9 +94,8 @@ class MemoryEstimate:
         return likely_bytes(self.needed, self.activations)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*aligned([(k, human(size)) for k, size in (*self.kinds.items(), ("total", self.total))]), *self.notes]
-        )
+        rows = [(kind, human(size)) for kind, size in (*self.kinds.items(), ("total", self.total))]
+        return "\n".join([*aligned(rows), *self.notes])
 
 
 def estimate_memory(
@@ -123,9 +122,7 @@ def estimate_memory(
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
     of_activations = activation_bytes(plan, situation)
     kept, notes = of_activations.kept, of_activations.notes
-    state = optimizer_bytes(
-        training, here, optimizer, options, plan.layers, [mixture.name for mixture in plan.mixtures]
-    )
+    state = optimizer_bytes(training, here, optimizer, options, plan.layers, [each.name for each in plan.mixtures])
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
         notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
@@ -156,9 +153,7 @@ def estimate_memory(
 def _apart(
     plan: Plan, situation: Situation, found: Activations, all_kinds: MemoryEstimate, training: Iterable[ParameterPlan]
 ) -> int:
-    """Return the bytes of activations, loss and gradients that are not there while most is; ``training``: parameters
-    that have no gradient before the step.
-    """
+    """Return the bytes that are not there while most is; ``training`` has no gradients before the step."""
     made = [] if offloaded(plan).parameters else training
     sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
     tables, (first, last) = _looked_up(plan, situation.pp_rank), (plan.layers[:1], plan.layers[-1:])
@@ -183,14 +178,12 @@ def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
 
 
 def _under_way(plan: Plan, pp_rank: int) -> tuple[int, int]:
-    """Return the number of older versions of trained weights between steps, and of gradients of each: one version for
-    every microbatch under way in PipeDream; in 2BW one on all stages but the last, and a step's gradients wait for the
-    end of the next step (Narayanan et al. 2019, 2021).
-    """
+    """Return the number of older versions of trained weights, and of gradients (Narayanan et al. 2019, 2021)."""
     layout, schedule = plan.layout, plan.layout.pipeline_schedule
     if layout.pp == 1 or schedule not in ASYNCHRONOUS:
         return 0, 1
     behind = layout.pp - 1 - pp_rank
+    # PipeDream has one for every microbatch under way; in 2BW a step's gradients wait for the end of the next step
     return (behind, 1) if schedule == "pipedream" else (min(behind, 1), 2)
 
 

@@ -56,16 +56,14 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
     if layout.ep > 1 and shape.experts and not sums_experts(shape, job):
         times = (4 + 2 * job.recompute) * shape.routed / (layout.tp if layout.slices_tokens else 1)
         experts = times * sent(layout.ep) * stream
-    between = _between_tensor_ranks(shape, job) * sent(layout.tp) * stream
-    return Traffic(tp=between, ep=experts, cp=sent(layout.cp) * _between_context_ranks(shape, job))
-
-
-def _between_context_ranks(shape: ModelShape, job: Job) -> float:
-    """Return the bytes of a layer that context ranks exchange, of which each sends all but its own."""
-    own = job.value_bytes * job.tokens / job.layout.tp
+    often = job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)  # a gather or a scatter counts one
+    if not (shape.experts and layout.slices_tokens) or sums_experts(shape, job):
+        often = job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
+    own = job.value_bytes * job.tokens / layout.tp  # of what context ranks exchange each sends all but its own
+    exchanged = (3 + job.recompute) * 2 * own * layout.cp * shape.keys
     if job.method.startswith("heads"):
-        return (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)
-    return (3 + job.recompute) * 2 * own * job.layout.cp * shape.keys
+        exchanged = (4 + 2 * job.recompute) * own * (shape.queries + job.replicas * shape.keys)
+    return Traffic(tp=often * sent(layout.tp) * stream, ep=experts, cp=sent(layout.cp) * exchanged)
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
@@ -73,13 +71,6 @@ def sums_experts(shape: ModelShape, job: Job) -> bool:
     layout = job.layout
     alone = layout.slices_tokens and not job.sequence_parallel and layout.expert_batches == 1
     return alone and 2 * shape.routed >= layout.tp
-
-
-def _between_tensor_ranks(shape: ModelShape, job: Job) -> float:
-    """Return how often a layer's tensor ranks exchange hidden states; a gather or a scatter counts one."""
-    if not (shape.experts and job.layout.slices_tokens) or sums_experts(shape, job):
-        return job.exchanged + (3 if job.sequence_parallel else 2) * job.recompute
-    return job.exchanged / 2 + 2 * job.recompute + 2 * (not job.sequence_parallel)
 
 
 def edge_traffic(shape: ModelShape, job: Job) -> float:

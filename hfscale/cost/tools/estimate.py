@@ -96,18 +96,14 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain numbers and strings."""
         machine, sizes = self.hardware, ("needed", "likely")
+        machine_bytes = {"budget": machine.budget, "device": machine.memory}
         return {
             "hardware": machine.name,
             "layout": self.layout,
             "ranks": self.ranks,
             "tokens_per_step": self.tokens,
             "verdict": self.verdict,
-            "memory": {
-                "needed": self.needed,
-                "likely": self.likely,
-                "budget": machine.budget,
-                "device": machine.memory,
-            },
+            "memory": {"needed": self.needed, "likely": self.likely} | machine_bytes,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -237,9 +233,7 @@ def _of_plan(
     return Estimate(
         hardware=machine,
         layout=plan.layout.describe(),
-        stages=tuple(
-            StageEstimate(rank, places[rank].layers, taken[rank], held[rank]) for rank in range(plan.layout.pp)
-        ),
+        stages=tuple(StageEstimate(n, place.layers, taken[n], held[n]) for n, place in enumerate(places)),
         time=time,
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,

@@ -63,10 +63,9 @@ class Candidate:
 
     def memory_arguments(self) -> dict[str, Any]:
         """Return the arguments of :class:`hfscale.MemoryConfig` that are not its defaults."""
-        found = {
-            name: value for name, value in self.levers.items() if name != "offload" and value not in ("none", None)
-        }
-        return found | {f"offload_{what}": True for what in self.offload}
+        changed = {name: value for name, value in self.levers.items() if value not in ("none", None)}
+        del changed["offload"]
+        return changed | {f"offload_{what}": True for what in self.offload}
 
     @property
     def kind(self) -> str:
@@ -231,9 +230,7 @@ class FastCost:
         return CandidateCost(candidate, time.total, needed, likely_bytes(needed, activations), states, activations)
 
     def _kept(self, job: Job) -> tuple[float, float, float, float]:
-        """Return the bytes per token that a layer keeps, those that one computes again, those of the gradients of its
-        activations, and those of its input.
-        """
+        """Return a layer's bytes per token: kept, computed again, gradients of activations, and its input."""
         found, layout = self.summary, job.layout
         kept = found.kept_spread if layout.ep > 1 else found.kept_alone if layout.data_world == 1 else found.kept
         kept = kept.ways.get("tiles" if job.tile else "elementwise" if job.elementwise else "", kept)

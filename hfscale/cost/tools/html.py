@@ -37,10 +37,8 @@ def page_of(found: Estimate | Search, title: str) -> str:
         sections = list(_of_estimate(found))
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    text = f"<pre>{escape(str(found))}</pre>"
-    return (
-        f'<!DOCTYPE html><html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1>{body}{text}</body></html>\n'
-    )
+    text = f"<h1>{escape(title)}</h1>{body}<pre>{escape(str(found))}</pre>"
+    return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{text}</body></html>\n'
 
 
 def _of_estimate(found: Estimate) -> Iterable[tuple[str, str]]:

@@ -70,6 +70,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 "target_parameters"
             )
         owner = owners.setdefault(id(parameter), name)
+        turned = is_transposed(inner) or isinstance(inner, nn.Embedding)  # experts have an attribute for it
         found.append(
             AdapterParameter(
                 name=name,
@@ -77,18 +78,12 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
                 dtype=parameter.dtype,
                 base=base,
                 kept_in=kept_in,
-                transposed=_is_transposed(inner),
+                transposed=bool(getattr(inner, "is_transposed", turned)),
                 experts=experts,
                 tied_to=None if owner == name else owner,
             )
         )
     return found
-
-
-def _is_transposed(adapted: nn.Module) -> bool:
-    """Return whether a module keeps its parameters as ``[in, out]``; experts have an attribute for it."""
-    own = getattr(adapted, "is_transposed", None)
-    return is_transposed(adapted) or isinstance(adapted, nn.Embedding) if own is None else bool(own)
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
@@ -106,17 +101,11 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, l
 
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
     """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
-    modules: dict[str, None] = {}
-    parameters: dict[str, None] = {}
-    copies: dict[str, None] = {}
-    for adapter in adapters:
-        if adapter.kept_in == peft.COPY:
-            copies[stock_name(adapter.name).partition(f".{peft.COPY}.")[0]] = None
-        elif adapter.experts:
-            parameters[adapter.base] = None
-        else:
-            modules[adapter.base.rpartition(".")[0]] = None
-    return list(modules), list(parameters), list(copies)
+    made = [adapter for adapter in adapters if adapter.kept_in != peft.COPY]
+    modules = dict.fromkeys(adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts)
+    parameters = dict.fromkeys(adapter.base for adapter in made if adapter.experts)
+    copied = (stock_name(adapter.name) for adapter in adapters if adapter.kept_in == peft.COPY)
+    return list(modules), list(parameters), list(dict.fromkeys(n.partition(f".{peft.COPY}.")[0] for n in copied))
 
 
 def check_matches(asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]) -> None:

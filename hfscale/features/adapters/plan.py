@@ -60,12 +60,10 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
     """Return the adapter's dim that corresponds to the dim of ``cut`` in the adapted parameter, if any."""
-    of_matrix = cut.dim - (ndim - 2)
-    along_input = of_matrix == (0 if adapter.transposed else 1)
-    if adapter.kept_in == IA3_SCALES:
-        dim = 1 if adapter.shape[0] == 1 else 0
-        return dim if along_input == (dim == 1) else None
-    return ADAPTER_DIMS[adapter.kept_in][0 if along_input else 1]
+    along_input = cut.dim - (ndim - 2) == (0 if adapter.transposed else 1)
+    of_scales = (1, None) if adapter.shape[0] == 1 else (None, 0)
+    dims = of_scales if adapter.kept_in == IA3_SCALES else ADAPTER_DIMS[adapter.kept_in]
+    return dims[0 if along_input else 1]
 
 
 _KINDS = (

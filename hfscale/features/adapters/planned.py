@@ -18,9 +18,7 @@ from .storage import check_config, check_over_quantized
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
     """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
     _, planned = wrap_and_plan(template, config, plan, new)
-    kinds = {
-        adapter.name: type_beside(planned.by_name[adapter.base].dtype, adapter.kept_in) for adapter in planned.adapters
-    }
+    kinds = {a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters}
     own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
     return replace(planned, parameters=tuple(own))
 
@@ -68,12 +66,8 @@ def _check(config: Any, plan: Plan) -> None:
 def _check_copies(config: Any, plan: Plan) -> None:
     """Refuse trained copies of modules that are cut, or hold cut or quantized ones."""
     # Copies of experts with their router cannot be expert-parallel.
-    mixtures = plan.mixtures if plan.layout.ep > 1 else ()
-    cut = (
-        *plan.layers,
-        *(block.name for block in plan.blocks),
-        *(mixture.name.rpartition(".")[0] for mixture in mixtures),
-    )
+    mixtures = [each.name.rpartition(".")[0] for each in plan.mixtures] if plan.layout.ep > 1 else []
+    cut = (*plan.layers, *(block.name for block in plan.blocks), *mixtures)
     quantized, head = plan.quantized, plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
         inside = [name for name in cut if f".{wanted}." in f".{name}."]

@@ -28,12 +28,8 @@ from ...train.runtime.writing import Attempt, atomic_directory, is_writer, not_f
 _METHODS = ("LORA", "IA3", "LOHA")
 # Options of LoRA that are computed from data, or change how often or on which tokens an adapter computes.
 _LORA_REFUSED = (
-    "layer_replication",
-    "trainable_token_indices",
-    "megatron_config",
-    "lora_ga_config",
-    "corda_config",
-    "eva_config",
+    *("layer_replication", "trainable_token_indices", "megatron_config"),
+    *("lora_ga_config", "corda_config", "eva_config"),
 )
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 
@@ -82,20 +78,16 @@ def check_config(config: Any) -> None:
         )
     if method != "LORA":
         return
-    variants = [
-        field.name
-        for field in dataclasses.fields(config)
-        if field.metadata.get("is_lora_variant") and field.name != "use_dora"
-    ]
+    variants = [each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")]
     init = config.init_lora_weights
     if isinstance(init, str) and init not in _INITS and not init.startswith("pissa"):
         raise ConfigError(
             f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
             f"{', '.join(map(repr, _INITS))}, 'pissa' or 'pissa_niter_[n]'"
         )
-    refused = [name for name in dict.fromkeys((*_LORA_REFUSED, *variants)) if getattr(config, name, None)]
-    if refused:
-        raise ConfigError(f"LoraConfig({refused[0]}=...) is not known to hfscale: leave it out")
+    for name in (*_LORA_REFUSED, *variants):
+        if name != "use_dora" and getattr(config, name, None):
+            raise ConfigError(f"LoraConfig({name}=...) is not known to hfscale: leave it out")
 
 
 def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:

@@ -13,9 +13,6 @@ from ...plan.drafting.draft import Draft
 from ...plan.feature_plans import ContextPlan, ProductsPlan
 
 _MULTIPLE = 16  # of both sizes of a weight, for tensor cores
-_SPREAD = "experts have products of their own"
-_ROUTER = "routers stay exact"
-_ASKED = "leave_out"
 
 
 def plan_float8(draft: Draft) -> None:
@@ -51,13 +48,13 @@ def _ends(name: str, end: str) -> bool:
 def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
     """Return why a projection does not compute in fp8; empty if it does."""
     if any(_ends(name, end) for end in leave_out):
-        return _ASKED
+        return "leave_out"
     for mixture in draft.mixtures:
         if name.startswith(f"{mixture.name}."):
-            return _SPREAD
+            return "experts have products of their own"
         within = name.startswith(f"{mixture.name.rpartition('.')[0]}.")
         if within and module.weight.shape[weight_dims(module)[0]] == mixture.count:
-            return _ROUTER
+            return "routers stay exact"
     if any(size % _MULTIPLE for size in module.weight.shape):
         return f"sizes are no multiples of {_MULTIPLE}"
     return ""

@@ -209,10 +209,7 @@ class Float8Products(Products):
         *groups_by_dim: Sequence[dist.ProcessGroup],
         by_columns: bool = False,
     ) -> _Scaled:
-        """Return ``matrix`` in 8 bits, with one scale per pass or, rowwise, a scale for each row ``along`` the
-        contracted dim; ``groups_by_dim`` are the ranks with other shards of the matrix, for each of its dims;
-        ``by_columns`` is the order in memory that the product takes.
-        """
+        """Return ``matrix`` in 8 bits, whose other shards ``groups_by_dim`` have; rowwise, ``along`` is contracted."""
         dtype = GRADIENT if name == "grad" and not self.rowwise else FORWARD
         shared = self._of_weight if name == "weight" else None
         of = along if self.rowwise else None
@@ -228,9 +225,8 @@ class Float8Products(Products):
             scale = self.scales[name]
         if shared is not None:
             shared[of] = scale
-        return _Scaled(
-            _rounded(matrix.t(), scale.t(), dtype).t() if by_columns else _rounded(matrix, scale, dtype), scale
-        )
+        data = _rounded(matrix.t(), scale.t(), dtype).t() if by_columns else _rounded(matrix, scale, dtype)
+        return _Scaled(data, scale)
 
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products") -> Tensor:

@@ -53,12 +53,8 @@ class LayerPass:
         beside: Collection[Tensor],
     ) -> None:
         self._store, self._before = store, None if before is None else weakref.ref(before)
-        held = [
-            tensor
-            for module in layer.modules()
-            for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
-            if tensor is not None
-        ]
+        owned = [(*own_parameters(m).values(), *own_buffers(m).values()) for m in layer.modules()]
+        held = [tensor for each in owned for tensor in each if tensor is not None]
         self._stays = {storage_key(plain) for tensor in (*held, *beside) for plain in memory_of(tensor.detach())}
         shapes = {tuple(local_tensor(tensor.detach()).shape) for tensor in held} | set(map(_shape_of, layer.modules()))
         self._of_weights = {shape for shape in shapes if len(shape) > 1} | {shape[::-1] for shape in shapes}

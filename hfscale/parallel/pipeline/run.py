@@ -217,8 +217,8 @@ class Pipeline(Executor):
             worker.trains_before = worker.index > 0 and trains[worker.index - 1]
 
     def _tell_workers(self, backward: bool) -> None:
-        reenters = recomputes(self._runtime.model)
-        again = reenters or recomputed(self._runtime.plan).recomputes_weights
+        reenters, planned = recomputes(self._runtime.model), recomputed(self._runtime.plan)
+        again = reenters or bool(planned.layers or planned.modules)
         again = again or (self._objective is not None and self._objective.recomputes)
         # The second half of a backward pass would recompute a layer once per weight; and weights that were given up
         # between the halves are other tensors when they come back.

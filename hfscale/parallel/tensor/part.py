@@ -115,7 +115,8 @@ class TensorParallel(Part, SequenceAxis):
         plan = runtime.plan
         # With several entries no single one feeds all projections; and recomputed without the block's entry,
         # projections would not have what their weight gradients need.
-        alone = any(recomputed(plan).is_alone(name) for name in block.column)
+        again = tuple(f"{module}." for module in recomputed(plan).modules)
+        alone = any(f"{name}.".startswith(again) for name in block.column)
         if alone or not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
             return None
         # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.

@@ -4,6 +4,7 @@ each stage holds. All from shapes on the meta device: no weights, no run.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
@@ -57,14 +58,11 @@ class LayerCosts:
 
     def of_stages(self, counts: Sequence[int]) -> tuple[Cost, ...]:
         """Return the cost of each stage, given its number of layers."""
-        result, start = [], 0
-        for stage, count in enumerate(counts):
-            cost = sum(self.layers[start : start + count], self.shared)
-            cost += self.before if stage == 0 else Cost()
-            cost += self.after if stage == len(counts) - 1 else Cost()
-            result.append(cost)
-            start += count
-        return tuple(result)
+        ends = [0, *accumulate(counts)]
+        found = [sum(self.layers[start:stop], self.shared) for start, stop in pairwise(ends)]
+        found[0] += self.before
+        found[-1] += self.after
+        return tuple(found)
 
 
 def layer_costs(
@@ -123,9 +121,7 @@ def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]
 def _attention(module: Any, config: Any, sequence: int) -> int:
     heads = first_count(module, HEAD_FIELDS) or first_count(config, HEAD_FIELDS) or 0
     hidden = first_count(config, ("hidden_size",)) or 0
-    head_dim = (
-        first_count(module, ("head_dim",)) or first_count(config, ("head_dim",)) or (hidden // heads if heads else 0)
-    )
+    head_dim = first_count(module, ("head_dim",)) or first_count(config, ("head_dim",)) or hidden // max(1, heads)
     widths = (first_count(module, (name,)) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     window = first_count(module, ("sliding_window", "window_size"))
     return 2 * min(sequence, window or sequence) * heads * sum(widths)
@@ -193,9 +189,7 @@ def _lists(draft: Draft, layers: list[str], count: int) -> list[str] | None:
         stage_problem(draft, *inside)
     elif _check_stage_layers(draft) and count > len(layers):
         _too_many(draft, len(layers))
-    if draft.problems:
-        return None
-    return lists
+    return None if draft.problems else lists
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
@@ -237,14 +231,12 @@ def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
 
 def _too_many(draft: Draft, layers: int) -> None:
     virtual = int(draft.layout.virtual_stages or 1)
-    asked = f"pp_size={draft.layout.pp}" + (f" x virtual_stages={virtual}" if virtual > 1 else "")
     most = layers // virtual
-    fits = f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
-    with_virtual = f" with virtual_stages={virtual if most else 1}" if virtual > 1 else ""
-    draft.problem(
-        f"{asked} exceeds the {layers} layer{'s' if layers > 1 else ''} of {draft.config.model_type!r}: use "
-        f"{fits}{with_virtual}"
-    )
+    asked, fits = f"pp_size={draft.layout.pp}", f"pp_size 1 to {most}" if most > 1 else "pp_size=1"
+    if virtual > 1:
+        asked, fits = f"{asked} x virtual_stages={virtual}", f"{fits} with virtual_stages={virtual if most else 1}"
+    many = f"{layers} layer{'s' if layers > 1 else ''}"
+    draft.problem(f"{asked} exceeds the {many} of {draft.config.model_type!r}: use {fits}")
 
 
 def _stages(
@@ -279,9 +271,7 @@ def _stages(
             for name in dict.fromkeys(name for stage in stages for name in (*stage.layers, *stage.modules))
             if name in passage.item_returns
         ),
-        ties=tuple(
-            Tie(tuple(known), tuple(holders[tensor])) for tensor, known in names.items() if len(holders[tensor]) > 1
-        ),
+        ties=tuple(Tie(tuple(known), tuple(holders[key])) for key, known in names.items() if len(holders[key]) > 1),
         work=tuple(cost.work() for cost in each),
         loans=passage.loans,
     )

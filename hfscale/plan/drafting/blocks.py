@@ -1,6 +1,7 @@
 """Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters by them."""
 
 from collections.abc import Iterator
+from functools import reduce
 from math import gcd
 from typing import Any
 
@@ -37,7 +38,9 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
     for layer in layers:
         for path, role in blueprint.blocks.items():
             name = join_path(layer, path)
-            if name in draft.modules and _applies(draft, name, role):
+            wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
+            applies = not role.optional or any(f"{name}.{child}" in draft.modules for child in wanted)
+            if name in draft.modules and applies:
                 matched.add(path)
                 blocks += [_block(draft, *inner, layers) for inner in blocks_around_experts(draft, name, role)]
     _refuse_unmatched(draft, blueprint, matched)
@@ -60,12 +63,6 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
                 f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names a block {path!r} that no "
                 "layer has: correct the blueprint, or use tp_size=1"
             )
-
-
-def _applies(draft: Draft, name: str, role: Block) -> bool:
-    """Return whether a layer's module is the block meant by ``role``: it has at least one of its projections."""
-    wanted = [*role.column, *role.row, *(child.rpartition(".")[0] for child in role.cut)]
-    return not role.optional or any(f"{name}.{child}" in draft.modules for child in wanted)
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
@@ -104,13 +101,14 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
     replicas = _key_value_replicas(draft, name, role)
     block = PlacedBlock(draft, name, role, replicas)
     shared, once = cut_parameters(block, is_layer=name in layers)
+    config = draft.block_config
     return BlockPlan(
         name=name,
         column=block.modules(role.column),
         row=block.modules(role.row),
         shared=shared,
         local_attributes=_local_attributes(block),
-        dropout=max((_probability(draft, path) for path in role.dropout), default=0.0),
+        dropout=max((float(reduce(field, path.split("."), config) or 0.0) for path in role.dropout), default=0.0),
         enter=tuple(map(block.path, role.enter)),
         enter_inputs=role.enter_inputs,
         leave=block.modules(role.leave) or (name,),
@@ -144,21 +142,11 @@ def _divisor(block: PlacedBlock, attribute: str) -> int:
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
 
-def _probability(draft: Draft, path: str) -> float:
-    """Return a probability of the config (``attn_config.attn_pdrop``: of a nested config); 0 if missing or ``None``."""
-    value = draft.block_config
-    for name in path.split("."):
-        value = field(value, name)
-    return float(value or 0.0)
-
-
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
     """Yield the blocks that the tensor axis shards in block ``name``: itself; or, if tensor ranks hold full experts in
     it, and so replicate inputs, outputs and router of the mixture, each of its shared experts.
     """
-    inside = [
-        found for found, module in draft.modules.items() if found.startswith(f"{name}.") and holds_experts(module)
-    ]
+    inside = [path for path, module in draft.modules.items() if path.startswith(f"{name}.") and holds_experts(module)]
     if not draft.layout.slices_tokens or not inside:
         yield name, role
         return
@@ -192,9 +180,7 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def check_heads(draft: Draft, groups: int) -> None:
-    """Refuse a ``tp_size`` that would split a head, where each of ``groups`` groups of heads is sharded by itself and
-    several ranks cannot hold the same key/value heads (they lie among the queries, say).
-    """
+    """Refuse a ``tp_size`` that would split a head of one of ``groups`` groups; no two ranks share key/value heads."""
     heads, key_heads = _heads_of_config(draft)
     if not heads or not key_heads:
         return

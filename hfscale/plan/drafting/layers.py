@@ -15,7 +15,13 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     """List the layers' names, in order: by the blueprint, else modules of transformers' ``_no_split_modules``."""
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
-        return _unsplit_modules(draft)
+        # those of transformers' ``_no_split_modules``, which only group parameters then
+        classes, found = layer_classes(draft.model), list[str]()
+        for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
+            if type(module).__name__ in classes and not name.startswith(tuple(f"{layer}." for layer in found)):
+                found.append(name)
+        tied = {layer for layer, _ in _tied_outside(draft, found)}
+        return [layer for layer in found if layer not in tied]
     layers = [f"{path}.{name}" for path in lists for name, _ in draft.modules[path].named_children()]
     for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
         draft.problem(
@@ -35,17 +41,6 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
             f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
         )
     return found
-
-
-def _unsplit_modules(draft: Draft) -> list[str]:
-    """Find layers without a blueprint, by transformers' ``_no_split_modules``: they only group parameters then."""
-    classes = layer_classes(draft.model)
-    layers: list[str] = []
-    for name, module in draft.modules.items():  # outer modules come first; one inside another is no layer
-        if type(module).__name__ in classes and not any(name.startswith(f"{layer}.") for layer in layers):
-            layers.append(name)
-    tied = {layer for layer, _ in _tied_outside(draft, layers)}
-    return [layer for layer in layers if layer not in tied]
 
 
 def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:

@@ -47,9 +47,7 @@ def find_text_model(model: Any) -> str | None:
 
 
 def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
-    """Return ``find``'s blueprint of the text model called ``name``, with paths relative to ``model``; if there is none
-    and none may be inferred, one with layers but no blocks, enough for stages and data ranks.
-    """
+    """Return ``find``'s blueprint of the text model ``name`` in ``model``'s names, or of layers alone."""
     inner = model.get_submodule(name)
     try:
         found = find(inner, may_infer)
@@ -101,7 +99,11 @@ def plan_towers(draft: Draft) -> None:
     if text is None:
         _plan_beside_tokens(draft)
         return
-    layers = _unreached(draft) if draft.layout.data_world > 1 else []
+    layers: list[str] = []
+    if draft.layout.data_world > 1:  # those that a pass over tokens alone skips: they read only a tower's output
+        found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack)
+        classes, names = set(found["classes"]), set(found["names"])
+        layers = [name for name in draft.stack if name in names or type(draft.modules[name]).__name__ in classes]
     around = [item for item in items_around(draft.model, text) if tensors_of(draft.model, item)]
     items = tuple(item for item in (*around, *layers) if item != draft.head)
     sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
@@ -115,13 +117,6 @@ def _first_layers(fields: Mapping[str, Any]) -> int:
     """Return the number of first layers after which images are added: one per tower feature."""
     inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
     return max([len(fields.get(_FEATURES) or ()), *inside])
-
-
-def _unreached(draft: Draft) -> list[str]:
-    """Return the layers that a pass over tokens alone skips: they read only a tower's output."""
-    found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack)
-    classes, names = set(found["classes"]), set(found["names"])
-    return [layer for layer in draft.stack if layer in names or type(draft.modules[layer]).__name__ in classes]
 
 
 def _plan_beside_tokens(draft: Draft) -> None:

@@ -195,7 +195,13 @@ def before_step(runtime: Runtime) -> None:
         )
     runtime.steps += 1
     if runtime.steps == 1:
-        _refuse_float16(runtime)
+        # in float16 gradients could not be unscaled; by the plan, the same on every rank
+        if found := next((p.name for p in runtime.plan.parameters if p.dtype == torch.float16), None):
+            raise ConfigError(
+                f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
+                'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
+                'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
+            )
         if not any(runtime.mesh.ranks.values()):
             _warn_of_a_base_alone(runtime)
             _warn_of_lost_updates(runtime)
@@ -203,17 +209,6 @@ def before_step(runtime: Runtime) -> None:
             _warn_of_misread_rows(runtime)
     elif runtime.steps in _CHECKED:
         check_replicas(runtime)
-
-
-def _refuse_float16(runtime: Runtime) -> None:
-    """Refuse float16 weights, whose gradients cannot be unscaled in float16; by the plan, the same on every rank."""
-    found = next((planned.name for planned in runtime.plan.parameters if planned.dtype == torch.float16), None)
-    if found is not None:
-        raise ConfigError(
-            f"{found} is in float16, where gradients below 6e-8 and most updates are zero: load it with "
-            'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
-            'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
-        )
 
 
 def _warn_of_rounding(runtime: Runtime) -> None:

@@ -114,12 +114,10 @@ def checksum(share: Tensor) -> Tensor:
     table, last = words[: rows * width].view(rows, width), words[rows * width :]
     # Row sums and column sums are both weighted, so swapping two words changes the checksum.
     parts = [table.sum(0), table.sum(1), last, rest.long()]
-    return sum((_weighted(part, salt) for salt, part in enumerate(parts)), torch.zeros_like(parts[0][0]))
-
-
-def _weighted(numbers: Tensor, salt: int) -> Tensor:
-    """Return a position-weighted sum, which overflows on purpose."""
-    return (numbers * odd_numbers(torch.arange(len(numbers), device=numbers.device) + (salt << 48))).sum()
+    total = torch.zeros_like(parts[0][0])
+    for salt, part in enumerate(parts):  # sums weighted by position, which overflow on purpose
+        total += (part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))).sum()
+    return total
 
 
 def odd_numbers(index: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -183,10 +184,8 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:
-    if refusing := [name for name, rank in zip(names, ranks, strict=True) if rank.refused]:
-        return (
-            f"rank(s) {', '.join(map(str, refusing))}, which share this rank's batch, refused theirs: see their error"
-        )
+    if refusing := [str(name) for name, rank in zip(names, ranks, strict=True) if rank.refused]:
+        return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused theirs: see their error"
     given = ", ".join(f"rank {name}: {rank.microbatches} microbatches" for name, rank in zip(names, ranks, strict=True))
     return (
         "ranks that share a batch (those of one tensor group or pipeline) were given different batches, or some train "
@@ -236,9 +235,7 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy tensors to the device through one buffer, pinned if the device is an accelerator."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_accelerator(device))
     for tensor, start, size in zip(tensors, starts, sizes, strict=False):
         packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)

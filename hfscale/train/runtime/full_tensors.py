@@ -70,9 +70,8 @@ def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
         for planned, parameter in runtime.parameters()
         if runtime.counts(planned)
     ]
-    found += [
-        SavedTensor(name, buffer.shape, buffer.dtype, mesh.pp_rank, None) for name, buffer in _buffers(runtime).items()
-    ]
+    buffers = _buffers(runtime).items()
+    found += [SavedTensor(name, buffer.shape, buffer.dtype, mesh.pp_rank, None) for name, buffer in buffers]
     return [entry.told() for entry in found]
 
 

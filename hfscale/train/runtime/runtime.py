@@ -297,12 +297,6 @@ class Runtime:
         here = dict(self.model.named_parameters(remove_duplicate=False))
         return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
 
-    def unplanned_parameters(self) -> list[str]:
-        """Return the names of trainable parameters that the plan lacks: they were added since the model was built."""
-        trains = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
-        known = self.plan.by_name
-        return [name for name in trains if name not in known and stock_name(name) not in known]
-
     @property
     def shares_casts(self) -> bool:
         """Return whether microbatches in flight share one low-precision copy of each weight; FSDP2 makes its own."""

@@ -76,12 +76,10 @@ def watch(model: nn.Module) -> Callable[[], Undo]:
 
 
 def _look(model: nn.Module) -> _Look:
-    looks = []
+    looks, left_out = [], {*HOOKS, *CONTENTS}
     for module in model.modules():
         # Parameters, buffers and submodules are put back by the code that takes the model apart.
-        attributes = {
-            name: value for name, value in module.__dict__.items() if name not in HOOKS and name not in CONTENTS
-        }
+        attributes = {name: value for name, value in vars(module).items() if name not in left_out}
         hooks = {name: set(module.__dict__[name]) for name in HOOKS if module.__dict__.get(name)}
         looks.append((module, type(module), attributes, hooks))
     return looks
