@@ -83,6 +83,8 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
+    if told:  # though its child had ended
+        count("final", True)
     refused = count("refused") and not count("broken")  # what else goes wrong may look like a refusal on other ranks
     return code, count("failed") > 0 and not count("final") and not refused
 

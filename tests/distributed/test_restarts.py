@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -53,6 +55,21 @@ def test_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if child == 0:
         signal.pause()
     assert _wait(child, store, 2) == (-signal.SIGKILL, False)
+
+
+def test_told_behind_the_end_of_its_child() -> None:
+    """The other rank has not ended yet when the launcher ends both: neither forks again."""
+    store, counts = Mock(), Counter[str]()
+
+    def add(what: str, more: int) -> int:
+        counts[what] += more
+        if what == "ended" and not more:  # its parent waits for the other one
+            signal.raise_signal(signal.SIGTERM)
+        return counts[what]
+
+    store.add = add
+    assert _wait(fork(1), store, 2) == (1, False)
+    assert counts["final"] == 1
 
 
 def meet(port: int, said: str) -> tuple[bool, bytes]:
