@@ -138,9 +138,10 @@ class _Run:
         step = resumed = self._step()
         if kind == "stop":
             process = self._pids()[rank]
-            os.kill(process, signal.SIGSTOP)
-            time.sleep(_STOPPED)
-            os.kill(process, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(process, signal.SIGSTOP)
+                time.sleep(_STOPPED)
+                os.kill(process, signal.SIGCONT)
             begun = time.monotonic()
         else:
             begun = self._kill(range(self.ranks) if kind in _PARENTS else [rank], kind)
@@ -162,11 +163,13 @@ class _Run:
             self._agent.wait()
         for rank in ranks:
             if kind == "full":
-                resource.prlimit(before[rank], resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
+                with suppress(ProcessLookupError):
+                    resource.prlimit(before[rank], resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
                 self._wait(lambda: not Path(f"/proc/{before[rank]}").exists())  # noqa: B023
                 begun = time.monotonic()
             else:
-                os.kill(self._parents[before[rank]] if kind in _PARENTS else before[rank], signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(self._parents[before[rank]] if kind in _PARENTS else before[rank], signal.SIGKILL)
         if kind == "node":
             self._launch()
         self._wait(lambda: len(now := self._pids()) == self.ranks and not {*now.values()} & {*before.values()})
