@@ -133,7 +133,8 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
-        if self.mesh.batch_world > 1 and hasattr(data_loader.dataset, "n_shards"):
+        rows = data_loader.batch_size is not None  # or the stream's examples are batches
+        if self.mesh.batch_world > 1 and rows and hasattr(data_loader.dataset, "n_shards"):
             # A stream of datasets, in the order of one process: Accelerate gives each process files of its own.
             data_loader = dealt(data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches)
         self._agree_on_order(data_loader)
