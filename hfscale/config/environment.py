@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEMORY = "/dev/shm"  # a file system in memory on every Linux
+RUN = "_hfscale_run"  # the file, in a directory of states, with the name of the run whose memory counts
 
 
 def started_processes() -> int:

@@ -20,7 +20,7 @@ from .main_process import on_main
 from .results import write_weights
 from .run_log import plot_losses, read_metrics
 from .schema import DataRecipe, FinetuneRecipe, RecipeError
-from .trainer import arguments_of, callbacks_of, optimizer_of, train_to_the_end
+from .trainer import arguments_of, callbacks_of, optimizer_of, resumes_of, train_to_the_end
 
 Reward = Callable[..., list[float]]
 
@@ -75,18 +75,21 @@ def train_on_generations(
         fixed |= {"beta": recipe.teacher.beta, "temperature": recipe.teacher.temperature}
     else:
         given = {"reward_funcs": [reward_of(name) for name in recipe.rewards]}
+    resumes = resumes_of(recipe)
     trainer = getattr(trainers, f"{kind}Trainer")(
         model=model,
         args=made_of("trl", config_class, recipe.trl, fixed),
         train_dataset=prompts_of(recipe.data, tokenizer),
         processing_class=tokenizer,
         optimizers=(optimizer_of(recipe, model), None),
-        callbacks=callbacks_of(recipe),
+        callbacks=callbacks_of(recipe, resumes),
         **given,
     )
-    train_to_the_end(trainer, recipe)
+    train_to_the_end(trainer, recipe, resumes)
     write_weights(trainer.model, recipe)
     on_main(lambda: _describe(tokenizer, recipe, layout))
+    if trainer.in_memory is not None:
+        trainer.in_memory.free()
 
 
 def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:

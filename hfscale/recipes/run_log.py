@@ -25,13 +25,13 @@ _KINDS = ("loss", "validation_loss", "merged_validation_loss")
 
 
 class RunLog(TrainerCallback):
-    """Write ``metrics.jsonl`` (and ``.csv``) on the main process; a new run replaces files of an earlier one."""
+    """Write ``metrics.jsonl`` (and ``.csv``) on the main process; a run that does not resume removes what is there."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, resumes: bool) -> None:
         self.path, self.experts = recipe.metrics, recipe.expert_loads
         self._csv = "csv" in recipe.tracking
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.directory / "tracking"))
-        if is_main() and recipe.saved_state is None:
+        if is_main() and not resumes:
             recipe.directory.mkdir(parents=True, exist_ok=True)
             self.path.write_text("")
             shutil.rmtree(recipe.directory / "state", ignore_errors=True)  # and what is in memory is of another run

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from ..config.environment import memory_of
+from ..config.environment import RUN, memory_of
 from ..config.sections import OptionSections
 from ..errors import HFScaleError
 
@@ -201,10 +201,13 @@ class Recipe(OptionSections):
 
     @property
     def has_state(self) -> bool:
-        """Return whether there are checkpoints of a run of this name."""
+        """Return whether this machine finds checkpoints of a run of this name, on disk or in its memory."""
         state = self.directory / "state"
-        kept = self.training.memory_every is not None and any(memory_of(state).glob("*/step-*"))
-        return (kept and (self.directory / "recipe.yaml").exists()) or any(state.glob("checkpoint-*"))
+        begun = (state / RUN).exists() and (self.directory / "recipe.yaml").exists()
+        if self.training.memory_every is not None and begun:
+            kept = memory_of(state) / (state / RUN).read_text()
+            return any(kept.glob("step-*")) or any(state.glob("checkpoint-*"))
+        return any(state.glob("checkpoint-*"))
 
 
 @dataclass

@@ -67,6 +67,7 @@ class RecipeTrainer(hfscale.Trainer):
             costs = rows.costs(pair_cost(runtime_of(model).plan, model.config))
             self._order = by_cost(self._order, torch.from_numpy(costs), batch_world, self._size)
         self._waiting_batches: list[Any] = []
+        self._resumes = resumes_of(recipe)
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()
         if training.gradient_checkpointing:
@@ -79,13 +80,13 @@ class RecipeTrainer(hfscale.Trainer):
             eval_dataset=validation,
             data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
             optimizers=(optimizer_of(recipe, model), None),
-            callbacks=[self._clock, *callbacks_of(recipe)],
+            callbacks=[self._clock, *callbacks_of(recipe, self._resumes)],
         )
 
     def fit(self) -> Outcome:
         """Train from the beginning or from a saved state; call it on every rank."""
-        self.args.eval_on_start = not any(gathered(self._recipe.saved_state is not None))
-        train_to_the_end(self, self._recipe)
+        self.args.eval_on_start = not self._resumes
+        train_to_the_end(self, self._recipe, self._resumes)
         training, evaluation = ([r for r in self.state.log_history if k in r] for k in ("loss", "validation_loss"))
         last, found = training[-1], evaluation[-1]
         return Outcome(
@@ -156,12 +157,16 @@ class RecipeTrainer(hfscale.Trainer):
         }
 
 
-def train_to_the_end(trainer: Any, recipe: Recipe) -> None:
+def resumes_of(recipe: Recipe) -> bool:
+    """Return whether some machine has a state to resume from; collective, before :class:`RunLog` replaces files."""
+    return any(gathered(recipe.saved_state is not None))
+
+
+def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
     """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` where it is told to stop."""
     config = trainer.model.config
     use_cache = config.use_cache
     try:
-        resumes = any(gathered(recipe.saved_state is not None))  # a machine may have nothing in memory
         trainer.train(resume_from_checkpoint=resumes or None)
     finally:
         stop_listening()
@@ -170,11 +175,11 @@ def train_to_the_end(trainer: Any, recipe: Recipe) -> None:
         raise hfscale.Preempted
 
 
-def callbacks_of(recipe: Recipe) -> list[TrainerCallback]:
+def callbacks_of(recipe: Recipe, resumes: bool) -> list[TrainerCallback]:
     """Return the callbacks that check and record a run."""
     every = recipe.training.memory_every
-    memory = [hfscale.StatesInMemoryCallback(every)] if every else []
-    return [*memory, Watch(recipe), RunLog(recipe), *([Profile(recipe)] if recipe.profile else [])]
+    memory = [MemoryUntilWritten(every)] if every else []
+    return [*memory, Watch(recipe), RunLog(recipe, resumes), *([Profile(recipe)] if recipe.profile else [])]
 
 
 def optimizer_of(recipe: Recipe, model: Any) -> Any:
@@ -246,6 +251,13 @@ class Clock(TrainerCallback):
         self._since = time.perf_counter()
 
     on_save = on_evaluate
+
+
+class MemoryUntilWritten(hfscale.StatesInMemoryCallback):
+    """Keep the states behind the last step: they are freed once the results are written."""
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Keep them."""
 
 
 class Watch(TrainerCallback):

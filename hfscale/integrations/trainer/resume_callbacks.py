@@ -130,8 +130,12 @@ class StatesInMemoryCallback(TrainerCallback):
         self.due = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Free the memory after the last step."""
-        if self.states is not None and state.global_step >= state.max_steps:
+        """Free the memory after the last step, also where it came early."""
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory; collective."""
+        if self.states is not None:
             self.states.remove()
             self.states = None
 

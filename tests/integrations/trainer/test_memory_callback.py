@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 
 import hfscale
+from hfscale.recipes.trainer import MemoryUntilWritten
 from hfscale.testing import RankPool
 
 from ...tiny_models import tiny
@@ -72,6 +74,18 @@ def test_a_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(stop_and_go, start, str(tmp_path / "whole"), str(tmp_path / "parts"))
     expected, found = weights(tmp_path / "whole" / "final"), weights(tmp_path / "parts" / "final")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_when_the_memory_is_freed() -> None:
+    """Behind a Trainer's last step, also if it comes early; in a recipe once its results are written."""
+    stopped = transformers.TrainerState(global_step=2, max_steps=8)
+    for kept, calls in ((hfscale.StatesInMemoryCallback(2), 1), (MemoryUntilWritten(2), 0)):
+        kept.states = states = Mock()
+        kept.on_train_end(None, stopped, None)
+        assert states.remove.call_count == calls
+        kept.free()
+        assert states.remove.call_count == 1
+        assert kept.states is None
 
 
 def test_a_save_to_the_disk_is_enough() -> None:
