@@ -1,6 +1,8 @@
 """Coordinate the processes of a run: the one that writes, waiting for it, and reporting errors."""
 
+import errno
 import os
+import re
 import resource
 import sys
 import time
@@ -21,6 +23,9 @@ T = TypeVar("T")
 
 _HEAD_START_SECONDS = 5.0
 _SPREAD = 10  # ranks that speak one after the other
+_FULL = "|".join(str(each) for each in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM))
+# a disk or a memory without room, which may have some the next time; also in the words of torch
+_OF_THE_MACHINE = re.compile(rf"\[Errno ({_FULL})\]|inline_container|unable to mmap")
 
 
 def rank() -> int:
@@ -72,7 +77,7 @@ def run(main: Callable[[], None]) -> None:
     except Exception as error:  # of any type, or every rank would print its traceback
         memory = explained(error)
         first = tell_others(error)
-        broke = isinstance(error, CheckpointError) and "[Errno" in str(error)  # a disk may have room the next time
+        broke = isinstance(error, CheckpointError) and _OF_THE_MACHINE.search(str(error)) is not None
         if not broke and not (is_main() if first is None else first):
             time.sleep(_HEAD_START_SECONDS + min(rank(), _SPREAD) / 2)
         if not isinstance(error, HFScaleError):

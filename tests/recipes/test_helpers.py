@@ -10,13 +10,14 @@ import torch
 from datasets import Dataset
 
 from hfscale import CheckpointError, ParallelConfig, RoutingConfig
-from hfscale.recipes import main_process
+from hfscale.recipes import main_process, schema, trainer
 from hfscale.recipes.batch_sizes import by_cost, dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
 from hfscale.recipes.read import load_recipe
 from hfscale.recipes.rows import Example, Rows, packed_rows, separate_rows
 from hfscale.recipes.run import config_of
+from hfscale.recipes.run_log import RunLog
 from hfscale.recipes.schema import DataRecipe, FinetuneRecipe, PretrainRecipe, RecipeError
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
@@ -258,7 +259,16 @@ def test_a_row_costs_the_squares_of_its_texts():
     assert Rows(apart.with_format("torch")).costs(0.5).tolist() == [5 + 0.5 * 25, 3 + 0.5 * 9]
 
 
-@pytest.mark.parametrize(("why", "code"), [("rank 1: [Errno 28] No space left on device", 1), ("it is damaged", 2)])
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [
+        ("rank 1: [Errno 28] No space left on device", 1),
+        ("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0", 1),
+        ("unable to mmap 64 bytes from file <x>: Cannot allocate memory (12)", 1),
+        ("[Errno 13] Permission denied", 2),
+        ("it is damaged", 2),
+    ],
+)
 def test_what_the_machine_refuses_may_be_tried_again(why: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise CheckpointError(f"the state could not be written: {why}")
@@ -267,3 +277,26 @@ def test_what_the_machine_refuses_may_be_tried_again(why: str, code: int, monkey
     monkeypatch.setattr("os._exit", ended.append)
     main_process.run(fail)
     assert ended == [code]
+
+
+def test_memory_that_only_another_machine_has_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory counts if it is of the run that the disk names, whichever machine has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(schema, "memory_of", lambda _: tmp_path / "memory")
+    asked = ["name=mine", "training.memory_every=2", "training.resume=true"]
+    recipe = load_recipe(PretrainRecipe, DEMO, asked)
+    for path in ("memory/before/step-2", "memory/now/step-2", "runs/mine/state"):
+        Path(path).mkdir(parents=True)
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        Path("runs/mine", name).touch()
+    assert not recipe.has_state
+    named = Path("runs/mine/state/_hfscale_run")
+    named.write_text("now")
+    assert recipe.has_state
+    named.write_text("gone")
+    assert not trainer.resumes_of(recipe)
+    monkeypatch.setattr(trainer, "gathered", lambda own: [own, True])
+    RunLog(recipe, trainer.resumes_of(recipe))
+    assert named.exists()
+    RunLog(recipe, False)
+    assert not named.exists()
