@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.environment import MEMORY, memory_of
+from ..config.environment import MEMORY, RUN, memory_of
 from ..distributed.files.complete import Mark, mark_complete
 from ..distributed.files.directories import target_of
 from ..errors import CheckpointError, check_count
@@ -35,7 +35,6 @@ from .state_format import rest_name
 from .state_load import Resumed
 from .state_save import TakenState, write_state
 
-_RUN = "_hfscale_run"
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +74,7 @@ class StatesInMemory:
         mesh = self._mesh = runtime_of(model).mesh
         whole = memory_of(self._disk, memory)
         with all_or_none(mesh, f"{whole} cannot be used"):
+            wait_for_saves()
             whole.mkdir(mode=0o700, exist_ok=True)
             if whole.is_symlink() or whole.stat().st_uid != os.getuid():
                 raise CheckpointError(f"{whole} belongs to somebody else: remove it, or give another memory=")
@@ -84,7 +84,9 @@ class StatesInMemory:
             self._start = mesh.all_gather_object(secrets.token_hex(4))[0]
             if self._hosts.makes:
                 self._disk.mkdir(parents=True, exist_ok=True)
-                (self._disk / _RUN).write_text(self.directory.name)
+                self._name_it()
+                for left in (*self.directory.glob(".step-*.incomplete"), *self.directory.glob(".step-*.discarded")):
+                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
                 _remove_others(whole, self.directory, "is of a run whose directory has been removed")
 
     def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
@@ -117,6 +119,8 @@ class StatesInMemory:
             if (found := self.newest()) is not None:
                 return load_state(self._model, found, **given)
         except CheckpointError as error:
+            if none_there(self._disk, self._mesh):  # to begin anew would replace the state in memory
+                raise
             _log.warning("%s: taking the newest state of %s instead", error, self._disk)
         return load_state(self._model, self._disk, missing_ok=True, **given)
 
@@ -147,11 +151,18 @@ class StatesInMemory:
     def _name_of_run(self) -> str:
         """Return the name of the run on disk, a new one if it has none; collective."""
         self._mesh.all_gather_object(None)  # the first rank may have removed an earlier run
-        path = self._disk / _RUN
+        path = self._disk / RUN
         own = path.read_text() if path.exists() else ""
         drawn = secrets.token_hex(8)
         found = self._mesh.all_gather_object((own if own.isalnum() else "", drawn))
         return next((name for name, _ in found if name), found[0][1])
+
+    def _name_it(self) -> None:
+        """Write the name of the run to its directory on disk, if it has another, or none: never half of it."""
+        path, aside = self._disk / RUN, self._disk / f".{RUN}.{self._mesh.rank}"
+        if not path.exists() or path.read_text() != self.directory.name:
+            aside.write_text(self.directory.name)
+            aside.replace(path)
 
     def _write(self, taken: TakenState, target: Path) -> None:
         """Write a state, and remove what it replaces, once it is complete on all hosts."""

@@ -170,6 +170,25 @@ def test_memory_and_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert start(ONE, 1, root)[1].load().step == 3
 
 
+def test_a_state_of_another_model_is_kept(tmp_path: Path) -> None:
+    """The disk has none to take instead, and a run that began anew would replace the one in memory."""
+    (_, _, scheduler), memory = start(ONE, 0, str(tmp_path))
+    memory.save(2)
+    named = tmp_path / "states" / "_hfscale_run"
+    written = named.stat().st_ino
+    left = memory.directory / ".step-4-of-1-x.incomplete"
+    hfscale.wait_for_saves()
+    left.mkdir()
+    other = hfscale.from_config(tiny("llama", num_hidden_layers=1, vocab_size=67), parallel=ParallelConfig())
+    given: dict[str, Any] = {"optimizer": hfscale.create_optimizer(other, lr=1e-2), "scheduler": scheduler}
+    again = StatesInMemory(other, tmp_path / "states", every=2, memory=tmp_path / "host-0", **given)
+    assert not left.exists()
+    assert named.stat().st_ino == written
+    with pytest.raises(CheckpointError, match="step-2"):
+        again.load()
+    assert steps_in(again) == ["2"]
+
+
 def test_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     root = str(tmp_path)
     memory = start(ONE, 0, root)[1]
