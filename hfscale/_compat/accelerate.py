@@ -5,8 +5,10 @@ Read and run with Accelerate 1.15.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import Optimizer
@@ -81,26 +83,40 @@ def one_run(accelerator: Any, directory: Any, orders: list[Any]) -> tuple[nn.Mod
 
 
 class _Position:
-    """The state of a prepared loader, which counts batches, with the rows that all ranks' batches have together."""
+    """The state of a prepared loader, which counts batches, with the rows that all ranks' batches have together, and
+    the epoch and the seed from which its order follows.
+    """
 
-    _ROWS = "hfscale_rows"
+    _ROWS, _EPOCH, _SEED = "hfscale_rows", "hfscale_epoch", "hfscale_seed"
 
     def __init__(self, loader: Any, world: int) -> None:
-        streamed = isinstance(loader.dataset, IterableDataset)  # Accelerate counts this process's rows
-        self._loader, self._rows = loader, loader.total_batch_size * (world if streamed else 1)
+        self._loader, self._sampler = loader, get_sampler(loader)
+        self._rows: int | None = getattr(loader.batch_sampler, "effective_batch_size", None)
+        with suppress(AttributeError, TypeError):  # a sampler of batches of any rows
+            streamed = isinstance(loader.dataset, IterableDataset)  # Accelerate counts this process's rows
+            self._rows = self._rows or loader.total_batch_size * (world if streamed else 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state and the number of rows."""
-        return {**self._loader.state_dict(), self._ROWS: self._rows}
+        """Return the loader's state, the number of rows, the epoch and the seed."""
+        loader = self._loader
+        under_way = any(each is loader for each in loader.gradient_state.dataloader_references)
+        epoch = loader.iteration + (under_way and loader.end_of_dataloader)  # behind its last batch
+        seed = getattr(self._sampler, "initial_seed", None)
+        return {**loader.state_dict(), self._ROWS: self._rows, self._EPOCH: epoch, self._SEED: seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the loader's state, if a batch has as many rows as then."""
-        if (rows := state.get(self._ROWS, self._rows)) != self._rows:
+        own = (self._ROWS, self._EPOCH, self._SEED)
+        rows, epoch, seed = (state.get(name) for name in own)
+        if None not in (rows, self._rows) and rows != self._rows:
             raise CheckpointError(
                 f"the data loader stopped behind batches of {rows} rows over all ranks, and now they have "
                 f"{self._rows}: it would repeat rows, or leave some out; change its batch_size to make them equal"
             )
-        self._loader.load_state_dict({name: value for name, value in state.items() if name != self._ROWS})
+        self._loader.iteration = epoch or 0  # it tells its sampler or stream
+        if seed is not None and hasattr(self._sampler, "initial_seed"):
+            self._sampler.initial_seed = seed
+        self._loader.load_state_dict({name: value for name, value in state.items() if name not in own})
 
 
 def stock_optimizer(optimizer: Any) -> Any:

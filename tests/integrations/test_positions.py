@@ -4,6 +4,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import datasets
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
+from hfscale._compat.accelerate import _Position
 from hfscale.testing import RankPool
 
 from ..tiny_models import tiny
@@ -143,24 +147,61 @@ def prepared_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any]
     model = model_in(layout)
     size = rows_of_rank or ROWS // hfscale.batch_world(model)
     data = stream() if kind == "stream" else rows()
+    if kind.startswith("epochs"):  # of three steps, in another order each; the script sets no seed
+        torch.manual_seed(steps.start)
+        data = data.select(range(3 * ROWS))
+        data = data.to_iterable_dataset(num_shards=4) if kind == "epochs-stream" else data
     loader = DataLoader(
-        data, batch_size=size, shuffle=kind == "shuffled", collate_fn=lambda b: torch.tensor(numbers(b))
+        data, batch_size=size, shuffle=kind in ("shuffled", "epochs"), collate_fn=lambda b: torch.tensor(numbers(b))
     )
     with deprecations_aside():
         model, loader = accelerator.prepare(model, loader)
         if steps.start:
             accelerator.load_state(f"{root}/step-{steps.start}")
-        batches = iter(loader)
+        batches = chain.from_iterable(repeat(loader))
         seen = [next(batches).tolist() for _ in steps]
     accelerator.save_state(f"{root}/step-{steps.stop}")
     return seen
 
 
 @needs_torchdata
-@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.parametrize("kind", ["shuffled", "stream", "epochs", "epochs-stream"])
 def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
     expected = pools(1).run(prepared_leg, kind, str(tmp_path / "whole"), 0, {}, range(8))[0]
     assert over(pools, prepared_leg, kind, str(tmp_path / "parts"), 0) == [sorted(step) for step in expected]
+    if kind == "epochs":
+        assert expected[:3] != expected[3:6]
+
+
+def test_the_order_of_an_epoch_goes_on() -> None:
+    def loader(seed: int) -> Any:
+        found = shard(BatchSampler(SeedableRandomSampler(range(12), data_seed=seed), ROWS, False))
+        found.base_dataloader.load_state_dict, found.dl_state_dict = lambda _: None, {}
+        return found
+
+    first, second = loader(1), loader(2)
+    epochs = [_Position(first, 1).state_dict()["hfscale_epoch"] for _ in (*first, *first)]
+    assert epochs == [2] * 6
+    epochs = [_Position(first, 1).state_dict()["hfscale_epoch"] for _ in first]
+    assert epochs == [2, 2, 3]  # behind its last batch comes the next one
+    _Position(second, 1).load_state_dict(_Position(first, 1).state_dict())
+    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in first]
+
+
+def test_batches_of_any_rows() -> None:
+    balanced = BatchRebalanceSampler([1] * 12, 8, 1, 2)
+    kinds: list[tuple[Any, int | None]] = [(balanced, 8), ([[0, 1], [2]], None), (None, None)]
+    for sampler, rows in kinds:
+        found = shard(sampler)
+        found.base_dataloader.load_state_dict, found.dl_state_dict = lambda _: None, {}
+        position = _Position(found, 1)
+        assert position.state_dict()["hfscale_rows"] == rows
+        position.load_state_dict(position.state_dict())
+
+
+def shard(sampler: Any) -> Any:
+    """A loader as Accelerate prepares it."""
+    return DataLoaderShard(range(12), batch_sampler=sampler, batch_size=None if sampler is None else 1)
 
 
 def refused(root: str) -> None:
