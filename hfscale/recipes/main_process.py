@@ -1,6 +1,5 @@
 """Coordinate the processes of a run: the one that writes, waiting for it, and reporting errors."""
 
-import errno
 import os
 import re
 import resource
@@ -23,9 +22,8 @@ T = TypeVar("T")
 
 _HEAD_START_SECONDS = 5.0
 _SPREAD = 10  # ranks that speak one after the other
-_FULL = "|".join(str(each) for each in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM))
-# a disk or a memory without room, which may have some the next time; also in the words of torch
-_OF_THE_MACHINE = re.compile(rf"\[Errno ({_FULL})\]|inline_container|unable to mmap")
+# EIO, ENOMEM, EFBIG, ENOSPC, EDQUOT, also in the words of torch: there may be room the next time
+_OF_THE_MACHINE = re.compile(r"\[Errno (5|12|27|28|122)\]|inline_container|unable to mmap")
 
 
 def rank() -> int:

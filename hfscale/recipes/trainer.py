@@ -66,8 +66,7 @@ class RecipeTrainer(hfscale.Trainer):
         if training.balanced_batches:
             costs = rows.costs(pair_cost(runtime_of(model).plan, model.config))
             self._order = by_cost(self._order, torch.from_numpy(costs), batch_world, self._size)
-        self._waiting_batches: list[Any] = []
-        self._resumes = resumes_of(recipe)
+        self._waiting_batches, self._resumes = list[Any](), resumes_of(recipe)
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()
         if training.gradient_checkpointing:
