@@ -3,7 +3,7 @@
 Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have files of their own beside this one.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state as composable
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +24,8 @@ from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-__all__ = ["TorchDispatchMode", "functional_collectives", "tree_leaves", "tree_map", "tree_map_only", "triton_works"]
+__all__ = ["TorchDispatchMode", "functional_collectives", "set_timeout", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ += ["triton_works"]
 
 HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
 """A module's attributes with its hooks, by kind."""
@@ -78,9 +79,8 @@ def allow_recompiles() -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own dict of parameters, by attribute; changes to it change the module. Unlike
-    ``register_parameter`` and ``setattr`` it takes any tensor, and a replacement keeps the parameter's place in the
-    order. Unlike ``named_parameters`` it has second names of tied parameters.
+    """Return the module's own dict of parameters, by attribute; changes to it change the module. It takes any tensor in
+    a parameter's place, unlike ``register_parameter``, and has second names of tied ones.
     """
     return module._parameters
 
@@ -179,10 +179,8 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the current backward pass on this thread, or -1."""
 
 
-def backward_keeps_graph() -> bool:
-    """Return whether the current backward pass keeps the graph's saved tensors (``retain_graph``)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
-
+backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+"""Return whether the current backward pass keeps the graph's saved tensors (``retain_graph``)."""
 
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 """Return the active modes that intercept calls of torch's functions, the outermost first."""
@@ -244,9 +242,8 @@ def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
     return list(groups.values())
 
 
-def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the norm of each of ``tensors``, all of one device and type, in one launch."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+norms_of: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]] = torch._foreach_norm
+"""Return the norm of each tensor of a list, all of one device and type, in one launch."""
 
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
@@ -278,11 +275,6 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def set_patience(group: dist.ProcessGroup, patience: timedelta) -> None:
-    """Set the timeout of the operations of ``group``."""
-    _set_pg_timeout(patience, group)
-
-
 def patience_of(backend: Any) -> timedelta | None:
     """Return the timeout of a backend's operations, if it has one."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
@@ -294,11 +286,9 @@ def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
 
 
 def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes for the first pass, which keeps the results of ``operators``, and for the recomputation.
-
-    Torch's two modes count every operator, and expect a recomputation to call each as often as the first pass did. With
-    data ranks that does not hold: experts' weights that replicas share are gathered inside of a layer unless they are
-    gathered already. So the modes see only the chosen operators.
+    """Return the modes for the first pass, which keeps the results of ``operators``, and for the recomputation, which
+    torch's expect to call every operator as often: they see only the chosen ones, since experts' weights that replicas
+    share are gathered inside of a layer unless they are gathered already.
     """
     first, again = create_selective_checkpoint_contexts(list(operators))
     return _Chosen(operators, first), _Chosen(operators, again)

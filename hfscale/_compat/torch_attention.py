@@ -19,26 +19,16 @@ def flash_on_cpu(
 
 
 def flash_on_cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
+    *given: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v."""
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    """Return the gradients of q, k, v, ``given`` that of the output, q, k, v, output and lse."""
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether :func:`flash_on_cuda` and its backward support heads of that width on a GPU of that capability, by
-    the conditions of torch's own choice of a kernel (``sdp_utils.cpp``): the operators check it in their kernels only
-    (``flash_api.cpp``), and meta functions take any width. Callers pad widths between two multiples of 8.
+    """Return whether :func:`flash_on_cuda` and its backward support heads of that width on a GPU of that capability, as
+    torch's choice of a kernel says (``sdp_utils.cpp``), not meta functions. Callers pad widths to multiples of 8.
     """
     if dtype not in (torch.float16, torch.bfloat16) or capability < (8, 0) or head_dim % 8:
         return False

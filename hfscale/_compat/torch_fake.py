@@ -157,10 +157,8 @@ def _is_weight(tensor: Tensor) -> bool:
 @contextmanager
 def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
     """Let autocast on the meta device act as on ``like``, ``"cpu"`` or ``"cuda"``, inside the ``with`` block, which
-    gets the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives.
-
-    By torch's documented lists (Autocast Op Reference), reduced to the operators of language models: matrix products
-    are cast to 16 bits, and on GPUs powers, sums and norms to 32 bits.
+    gets the storages of its copies of weights so far, by key; keys stay unique as long as this dict lives. By torch's
+    lists (Autocast Op Reference), of operators of language models.
     """
     autocast, enabled, chosen = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
     active: list[torch.dtype] = []

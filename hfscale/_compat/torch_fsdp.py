@@ -167,8 +167,7 @@ def reduce_now(model: nn.Module) -> None:
     for state in _states(model):
         for group in _groups(state):
             group.post_backward()
-    root = _state_of(model)
-    root._root_post_backward_final_callback()
+    _state_of(model)._root_post_backward_final_callback()
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:

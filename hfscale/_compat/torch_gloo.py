@@ -21,12 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
+    *("ncclRemoteError", "NCCL communicator was aborted"),
 )
 """Messages of gloo's and NCCL's errors, which have no type of their own, when another rank is gone."""
 
@@ -55,17 +51,14 @@ class _OfOneDevice(dist.ProcessGroupGloo):
 
 
 def share_gloo_thread() -> None:
-    """Let gloo groups that are created from now on share one thread. Each has its own otherwise, which wakes up a
-    hundred times a second: most of the work in a process that makes hundreds of groups.
-    """
+    """Let gloo groups that are created from now on share one thread; others wake up a hundred times a second each."""
     distributed_c10d.ProcessGroupGloo = _OfOneDevice  # type: ignore[misc]
 
 
 def wait_for_gloo_threads(seconds: float = 5.0) -> None:
-    """Wait until gloo's threads have released what they have sent, for at most ``seconds``. A thread that still holds a
-    tensor when Python begins to end takes the GIL to release it, is ended by that in the middle of C++, and a
-    successful run dies of SIGABRT (pytorch#190489). Torch does not tell when its threads are idle. Linux does: they
-    sleep, and nothing has woken them while this thread slept without the GIL.
+    """Wait until gloo's threads have released what they have sent, for at most ``seconds``: one that holds a tensor as
+    Python ends dies of taking the GIL, and a successful run of SIGABRT (pytorch#190489). Linux tells that they are
+    idle, torch does not: they sleep, and nothing has woken them while this thread slept without the GIL.
     """
     end, before = time.monotonic() + seconds, None
     while time.monotonic() < end:

@@ -138,11 +138,6 @@ class DistillationHooks(_Mixin):
         return self.distilled(batch, num_items_in_batch)
 
 
-def pairs_rows_of_a_batch(trainer: Any) -> bool:
-    """Return whether rows are paired within batches before batches are distributed, as in KTO."""
-    return bool(getattr(trainer, "calculate_KL", False))
-
-
 def is_trl(kind: type) -> bool:
     """Return whether a trainer is one of TRL's."""
     return bool(_modules(kind))

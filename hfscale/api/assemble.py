@@ -69,9 +69,8 @@ since all problems are reported at once. Where the layout does not ask for the f
 
 
 def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
-    """Return all parts, in the order of installation, each of which reads from the plan whether it is needed: those
-    that change modules, from the inside out; that hook the model; that wrap it and hold its weights; that run it; and
-    guards.
+    """Return all parts, each of which reads from the plan whether it is needed, in the order of installation: of those
+    that change modules, from the inside out, hook the model, wrap it and hold its weights, run it, and guard it.
     """
     return (
         LossScaling(),
@@ -133,10 +132,9 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
 def take_apart(runtime: Runtime) -> LocalWeights:
     """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards in its memory."""
     compile_layers(runtime, False)
-    shares = LocalWeights(
-        {planned.name: local_tensor(parameter).detach() for planned, parameter in runtime.parameters()}
-    )
-    trains = {planned.name: parameter.requires_grad for planned, parameter in runtime.parameters()}
+    held = {planned.name: parameter for planned, parameter in runtime.parameters()}
+    shares = LocalWeights({name: local_tensor(parameter).detach() for name, parameter in held.items()})
+    trains = {name: parameter.requires_grad for name, parameter in held.items()}
     assert runtime.restore is not None
     runtime.restore()
     for part in runtime.parts:

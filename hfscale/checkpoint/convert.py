@@ -1,6 +1,4 @@
-"""Convert a saved state to a Hugging Face directory: one process, one tensor at a time, without a GPU; and describe any
-directory: states, a checkpoint or an adapter, whether it is complete, and who wrote it.
-"""
+"""Convert a saved state to a Hugging Face directory, one tensor at a time, without a GPU; describe any directory."""
 
 import shutil
 from collections import Counter
@@ -17,7 +15,7 @@ from .._compat.transformers.prediction import PREDICTION, attach_prediction, sto
 from .._compat.transformers.saving import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
-from ..distributed.files.reader import SafetensorsFile, open_tensors
+from ..distributed.files.reader import open_tensors
 from ..distributed.files.replace import finish_move
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
@@ -42,12 +40,10 @@ def convert_state(
     trust_remote_code: bool = False,
     as_stored: bool = False,
 ) -> StateIndex:
-    """Write the weights of a state as a Hugging Face directory, or, for a model with adapters, as PEFT's; return the
-    state's index. A state may lack weights: those in 4 or 8 bits are in the checkpoint that the model was loaded from.
+    """Write the weights of a state as a Hugging Face directory, or an adapter as PEFT's; return the state's index.
 
-    The bytes are those that :func:`hfscale.save_pretrained` would have written. Memory holds one tensor at a time, and
-    its conversion to the checkpoint's format. The directory ``source`` is of a state, or of several; ``as_stored``
-    quantizes weights again in the form of the checkpoint that the model was loaded from.
+    The bytes are those that :func:`hfscale.save_pretrained` would have written. ``source`` has a state, or several;
+    ``as_stored`` quantizes weights again in the form of the checkpoint that the model was loaded from.
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):
@@ -159,7 +155,6 @@ def _checkpoint(source: Path, files: list[Path]) -> tuple[str, bool]:
     problems, tensors, total = [], 0, 0
     for file in files:
         try:
-            SafetensorsFile(file)
             found = open_tensors([file]).values()
             tensors, total = tensors + len(found), total + sum(prod(t.shape) * t.dtype.itemsize for t in found)
         except CheckpointError as error:

@@ -121,16 +121,16 @@ class StatesInMemory:
         return load_state(self._model, self._disk, missing_ok=True, **given)
 
     def newest(self, disk: Path | None = None) -> Path | None:
-        """Return the newest state that the hosts have together, with all of its files on each, or ``None`` if there is
-        none or ``disk`` is newer, by default the newest state on disk. Collective.
-        """
+        """Return the newest state, fetched to every host; ``None`` if none is newer than ``disk``'s. Collective."""
         mesh = self._mesh
         with all_or_none(mesh, f"{self.directory} could not be read"):
             wait_for_saves()
             own = {path.name: mark_of(path) for path in self.directory.glob("step-*") if not problems_of(path)}
             every: list[dict[str, Mark]] = mesh.all_gather_object(own)
             marks = {name: mark for each in every for name, mark in each.items()}
-            whole = [name for name in marks if _is_whole(name, every)]
+            held = {name: {file for each in every if name in each for file in each[name].files} for name in marks}
+            ranks = {name: range(int(name.split("-")[3])) for name in marks}  # those that wrote it
+            whole = [name for name in marks if all(rest_name(rank) in held[name] for rank in ranks[name])]
             name = max(whole, key=lambda each: age(marks[each], *marks.values()), default="")
             if not name or self._outdated(marks[name], disk or self._disk):
                 return None
@@ -211,9 +211,3 @@ def _remove_others(directory: Path, kept: Path, why: str, run: str | None = None
             if run is None or (not problems_of(path) and mark_of(path).run != run):
                 _log.warning("%s %s %s: it is removed from memory", path, why, kept)
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_whole(name: str, every: list[dict[str, Mark]]) -> bool:
-    """Return whether the hosts together have the files of all ranks that wrote a state."""
-    held = {file for each in every if name in each for file in each[name].files}
-    return all(rest_name(rank) in held for rank in range(int(name.split("-")[3])))

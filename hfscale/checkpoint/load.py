@@ -33,7 +33,7 @@ from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor import cut_parameters
 from ..plan import Plan
 from ..plan.feature_plans import PredictionPlan
-from ..train.runtime import Runtime, runtime_of
+from ..train.runtime import runtime_of
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
@@ -160,8 +160,12 @@ class _Loader:
                 )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
-            if first != key:  # a tied tensor, stored under several names
-                _check_equal(share, ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks), key, first)
+            if first != key:  # a tied tensor, stored under several names: transformers would untie different ones
+                if not torch.equal(share[...], ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks)[...]):
+                    raise CheckpointError(
+                        f"{first} and {key} are tied by the config, but differ in the checkpoint: set "
+                        "tie_word_embeddings=false in its config.json, or save it again with one of them"
+                    )
                 continue
             # A stage may know a tied tensor by another name than the checkpoint.
             shown[key if here == target else here] = share
@@ -266,15 +270,6 @@ def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     return {"device_map": {"": mesh.device}} if plan.quantized is not None or mesh.device.type != "cpu" else {}
 
 
-def _check_equal(share: ShareOnDisk, first: ShareOnDisk, key: str, first_key: str) -> None:
-    """Refuse tied tensors that differ in the checkpoint: transformers would untie them, but the plan is fixed."""
-    if not torch.equal(share[...], first[...]):
-        raise CheckpointError(
-            f"{first_key} and {key} are tied by the config, but differ in the checkpoint: set "
-            "tie_word_embeddings=false in its config.json, or save it again with one of them"
-        )
-
-
 def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
     """Put real buffers into a model, and move existing ones to ``device``."""
     for name, buffer in list(model.named_buffers()):
@@ -290,21 +285,17 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         if (adapters := runtime.part(Adapters)) is not None:
             shares = load_adapter(str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh)
         else:
-            shares = _shares(runtime, str(directory))
+            form, options = form_in(Path(directory)), {"dtype": runtime.model.dtype}
+            if form is not None:  # of the same model as plain values, whose config describes no quantized weights
+                options["config"] = runtime.model.config
+            kind, plan = stock_class(runtime.model), runtime.plan
+            _, weights, missing = load_pretrained(kind, str(directory), plan, runtime.mesh, options, form=form)
+            if missing:
+                raise CheckpointError(
+                    f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of "
+                    "another model"
+                )
+            shares = weights.tensors
     for planned, parameter in runtime.parameters():
         if planned.name in shares:
             local_tensor(parameter).copy_(shares[planned.name])
-
-
-def _shares(runtime: Runtime, directory: str) -> dict[str, torch.Tensor]:
-    kind, dtype = stock_class(runtime.model), runtime.model.dtype
-    form, options = form_in(Path(directory)), {"dtype": dtype}
-    if form is not None:  # of the same model as plain values, whose config describes no quantized weights
-        options["config"] = runtime.model.config
-    _, weights, missing = load_pretrained(kind, directory, runtime.plan, runtime.mesh, options, form=form)
-    if missing:
-        raise CheckpointError(
-            f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of another "
-            "model"
-        )
-    return weights.tensors

@@ -28,6 +28,7 @@ from .state_format import INDEX
 
 LATEST = "latest"
 _log = logging.getLogger(__name__)
+_warn_once = functools.lru_cache(_log.warning)
 
 
 class NewState:
@@ -117,7 +118,7 @@ def candidates(source: Path) -> list[Path]:
     why = "cannot be used: the save was interrupted, or is still running"
     words = "; ".join(f"{path} {why}" for path in passed)
     if passed:
-        _warn_once(words)
+        _warn_once("%s", words)
     if not marked and passed:
         raise CheckpointError(f"{words}: there is no complete state in {source}")
     if not marked:
@@ -172,11 +173,6 @@ def _meant(source: Path) -> Path:
     return source.parent if source.name == LATEST and not source.exists() else source
 
 
-@functools.lru_cache
-def _warn_once(text: str) -> None:
-    _log.warning("%s", text)
-
-
 def _is_state(path: Path) -> bool:
     hidden = path.name.startswith(".")
     return not (hidden and path.is_symlink()) and any(
@@ -223,7 +219,8 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:
             continue
-        complete.unmark(path)
+        (path / complete.MARK).unlink(missing_ok=True)  # its removal takes time
+        directories.sync(path)
         directories.discard(path, path)
     for path in newest.parent.glob(".*.????????.discarded"):
         shutil.rmtree(path, ignore_errors=True)

@@ -42,19 +42,13 @@ class StateIndex:
     batch_world: int = 1  # distinct batches in a step
     # ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts
     tensors: dict[str, StateTensor] = field(default_factory=dict)
-    # name of a parameter -> its optimizer state besides tensors
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # names of the parameters in each of the optimizer's groups; ``None`` without an optimizer
-    groups: list[list[str]] | None = None
-    # the optimizer's name, and the names of its options; ``None`` in states that were written without them
-    optimizer: list[Any] | None = None
-    # name of another saved object -> whether its state was the same on every rank
-    others: dict[str, bool] = field(default_factory=dict)
-    # name of a tensor in a checkpoint, or in an adapter's file -> its key here
-    stored: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # of parameters: state besides tensors
+    groups: list[list[str]] | None = None  # names of the parameters in each of the optimizer's groups, if there is one
+    optimizer: list[Any] | None = None  # its name, and the names of its options; ``None``: not known
+    others: dict[str, bool] = field(default_factory=dict)  # name of another object -> whether all ranks had one state
+    stored: dict[str, str] = field(default_factory=dict)  # name in a checkpoint, or adapter's file -> key here
     adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
-    # the checkpoint that the model was loaded from, and the names of what its class does not load there
-    carried: list[Any] | None = None
+    carried: list[Any] | None = None  # the checkpoint that was loaded, and names of what its class does not load there
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it
 
     @classmethod

@@ -43,17 +43,13 @@ class TakenState:
     mesh: Mesh  # the ranks that write it
     runtime: Runtime
     index: StateIndex  # with the tensors of this rank's stage, and what its optimizer keeps besides
-    # key -> shard that this rank writes: the run's own tensor, or a copy
-    held: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)  # key -> shard that this rank writes, or a copy of it
     options: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups
     digests: dict[str, str] = field(default_factory=dict)  # of the states of other objects, by name
     rest: bytes = b""  # this rank's other data, as the bytes of a file
-    # this rank's entries of the tensors that a converter saves
-    entries: list[tuple[Any, ...]] = field(default_factory=list)
-    # key in the file of an adapter -> name of a parameter; empty without one, and on other ranks
-    stored: dict[str, str] = field(default_factory=dict)
-    # config files of a Hugging Face checkpoint, by name; on the first rank
-    beside: dict[str, bytes] = field(default_factory=dict)
+    entries: list[tuple[Any, ...]] = field(default_factory=list)  # this rank's, of the tensors of a checkpoint
+    stored: dict[str, str] = field(default_factory=dict)  # of adapters, on rank 0: key in the file -> parameter
+    beside: dict[str, bytes] = field(default_factory=dict)  # config files, by name; on the first rank
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
         """Add a tensor of pipeline rank ``home`` of which this rank has ``share``."""
@@ -213,9 +209,7 @@ def _digest(state: Any) -> str:
 def write_state(
     taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None, hosts: Hosts | None = None
 ) -> None:
-    """Write a taken state: every rank its file, rank 0 the index. If one rank fails, ``target`` is unchanged on all.
-    On ``hosts`` that do not share ``target``, the first rank of each writes its index, and its files go to the next.
-    """
+    """Write a taken state, or nothing if a rank fails; ``hosts`` have an index each, and copies of others' files."""
     mesh, run, new = taken.mesh, taken.runtime.run, None
     makes = is_writer(mesh) if hosts is None else hosts.makes
     with all_or_none(mesh, f"{target} could not be written"):

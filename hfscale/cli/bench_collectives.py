@@ -109,10 +109,7 @@ def _wait(device: torch.device) -> None:
 
 
 def suggested_bucket(measured: Sequence[Measured]) -> int | None:
-    """Return the bytes of the smallest message at which all-reduce has 0.8 of its best bus bandwidth, or ``None``
-    if nothing was measured: a good value of stock DDP's ``bucket_cap_mb``, since smaller ones waste the link, and
-    larger ones delay the start for no gain.
-    """
+    """Return the least bytes at which all-reduce has 0.8 of its best bandwidth, as for DDP's ``bucket_cap_mb``."""
     found = [each for each in measured if each.collective == "all-reduce"]
     best = max((each.bus_bandwidth for each in found), default=0.0)
     fast = [each.size for each in found if each.bus_bandwidth >= 0.8 * best]

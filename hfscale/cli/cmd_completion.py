@@ -16,19 +16,12 @@ EXAMPLE = """eval "$(hfscale completion bash)"            # in ~/.bashrc; zsh: i
 hfscale completion fish > ~/.config/fish/completions/hfscale.fish"""
 
 _BASH = """_hfscale() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        words="{commands}"
-    else
-        case "${{COMP_WORDS[1]}} $before" in
-{choices}
-        *)
-            case "${{COMP_WORDS[1]}}" in
-{flags}
-            esac ;;
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
+    local words
+    case "$COMP_CWORD ${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD-1]}}" in
+    "1 "*) words="{commands}" ;;
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _hfscale hfscale
 """
@@ -47,16 +40,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
     """Return the completion script of ``shell`` for the parsers of all subcommands."""
-    if shell == "fish":
-        return "".join(_fish_lines(commands))
-    choices, flags = [], []
+    cases, fish = [], []
     for name, parser in commands.items():
+        text = (parser.description or "").partition(".")[0].replace("\n", " ").replace("'", "")
+        fish.append(f"complete -c hfscale -n __fish_use_subcommand -f -a {name} -d '{text}'\n")
+        within = f"complete -c hfscale -n '__fish_seen_subcommand_from {name}'"
         for flag, action in flags_of(parser).items():
-            if action.choices:
-                choices.append(f'        "{name} {flag}") words="{" ".join(action.choices)}" ;;')
-        flags.append(f'            {name}) words="{" ".join([*_places(parser), *flags_of(parser)])}" ;;')
-    text = _BASH.format(commands=" ".join(commands), choices="\n".join(choices), flags="\n".join(flags))
-    return text if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{text}"
+            choices = " ".join(action.choices or ())
+            cases += [f'    *" {name} {flag}") words="{choices}" ;;'] if choices else []
+            fish.append(f"{within} -l {flag.removeprefix('--')}" + (f" -x -a '{choices}'\n" if choices else "\n"))
+        places = _places(parser)
+        cases.append(f'    *" {name} "*) words="{" ".join([*places, *flags_of(parser)])}" ;;')
+        fish += [f"{within} -a '{' '.join(places)}'\n"] if places else []
+    bash = _BASH.format(commands=" ".join(commands), cases="\n".join(cases))
+    return {"fish": "".join(fish), "bash": bash, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{bash}"}[shell]
 
 
 def _places(parser: argparse.ArgumentParser) -> list[str]:
@@ -68,17 +65,3 @@ def _places(parser: argparse.ArgumentParser) -> list[str]:
         if action.dest == "recipe":
             found += sorted(path.stem for path in LIBRARY.glob("*.yaml"))
     return found
-
-
-def _fish_lines(commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    lines = []
-    for name, parser in commands.items():
-        text = (parser.description or "").partition(".")[0].replace("\n", " ").replace("'", "")
-        lines.append(f"complete -c hfscale -n __fish_use_subcommand -f -a {name} -d '{text}'\n")
-        within = f"complete -c hfscale -n '__fish_seen_subcommand_from {name}'"
-        for flag, action in flags_of(parser).items():
-            given = f" -x -a '{' '.join(action.choices)}'" if action.choices else ""
-            lines.append(f"{within} -l {flag.removeprefix('--')}{given}\n")
-        places = _places(parser)
-        lines += [f"{within} -a '{' '.join(places)}'\n"] if places else []
-    return lines

@@ -37,13 +37,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from ..checkpoint.convert import convert_state
 
-    index = convert_state(
-        arguments.state,
-        arguments.out,
-        max_shard_size=arguments.max_shard_size,
-        trust_remote_code=arguments.trust_remote_code,
-        as_stored=arguments.as_stored,
-    )
+    options = {name: getattr(arguments, name) for name in ("max_shard_size", "trust_remote_code", "as_stored")}
+    index = convert_state(arguments.state, arguments.out, **options)
     what = "an adapter" if index.adapter else "a model"
     at = "" if index.step is None else f" of step {index.step}"
     found = {"directory": arguments.out, "holds": what, "step": index.step, "tensors": len(index.stored)}

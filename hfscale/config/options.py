@@ -19,9 +19,6 @@ MIXED_PRECISIONS = {"no": None, **dict.fromkeys(("bf16", "bf16_params", "fp8"), 
 products in 8 bits. With ``bf16_params`` parameters are cast where they are used, and nothing by autocast."""
 
 
-_FLOAT8_CAPABILITY = (8, 9)
-
-
 @dataclass(frozen=True)
 class Options:
     """Hold the choices of one run other than the layout; raise :class:`ConfigError` if one of them is unknown."""
@@ -100,7 +97,7 @@ class Options:
         """Raise :class:`ConfigError` if the device cannot multiply in the chosen precision; CPUs emulate 8 bits."""
         if self.mixed_precision == "fp8" and device.type == "cuda" and torch.version.hip is None:
             found = torch.cuda.get_device_capability(device)
-            if found < _FLOAT8_CAPABILITY:
+            if found < (8, 9):
                 raise ConfigError(
                     f"mixed_precision='fp8' needs a GPU with fp8 matmuls (compute capability 8.9 or more), and "
                     f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use mixed_precision='bf16'"

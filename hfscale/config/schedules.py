@@ -6,21 +6,11 @@ CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")  # how context ra
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv",
-    "dualpipev",
-    "pipedream",
-    "pipedream_2bw",
-)
+_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 """Schedules with delayed updates: a step does not wait for its own microbatches."""
 
-_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", *_SEVERAL_STAGES, *ASYNCHRONOUS)
 
 
 def spelled(schedule: Any) -> Any:

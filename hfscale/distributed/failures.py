@@ -134,9 +134,7 @@ class Reporter(threading.Thread):
         self._before(kind, error, trace)
 
     def report(self, error: BaseException) -> bool:
-        """Tell the others what ends this process, and return whether it was the first of all to fail; a process that
-        only lost another rank ends here.
-        """
+        """Tell the others what ends this process; return whether it failed first. One that lost a rank ends here."""
         lost = is_connection_lost(error)
         self._failing = not lost
         if not isinstance(error, KeyboardInterrupt):  # which launchers send to all
@@ -177,9 +175,7 @@ _connected: list[Reporter] = []
 
 
 def tell_others(error: BaseException) -> bool | None:
-    """Report an error that a program catches itself, before it ends; see :meth:`Reporter.report`. ``None``: ranks are
-    not connected.
-    """
+    """Report an error that a program catches, as :meth:`Reporter.report`; ``None``: ranks are not connected."""
     return _connected[0].report(error) if _connected else None
 
 
@@ -283,9 +279,7 @@ class _Listener(threading.Thread):
 
 
 def _gone(rank: int, processes: list[Process], said_bye: bool = False) -> Failure | None:
-    """Return the failure of a rank whose connection has ended; ``None`` if its process lives, or ended well. One that
-    called ``sys.exit`` has said good-bye, with whatever code.
-    """
+    """Return the failure of a rank whose connection has ended; ``None`` if it lives, ended well, or said good-bye."""
     how = processes[rank].how_it_ended(math.inf if said_bye else _ENDING)
     if how is None or how == "exit code 0" or (said_bye and how in ("", _KNOWN_TO_LAUNCHER, f"exit code {CODE}")):
         return None

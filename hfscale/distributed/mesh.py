@@ -26,28 +26,22 @@ class Mesh:
     layout: ParallelConfig  # the sizes
     device: torch.device  # this rank's device
     ranks: dict[str, int]  # this rank's coordinate on each axis
-    # torch's mesh over :data:`MESH_AXES`; ``None`` in a single process, like all groups
-    device_mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | None = None  # over :data:`MESH_AXES`; ``None`` in a single process, like all groups
     control: dist.ProcessGroup | None = None  # a gloo group over all ranks for barriers and small objects
     # number of consecutive tensor ranks that hold the same shard -> their group, through this rank
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    # the same ranks -> their gloo group
-    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # theirs over gloo
     # (from, to), neighbouring pipeline ranks, this one among them -> their group for transfers that way: a backend may
     # serialize the transfers of one group
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
-    # the gloo group of this rank's pipeline, for small messages; ``None`` for one rank
-    reports: dist.ProcessGroup | None = None
+    reports: dist.ProcessGroup | None = None  # the gloo group of this rank's pipeline, for small messages
     expert_reports: dist.ProcessGroup | None = None  # the gloo group of the expert ranks
     sharing: dist.ProcessGroup | None = None  # the gloo group of the ranks that are given the same batch
-    # torch's mesh over :data:`EXPERT_AXES`; ``None`` where experts are not spread
-    expert_mesh: DeviceMesh | None = None
-    # the group of the context ranks, which hold pieces of the same sequences; ``None`` without ``cp``
-    context: dist.ProcessGroup | None = None
-    # the group of shard ranks with different sequences; ``None`` for one rank, or without ``cp``
-    whole_sequences: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None  # over :data:`EXPERT_AXES`; ``None`` where experts are not spread
+    context: dist.ProcessGroup | None = None  # the group of the context ranks, with pieces of the same sequences
+    whole_sequences: dist.ProcessGroup | None = None  # with ``cp``: the group of shard ranks with different ones
 
     @property
     def rank(self) -> int:
@@ -120,9 +114,7 @@ class Mesh:
         return found.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
-        """Return every rank's ``value``, by rank; collective. If a rank failed and has a message ``failure`` instead of
-        a value, all ranks raise :class:`RankFailedError`.
-        """
+        """Return every rank's ``value``; collective. All raise :class:`RankFailedError` if a rank has a ``failure``."""
         every: list[Any] = [(value, failure)]
         if self.control is not None:
             every = [None] * self.layout.total_size

@@ -103,9 +103,7 @@ def _divided(device: torch.device, shape: tuple[int, ...], axes: tuple[str, ...]
 
 
 def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
-    """Split each ``every`` shard ranks into groups of ``size`` neighbours; return this rank's, and the group across;
-    collective.
-    """
+    """Split each ``every`` shard ranks into ``size`` neighbours; return this rank's group, and that across."""
     made: Groups = made_out_of(dist.group.WORLD)
     assert mesh.device_mesh is not None
     key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)

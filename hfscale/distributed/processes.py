@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._compat.torch import backend_for, patience_of, set_patience
+from .._compat.torch import backend_for, patience_of, set_timeout
 from .._compat.torch_device import ACCELERATOR, accelerators, is_accelerator
 from .._compat.torch_gloo import wait_for_gloo_threads
 from ..config.environment import cpu_requested, started_processes
@@ -49,9 +49,7 @@ def own_device() -> torch.device:
 
 
 def choose_device(visible: int, local_rank: str | None, current: Callable[[], int]) -> int:
-    """Return the index of this process's GPU among the ``visible`` ones: its local rank, modulo ``visible``, since
-    launchers (Slurm, Ray) may show each process one GPU only; without a local rank, the device that the user chose.
-    """
+    """Return this process's GPU: its local rank, modulo those ``visible`` (one, under Slurm), or the user's choice."""
     return current() if local_rank is None else int(local_rank) % visible
 
 
@@ -89,10 +87,8 @@ def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
     if met_before():
         store = store_of_ranks("hfscale-start")
         options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": started_processes()}
-    if is_accelerator(device):
-        dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+    options |= {"device_id": device} if is_accelerator(device) else {}
+    dist.init_process_group(dist.get_default_backend_for_device(device), **options)
     atexit.register(_stop, dist.group.WORLD)
 
 
@@ -150,9 +146,7 @@ def _stop(started: object) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the backend that carries tensors on ``device`` within ``group`` (``"gloo"``, ``"nccl"``); ``""`` if none.
-    ``dist.get_backend`` may return ``"cpu:gloo,cuda:nccl"``, which equals neither.
-    """
+    """Return the backend of a group for tensors on ``device``; ``dist.get_backend`` may name several. ``""``: none."""
     try:
         return str(backend_for(group, device).name())
     except RuntimeError:  # no backend for that kind of device
@@ -162,13 +156,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a group that hfscale did not create the timeout of torch's process group."""
     if backend_of(group, device) in ("nccl", "gloo"):  # torch knows how for these
-        set_patience(group, _patience(device))
+        set_timeout(_patience(device), group)
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
-    """Make a group of each of these disjoint sets of ranks, the same on every rank, for tensors on ``device``; return
-    this rank's, connected. Collective over the run.
-    """
+    """Make a group of each of these disjoint sets of ranks for tensors on ``device``; return this rank's."""
     _end_quietly()
     world: Any = dist.group.WORLD
     with bound(device) as splits:
@@ -183,9 +175,8 @@ def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.P
 
 @contextmanager
 def bound(device: torch.device) -> Iterator[bool]:
-    """Bind torch's process group to ``device`` inside the ``with`` block, where Accelerate or a user started it without
-    one, and connect it; yield whether groups can be split off it. Not for longer: with it, gloo groups of a user's own
-    might wait forever (see :func:`host_group`).
+    """Bind torch's process group to ``device`` inside the ``with`` block, and connect it; yield whether groups can be
+    split off it. Not for longer: gloo groups of a user's own might then wait forever (see :func:`host_group`).
     """
     world: Any = dist.group.WORLD
     before, splits = world.bound_device_id, _splits(world, device)

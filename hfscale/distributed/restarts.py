@@ -1,6 +1,4 @@
-"""Start the ranks of a run again without imports: the process that a launcher starts for a rank imports everything
-once, and forks the one that trains. Where one of those ends in failure, all end, and every parent forks another.
-"""
+"""Start a run's ranks again without imports: parents import once, and fork those that train, anew if one fails."""
 
 import ctypes
 import os

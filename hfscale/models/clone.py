@@ -40,9 +40,8 @@ _BECOMES: dict[int, str] = {
     1: "n_group topk_group num_expert_group mamba_n_groups",
     0: "num_nextn_predict_layers",
 }
-_SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()} | dict.fromkeys(
-    EXPERT_FIELDS, EXPERTS
-)
+_SMALL = {name: size for size, names in _BECOMES.items() for name in names.split()}
+_SMALL |= dict.fromkeys(EXPERT_FIELDS, EXPERTS)
 _CHOSEN = _BECOMES[2].split()
 _EMBEDDED = "word_embed_proj_dim"
 _SHARED = "num_kv_shared_layers"
@@ -56,9 +55,7 @@ DROPOUT_WORDS = ("dropout", "pdrop", "drop_rate", "drop_path", "layerdrop", "jit
 _NAMED = {*_SMALL, *_LAYER_COUNTS, *_KEY_HEADS}
 # Backbones have lists of as many entries as they have stages, and may count those as layers.
 _STAGES = 8
-PER_LAYER = (
-    *("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "mixer_types"),
-)
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "mixer_types")
 """Fields with one entry per layer: cut to the first layers, and, where kinds alternate, made to show several."""
 
 
@@ -66,11 +63,10 @@ def tiny_clone(config: PreTrainedConfig, *, layers: int = LAYERS, **changes: Any
     """Return a config of the same class, tiny and without dropout; ``changes`` (a dict for a config inside) are set."""
     whole = config.to_dict()
     small = _shrink(copy.deepcopy(whole), layers, type(config))
-    small = {key: value for key, value in small.items() if key not in ("transformers_version", "model_type")}
+    left_out = {"transformers_version", "model_type"}
     if "stage_names" in whole:  # of a backbone, which names its stages by how many layers there are
-        small = {
-            key: value for key, value in small.items() if key not in ("out_features", "out_indices", "stage_names")
-        }
+        left_out |= {"out_features", "out_indices", "stage_names"}
+    small = {key: value for key, value in small.items() if key not in left_out}
     for name in _derived(type(config), whole, small):
         del small[name]
     made = type(config)(**merged(small, changes))

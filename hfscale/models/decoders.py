@@ -102,8 +102,7 @@ DECODERS: dict[str, Blueprint] = {
     ),
     # norms over all heads at once
     **dict.fromkeys(
-        ("olmo2", "olmo3"),
-        _llama(key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm")),
+        ("olmo2", "olmo3"), _llama(key_value={"k_proj": (), "v_proj": (), "k_norm": ()}, across=("q_norm", "k_norm"))
     ),
     "phi3": _llama(
         _FUSED_MLP,

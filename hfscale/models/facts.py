@@ -41,9 +41,8 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
     """Return the digest of all that an answer about a stock class and config depends on, as its key in tables; empty if
     no entry could apply to them, or if ``model`` has hooks, foreign classes or a changed ``forward``.
 
-    Answers are found on tiny clones, or hold for every size. The digest is made of the clone's config, in which sizes
-    are constants, without fields that no forward pass reads, and with only the sign of numbers that scale; of the kinds
-    of layers in the full config; and of the classes of the model's modules.
+    It is made of the tiny clone's config, in which sizes are constants, without fields that no forward pass reads, and
+    with only the sign of numbers that scale; of the full config's kinds of layers; and of the classes of modules.
     """
     classes = {kind, *(map(type, model.modules()) if model is not None else ())}
     if not all(map(_is_stock, classes)) or (model is not None and any(map(passes_otherwise, model.modules()))):

@@ -10,7 +10,6 @@ from .fields import first_count, text_config
 
 SHIFTED = "ForCausalLM"  # the loss that can run on cut logits: position ``i`` predicts the label of ``i + 1``
 
-
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Config fields that say how many experts there are."""
 

@@ -109,8 +109,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
     count = layout.microbatches_of(microbatches)
     length, again = recipe.data.sequence_length, training.gradient_checkpointing
     tokens = math.ceil(microbatches * size / count) * length * task_of(recipe.data).rows
-    sizes = {"tokens": tokens, "sequence_length": length}
-    return {**sizes, "num_microbatches": count, "gradient_checkpointing": again}
+    return {"tokens": tokens, "sequence_length": length, "num_microbatches": count, "gradient_checkpointing": again}
 
 
 def beside(expected: Any, outcome: Any) -> str:

@@ -1,6 +1,4 @@
-"""Encode conversations, and prompts with completions, as tokens and labels; and texts that are scored or classified as
-a whole: preference pairs, and texts with a class.
-"""
+"""Encode conversations, prompts with completions, preference pairs and texts with a class, as tokens and labels."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -59,12 +59,9 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 def prepare(
     data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: Path
 ) -> tuple[Any, Dataset, Dataset, float]:
-    """Write tokenized data on rank 0 and read it on all ranks; call it on every rank, on a shared file system. Return
-    the tokenizer, the rows to train on and to validate on, and what the validation loss is to be compared with.
-
-    Args:
-        tokenizer: of a base, or its processor; ``None`` to train one, of ``vocab_size``, on the texts to train on.
-        directory: of the run; gets ``tokenizer/`` if one is trained, ``data/train`` and ``data/validation``.
+    """Write tokenized data on rank 0, into ``directory``, and read it on all; collective, on a shared file system.
+    Return the tokenizer (``None``: one is trained, of ``vocab_size``, and written too), the rows to train on and to
+    validate on, and what the validation loss is to be compared with.
     """
     disable_progress_bars()  # theirs would get in the way of the one of training
     if tokenizer is None and data.format != "text":

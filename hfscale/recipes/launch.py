@@ -1,6 +1,4 @@
-"""Choose the layout of a run, and start the processes it needs through ``accelerate launch``: here, or by a
-cluster's job file, which has one launch line per node, with the node's rank.
-"""
+"""Choose the layout of a run, and start its processes by ``accelerate launch``: here, or by a cluster's job file."""
 
 import logging
 import os

@@ -64,9 +64,8 @@ def peak_memory() -> int:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; print a :class:`RecipeError` as a message without a traceback, other errors with one. Usually all
-    ranks fail alike: the first one says it (:mod:`..distributed.failures`). Before ranks are connected, each gives
-    those before it time to say it, after which the launcher ends them.
+    """Call ``main``; print a :class:`RecipeError` as a message, other errors with a traceback. Ranks may fail alike:
+    the first one says it, or, before ranks are connected, those before it get time to, and the launcher ends all.
     """
     try:
         main()

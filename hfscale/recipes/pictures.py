@@ -1,6 +1,4 @@
-"""Encode conversations with pictures by the base's processor, which replaces pictures by tokens; generate answers to
-questions about pictures, or continuations of texts, before and after training, for the model card.
-"""
+"""Encode conversations with pictures by the base's processor; generate answers, for the model card."""
 
 import io
 from collections.abc import Sequence

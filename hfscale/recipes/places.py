@@ -44,7 +44,14 @@ def _check_earlier_run(recipe: Recipe) -> None:
     """Refuse to overwrite an earlier run of this name, or to resume one with another recipe."""
     directory = recipe.directory
     if recipe.saved_state is not None:
-        _check_same(recipe)
+        path = directory / "recipe.yaml"
+        now, then = _decisive(recipe), _decisive(load_recipe(type(recipe), path))
+        for key in sorted({*now, *then}):
+            if now.get(key) != then.get(key):
+                raise RecipeError(
+                    f"{recipe.saved_state} was saved with {key}={then.get(key)}, and the recipe has {now.get(key)}: "
+                    f"use the saved value ({path}) to resume, or choose another name"
+                )
         return
     found = [name for name in ("checkpoint", "adapter") if (directory / name).exists()]
     found += ["metrics.jsonl"] if recipe.metrics.exists() and recipe.metrics.stat().st_size else []
@@ -66,18 +73,6 @@ def _check_earlier_run(recipe: Recipe) -> None:
     raise RecipeError(
         f"{directory} has a run already ({', '.join(found)}): choose another name, {go_on}or replace it (replace=true)"
     )
-
-
-def _check_same(recipe: Recipe) -> None:
-    """Refuse to resume with another recipe, except for its layout and intervals of logs, evaluations and saves."""
-    path = recipe.directory / "recipe.yaml"
-    now, then = _decisive(recipe), _decisive(load_recipe(type(recipe), path))
-    for key in sorted({*now, *then}):
-        if now.get(key) != then.get(key):
-            raise RecipeError(
-                f"{recipe.saved_state} was saved with {key}={then.get(key)}, and the recipe has {now.get(key)}: use "
-                f"the saved value ({path}) to resume, or choose another name"
-            )
 
 
 def _decisive(recipe: Recipe) -> dict[str, object]:

@@ -127,9 +127,7 @@ def finish(
     shown: Sequence[Sample],
 ) -> None:
     """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``; for a mixture, ``experts.png``; collective.
-
-    The weights are in ``checkpoint/``, or in ``adapter/`` where an adapter was trained; merged as well in the former
-    where the recipe says so. The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
+    The card shows the ``expected`` memory beside the measured one, and the answers ``shown``.
     """
     directory, adapted = recipe.directory, recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
     coverage = hfscale.coverage_report(trainer.trained) if adapted else ""

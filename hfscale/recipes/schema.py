@@ -51,8 +51,7 @@ class DataRecipe:
     prompt_column: str = "prompt"  # the field that holds the prompt
     completion_column: str = "completion"  # the field that holds the completion
     chosen_column: str = "chosen"  # the field of pairs that holds the preferred one, a text or a conversation
-    # the field that holds the other. Where records have ``prompt_column``, both go behind it
-    rejected_column: str = "rejected"
+    rejected_column: str = "rejected"  # the field of the other; a ``prompt_column`` comes before both
     label_column: str = "label"  # the field that holds the class of ``text_column``: its name, or its number
     classes: list[str] = field(default_factory=list)  # the names of the classes, in the order of their numbers
     # the field of conversations that holds their pictures, in order: paths beside the records, or as data sets of the
@@ -103,10 +102,8 @@ class TrainingRecipe:
     """Describe how to train."""
 
     steps: int = field(default=100, metadata=COUNT)  # optimizer steps
-    # sequences in one optimizer step, over all ranks, so that results do not depend on the layout
-    batch_size: int = field(default=16, metadata=COUNT)
-    # share the sequences of a step out so that ranks and microbatches take equally long, by the planner's seconds
-    balanced_batches: bool = False
+    batch_size: int = field(default=16, metadata=COUNT)  # sequences in one optimizer step, over all ranks
+    balanced_batches: bool = False  # share a step's sequences so that ranks take equally long, by the planner's seconds
     # sequences in one forward pass of one rank; by default all that the rank gets in a step. A smaller number
     # accumulates gradients
     microbatch_size: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
@@ -114,10 +111,8 @@ class TrainingRecipe:
     warmup_ratio: float = 0.1  # share of the steps over which the rate rises to its peak
     weight_decay: float = 0.1  # of what HF Trainer lets decay: all but biases and norms
     max_grad_norm: float = 1.0  # gradients are scaled down to at most this global norm
-    # of products over 32-bit weights: a key of :data:`hfscale.config.options.MIXED_PRECISIONS`
-    mixed_precision: str = "no"
-    # compute norms, gated activations and rotary embeddings with Liger's kernels, on a GPU
-    use_liger_kernel: bool = False
+    mixed_precision: str = "no"  # of products over 32-bit weights: a key of :data:`.options.MIXED_PRECISIONS`
+    use_liger_kernel: bool = False  # norms, gated activations and rotary embeddings by Liger's kernels, on a GPU
     # weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train
     mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
     compile: bool = False  # compile each layer with torch's compiler when it first runs
@@ -126,19 +121,16 @@ class TrainingRecipe:
     dtype: str = field(default="float32", metadata={"choices": DTYPES[:2]})
     # a name of HF Trainer's ``optim``, as ``adamw_8bit``, ``adafactor`` or ``lion_8bit``, or ``muon``
     optimizer: str = "adamw_torch_fused"
-    # of weights in ``dtype`` ``bfloat16``, so that small updates are right in the mean
-    stochastic_rounding: bool = False
+    stochastic_rounding: bool = False  # of ``bfloat16`` weights, so that small updates are right in the mean
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
     log_every: int = field(default=10, metadata=COUNT)  # steps between lines of metrics
-    # steps between evaluations; the first and the last step are always evaluated
-    evaluate_every: int = field(default=50, metadata=COUNT)
+    evaluate_every: int = field(default=50, metadata=COUNT)  # steps between evaluations, beside the first and the last
     # steps between checkpoints of HF Trainer, to ``runs/<name>/state``; by default none. A process that is sent SIGTERM
     # or SIGUSR1 then saves behind its step as well, and ends with exit code 75
     save_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
     # steps between states in the memory of the machines, from which ``resume`` goes on where they are newer
     memory_every: Optional[int] = field(default=None, metadata=COUNT)  # noqa: UP045
-    # how often processes that fail are forked again, without imports, before it is the launcher's turn
-    restarts: int = 0
+    restarts: int = 0  # how often processes that fail are forked again, before it is the launcher's turn
     # of one device, for ``mfu`` in the log; by default that of an A100, H100, H200 or B200 in 16 bits; there is no
     # ``mfu`` on other devices
     peak_tflops: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045
@@ -163,8 +155,7 @@ class ModelRecipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     tie_word_embeddings: bool = False
-    # fields of its config besides, as ``num_experts`` of ``qwen3_moe``
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # others, as ``num_experts`` of ``qwen3_moe``
 
 
 @dataclass
@@ -176,8 +167,7 @@ class Recipe(OptionSections):
     # where numbers go besides ``metrics.jsonl``, as ``[tensorboard, csv]``: names of ``report_to`` of HF Trainer, or
     # ``csv``, which is ``metrics.csv``
     tracking: list[str] = field(default_factory=list)
-    # so many steps, as ``3 steps``, behind the first two: torch's profiler writes ``profile/rank-N.json``
-    profile: str = ""
+    profile: str = ""  # behind the first two, as ``3 steps``: torch's profiler writes ``profile/rank-N.json``
     seed: int = 0  # of the initial weights and of the order of the sequences
     # the layout, the fields of ``hfscale.ParallelConfig``; over stages, ``num_microbatches`` cuts what a rank runs at
     # once (``training.microbatch_size``, or all of its step)
@@ -185,8 +175,7 @@ class Recipe(OptionSections):
     # layouts to take instead, the first that fits, where a launcher starts the run again with fewer processes
     # (``torchrun --nnodes 1:2 --max_restarts 3 ...``)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
-    # save and load a state behind the first step, so that a disk without room is found out then
-    save_check: bool = False
+    save_check: bool = False  # save and load behind the first step, so that a disk without room is found out then
     data: DataRecipe = field(default_factory=DataRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
@@ -230,14 +219,12 @@ class TeacherRecipe:
     """Describe a model whose distributions are learned instead of labels: see :class:`hfscale.Teacher`."""
 
     base: str = ""  # its checkpoint: a directory, or the id of a model on the Hub
-    # a directory of its most probable tokens, as ``write`` writes it, which is read instead of ``base``
-    stored: str = ""
+    stored: str = ""  # a directory of its most probable tokens, by ``write``, which is read instead of ``base``
     # store its ``top_k`` most probable tokens of every position of the data in this directory, and train nothing; a run
     # that was cut short goes on
     write: str = ""
     top_k: int = field(default=64, metadata=COUNT)
-    # 0 is the forward KL divergence, 1 the reverse one, between them is the generalized Jensen-Shannon one
-    beta: float = 0.5
+    beta: float = 0.5  # 0: forward KL divergence, 1: reverse, between: generalized Jensen-Shannon
     temperature: float = field(default=1.0, metadata=POSITIVE)  # divisor of all logits; a stored teacher has its own
     # its layout, on the same processes; by default the student's
     parallel: dict[str, Any] = field(default_factory=dict)

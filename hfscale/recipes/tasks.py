@@ -29,12 +29,10 @@ class Task:
     each: str = "token"  # what losses are means over
     baseline: str = "unigram entropy"  # what the validation loss is put beside
     knows: str = "the best that knowing only how frequent each token is can do"  # who does as well as that
-    # the class of transformers that reads what it is given: ``AutoTokenizer`` or ``AutoProcessor``
-    reader: Any = AutoTokenizer
+    reader: Any = AutoTokenizer  # the class of transformers that reads what it is given; or ``AutoProcessor``
     rows: int = 1  # of a batch, that one row of the data becomes
     loss: LossOfOutputs | None = None  # of what the model returns; ``None`` where that is the model's own
-    # how much of a microbatch the model has right, of what it returns; ``None`` where that is not counted
-    right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
+    right: Callable[[Any, Mapping[str, Any]], Tensor] | None = None  # how much is right, if counted
 
     @property
     def baseline_key(self) -> str:

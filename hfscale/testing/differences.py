@@ -17,11 +17,10 @@ def difference(found: Tensor, expected: Tensor, scale: Tensor | None = None, flo
 def gradient_difference(found: Tensor, expected: Tensor, whole: Tensor, largest: float, loss: float) -> float:
     """Return :func:`difference` of a gradient's shard in float64, treating rounding noise around zero as equal.
 
-    Some gradients are zero in exact arithmetic: softmax is invariant to a bias of the keys, a loss over classes to a
-    constant added to all of them, a batch norm to the bias before it. What is left of such a sum is rounding, which
-    depends on its order. A tensor (``whole``) within 64 roundings of the ``largest`` entry of any gradient of the
-    model, or of the loss, counts as zero, and a difference within as much as none. Others are compared relative to
-    their own largest entry, or a millionth of the largest gradient.
+    Some gradients are zero in exact arithmetic, and rounding in any order of a sum: softmax is invariant to a bias of
+    the keys, a batch norm to the bias before it. A tensor (``whole``) within 64 roundings of the ``largest`` entry of
+    any gradient of the model, or of the loss, counts as zero, and a difference within as much as none. Others are
+    compared relative to their own largest entry, or a millionth of the largest gradient.
     """
     zero = 64 * torch.finfo(torch.float64).eps * max(largest, abs(loss))
     if (whole.abs() <= zero).all() and ((found.cpu() - expected.cpu()).abs() <= zero).all():

@@ -84,22 +84,16 @@ class Case:
         """Return ``[step][distinct batch][microbatch]``, with uneven labels: see :func:`ragged_batch`."""
         generator = torch.Generator().manual_seed(11)
         vocabulary = vocabulary_of(self.config)
-        result = []
-        for step in range(self.steps):
-            result.append(
-                [
-                    [
-                        ragged_batch(
-                            generator, vocabulary, self.rows, self.lengths[(rank + i) % len(self.lengths)],
-                            # one microbatch without any label; in the second step, all of one rank's
-                            masked=(step == 0 and rank == 0 and i == 1) or (step == 1 and rank == batch_world - 1 > 0),
-                        )
-                        for i in range(self.accumulation)
-                    ]
-                    for rank in range(batch_world)
-                ]
-            )  # fmt: skip
-        return result
+
+        def batch(step: int, rank: int, i: int) -> Batch:
+            # one microbatch without any label; in the second step, all of one rank's
+            masked = (step == 0 and rank == 0 and i == 1) or (step == 1 and rank == batch_world - 1 > 0)
+            return ragged_batch(generator, vocabulary, self.rows, self.lengths[(rank + i) % len(self.lengths)], masked)
+
+        return [
+            [[batch(step, rank, i) for i in range(self.accumulation)] for rank in range(batch_world)]
+            for step in range(self.steps)
+        ]
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
         """Run forward and backward of the stock model over all microbatches; return each distinct batch's loss."""

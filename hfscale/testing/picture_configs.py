@@ -27,10 +27,7 @@ IMAGE_TOKEN = TOKENS["image_token"]
 PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 # Families whose encoder reads pictures alone -> inputs of a text that they are not given.
 LABELS_ONLY = {"pp_formulanet": ("attention_mask",), "pix2struct": ("attention_mask",)}
-FAMILIES: dict[str, dict[str, Any]] = {
-    **_KNOWN["pictures"],
-    "aria": {"projector_patch_to_query_dict": {GRID**2: 4}},
-}
+FAMILIES: dict[str, dict[str, Any]] = {**_KNOWN["pictures"], "aria": {"projector_patch_to_query_dict": {GRID**2: 4}}}
 # Changes to a nested text config, by its own family.
 TEXTS = {
     **CHANGES,

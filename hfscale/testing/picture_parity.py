@@ -51,12 +51,8 @@ class PictureCase(Case):
         return {**self._typed(text), **join_pictures(pictures)}
 
     def _without_special(self, batch: Batch) -> Batch:
-        ids, labels = batch["input_ids"], batch["labels"]
-        return {
-            **batch,
-            "input_ids": ids.where(ids < LOWEST, ids - 10),
-            "labels": labels.where(labels < LOWEST, labels - 10),
-        }
+        drawn = {name: batch[name] for name in ("input_ids", "labels")}
+        return {**batch, **{name: x.where(x < LOWEST, x - 10) for name, x in drawn.items()}}
 
     @property
     def _token(self) -> int:

@@ -27,12 +27,8 @@ from typing import Any
 _GRACE_SECONDS = 3.0
 # Slow imports; hfscale itself is imported by the ranks, which know its path.
 PRELOADED = (
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor",
-    "transformers.modeling_utils",
-    "transformers.models.auto",
-    "accelerate",
+    *("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor"),
+    *("transformers.modeling_utils", "transformers.models.auto", "accelerate"),
 )
 
 

@@ -126,12 +126,9 @@ MAX_LAYERS = 8
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout scaled down to one machine, with all numbers of its pipeline chosen.
-
-    It keeps its ranks up to :data:`MAX_RANKS`; beyond that, every axis with more than one rank keeps two (a pipeline
-    from a file keeps its own). Microbatches and layers of stages stay as requested if they are few and the stages are
-    the same; otherwise there are two microbatches per pipeline rank, which every schedule can run, and a layer or two
-    in each stage.
+    """Return the layout scaled down to one machine, with all numbers of its pipeline chosen: above :data:`MAX_RANKS`,
+    every axis keeps at most two ranks (a pipeline from a file its own). Microbatches and layers of stages stay if they
+    are few and the stages are the same; else two microbatches per pipeline rank, and a layer or two in each stage.
     """
     sizes: dict[str, Any] = {}
     from_file = str(layout.pipeline_schedule).endswith(".csv")

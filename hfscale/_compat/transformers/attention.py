@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, padding_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks
+from transformers.masking_utils import padding_mask_function as leave_out_padding
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..replaced import attribute_replaced
 
-__all__ = ["and_masks"]
+__all__ = ["and_masks", "leave_out_padding"]
 
 causal_mask_function: Any = masking_utils.causal_mask_function
 """The mask function of a plain decoder; transformers passes this very function."""
@@ -29,11 +30,6 @@ MakeMask = Callable[..., Any]
 """``(stock function, whether a query with all keys hidden reads all of them, **kwargs)`` -> a mask."""
 _READS_ALL = ("eager",)
 """Implementations that hide a key by a large negative number: if all keys of a query are hidden, none is."""
-
-
-def leave_out_padding(padding: Tensor) -> Callable[..., Tensor]:
-    """Return the mask function that hides padding, from ``[b, s]`` that is False at padding tokens."""
-    return padding_mask_function(padding)
 
 
 def keep_documents_apart(

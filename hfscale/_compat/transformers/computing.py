@@ -14,8 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from .attention import keep_documents_apart
 from .classes import takes_argument
 
-_within = ContextVar("within packing", default=False)
-_documents: ContextVar[Tensor | None] = ContextVar("the documents of a packed pass", default=None)
+within_packing = ContextVar("whether a packing() that knows the documents is active", default=False)
+documents_here: ContextVar[Tensor | None] = ContextVar("its document of each token, [1 or b, s]", default=None)
 
 
 def uses_flash_attention(model: Any) -> bool:
@@ -38,10 +38,7 @@ def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor |
     RoBERTa's kind, from the token after ``padding_idx``; ``None`` for a model that takes no positions.
     """
     takes_positions = takes_argument(model, "position_ids")
-    names = {
-        "input_ids": "create_position_ids_from_input_ids",
-        "inputs_embeds": "create_position_ids_from_inputs_embeds",
-    }
+    names = {name: f"create_position_ids_from_{name}" for name in ("input_ids", "inputs_embeds")}
     own = next((module for module in model.modules() if all(hasattr(module, name) for name in names.values())), None)
     # Where positions have axes of pictures, transformers counts them for every row.
     by_axes = any(hasattr(module, "mrope_section") for module in model.modules())
@@ -103,17 +100,14 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
 
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Keep documents of packed rows apart in transformers' masks inside the ``with`` block, a forward pass of
-    ``batch``.
-
-    Transformers finds documents in the positions that a model passes to its mask functions, which many models do not,
-    and it synchronizes with the device for that in every pass. Here masks of every kind are made from the positions of
-    ``batch`` if they restart within its rows (``restarts``); with ``None``, transformers looks.
+    """Keep documents apart in transformers' masks inside the ``with`` block, a forward pass of ``batch``, if its
+    positions restart within rows (``restarts``). With ``None``, transformers looks: at the positions that a model
+    passes to its mask functions, which many do not, and with a synchronization in every pass.
     """
     if restarts is None:
         yield
         return
-    token = _within.set(True)
+    token = within_packing.set(True)
     look, masks = masking_utils.find_packed_sequence_indices, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     given = batch.get("position_ids") is not None
 
@@ -124,25 +118,15 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
 
     masking_utils.find_packed_sequence_indices = known
     made = _DocumentMasks(masks, batch) if restarts else None
-    documents = _documents.set(None if made is None else made.documents)
+    documents = documents_here.set(None if made is None else made.documents)
     if made is not None:
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = cast(Any, made)
     try:
         yield
     finally:
-        _within.reset(token)
-        _documents.reset(documents)
+        within_packing.reset(token)
+        documents_here.reset(documents)
         masking_utils.find_packed_sequence_indices, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = look, masks
-
-
-def is_within_packing() -> bool:
-    """Return whether a :func:`packing` context that knows the documents is active."""
-    return _within.get()
-
-
-def documents_here() -> Tensor | None:
-    """Return the document of each token, ``[1 or b, s]``, within :func:`packing` of rows of several; else ``None``."""
-    return _documents.get()
 
 
 class _DocumentMasks:
@@ -201,6 +185,5 @@ def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     enable({"use_reentrant": False, **kwargs})
 
 
-def encoder_outputs(states: Tensor) -> Any:
-    """Return an encoder's output in the form in which an encoder-decoder takes it instead of running its own."""
-    return BaseModelOutput(last_hidden_state=states)
+encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
+"""Return an encoder's hidden states in the form in which an encoder-decoder takes them instead of running its own."""

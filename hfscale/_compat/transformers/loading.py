@@ -81,10 +81,8 @@ def loading_through(
 @cache
 def loading_arguments() -> frozenset[str]:
     """Return arguments of ``from_pretrained`` and ``from_config`` that are no fields of a config, by their source."""
-    names: set[str] = set()
-    for taker, name in product(
-        (PreTrainedModel, _BaseAutoModelClass), ("from_pretrained", "from_config", "_from_config")
-    ):
+    names, takers = set[str](), (PreTrainedModel, _BaseAutoModelClass)
+    for taker, name in product(takers, ("from_pretrained", "from_config", "_from_config")):
         if (method := getattr(taker, name, None)) is not None:
             source = inspect.getsource(method)
             names.update(re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', source))

@@ -92,9 +92,10 @@ class TrainerHooks(_Mixin):
         pass  # it is where hfscale has put it
 
 
-def accelerator_made_by(kind: Any) -> AbstractContextManager[None]:
-    """Let Trainer create its accelerator from this class inside the ``with`` block."""
-    return attribute_replaced(_trainer, "Accelerator", kind)
+accelerator_made_by = partial(attribute_replaced, _trainer, "Accelerator")
+"""Let Trainer create its accelerator from a class inside the ``with`` block."""
+kernels_left_alone = partial(attribute_replaced, _trainer, "apply_liger_kernel", lambda *_: None)
+"""Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
@@ -104,11 +105,6 @@ def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]
         return trainer.accelerator.skip_first_batches(loader, count)
 
     return attribute_replaced(_trainer, "skip_first_batches", skip)
-
-
-def kernels_left_alone() -> AbstractContextManager[None]:
-    """Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
-    return attribute_replaced(_trainer, "apply_liger_kernel", lambda *_: None)
 
 
 def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,9 +165,8 @@ def has_own_prediction_step(trainer: Any) -> bool:
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
-    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss. For
-    causal models these are the predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``), the
-    first label of each row counts too.
+    """Return the number of labels, over all distinct batches, by which a Trainer divides these microbatches' loss: the
+    predicted ones; for classes that it does not list as causal (``GPT2LMHeadModel``), also the first of each row.
     """
     return trainer._get_num_items_in_batch(batches, trainer.args.device)
 

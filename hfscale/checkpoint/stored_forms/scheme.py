@@ -28,14 +28,11 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """Describe how one weight is quantized, as far as its stored tensors do not tell: ``bits`` of a packed number, the
-    ``group`` of consecutive numbers of a row with one scale (0: all of it), and the rows and columns of a ``block``
-    with one scale, if it says so.
-    """
+    """Describe how one weight is quantized, as far as its stored tensors do not tell."""
 
-    bits: int = 4
-    group: int = 0
-    block: tuple[int, int] | None = None
+    bits: int = 4  # of a packed number
+    group: int = 0  # consecutive numbers of a row with one scale; 0: all of it
+    block: tuple[int, int] | None = None  # rows and columns with one scale, if it says so
 
 
 @dataclass(frozen=True)
@@ -125,9 +122,7 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return the user's quantization config, ``"as_stored"`` if it asks for the checkpoint's own bytes, or ``None`` if
-    it asks for plain values, which are loaded anyway; raise :class:`ConfigError` if it asks for any other form.
-    """
+    """Return a user's quantization config; ``None``: it asks for plain values. Refuse a form of other checkpoints."""
     plain = getattr(given, "dequantize", False)
     kept = not plain and (_method(given) in READ or (isinstance(given, str) and given == AS_STORED))
     if not kept and not plain:

@@ -55,15 +55,12 @@ class Family:
     router: str  # the name of the router's matrix inside a layer
     count_field: str  # the target's field with the number of experts
     width_field: str = "intermediate_size"  # the target's field with the width of one expert
-    # further fields of the target, such as the one that normalizes routing weights
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    # the target's field that makes only every n-th layer a mixture; ``None`` if all layers must be
-    every_field: str | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields, as ``norm_topk_prob``
+    every_field: str | None = None  # the target's field that makes every n-th layer a mixture; ``None``: all are
     # fields that only the dense family has, and the values with which they have no effect; ``None``: any
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
-    # whether the target has one sliding window for all layers, and the dense family types of layers
-    one_window: bool = False
+    one_window: bool = False  # whether the target has one sliding window for all layers, whatever their types
     shared: SharedExpert | None = None  # the target's shared expert
 
 

@@ -57,10 +57,7 @@ def check_drawing(path: Path) -> None:
 
 
 def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
-    """Draw ``(heading, timeline)`` pairs, all in the same unit, one above the other on one time scale; PNG or SVG by
-    the suffix of ``path``. Rows are ranks, the first at the top. The number in a box is the microbatch; boxes of a
-    rank's later stages are lighter.
-    """
+    """Draw ``(heading, timeline)`` pairs, in one unit, one above the other: PNG or SVG by the suffix of ``path``."""
     check_drawing(path)
     import matplotlib
     from matplotlib.figure import Figure

@@ -64,12 +64,6 @@ def mark_complete(directory: Path, files: dict[str, FileSum], step: int | None =
     sync(directory)
 
 
-def unmark(directory: Path) -> None:
-    """Remove the marker of ``directory``, before it is deleted, which takes time."""
-    (directory / MARK).unlink(missing_ok=True)
-    sync(directory)
-
-
 def read_mark(directory: Path) -> Mark:
     """Return a directory's marker; raise :class:`CheckpointError` in words that continue a sentence after its name."""
     try:

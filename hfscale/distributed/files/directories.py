@@ -87,9 +87,7 @@ def staging_of(target: Path) -> Path:
 
 
 def make_staging(target: Path, staging: Path) -> DirectoryLock:
-    """Make the empty directory ``staging`` for a new ``target``, and remove leftovers of killed processes. Raise
-    :class:`CheckpointError` if ``target`` is a file, or another job writes ``staging``.
-    """
+    """Make and lock an empty directory ``staging`` for a new ``target``; remove leftovers of killed processes."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, and a directory is to be written there: name another")
     staging.parent.mkdir(parents=True, exist_ok=True)

@@ -24,25 +24,13 @@ from ...plan import Cut, Plan
 from ...plan.cut import Spans, share_spans
 from .directories import check_inside, leads_out
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+_FLOATS = (torch.float64, torch.float32, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_UNSIGNED = (torch.uint64, torch.uint32, torch.uint16, torch.uint8)
+_BY_BITS = {"F": _FLOATS, "I": _INTEGERS, "U": _UNSIGNED}
+_DTYPES = {f"{kind}{8 * each.itemsize}": each for kind, dtypes in _BY_BITS.items() for each in dtypes}
+_DTYPES |= {"BF16": torch.bfloat16, "C64": torch.complex64, "BOOL": torch.bool}
+_DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 << 20
 _MOST_HEADER, _MOST_ROWS = 100_000_000, 1 << 62  # safetensors' own limit, and torch's

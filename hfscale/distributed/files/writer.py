@@ -24,12 +24,8 @@ from .reader import NAMES
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARDS = "-?????-of-?????"
 STALE = (
-    WEIGHTS,
-    f"model{_SHARDS}.safetensors",
-    INDEX,
-    "pytorch_model.bin",
-    f"pytorch_model{_SHARDS}.bin",
-    "pytorch_model.bin.index.json",
+    *(WEIGHTS, f"model{_SHARDS}.safetensors", INDEX),
+    *("pytorch_model.bin", f"pytorch_model{_SHARDS}.bin", "pytorch_model.bin.index.json"),
 )
 """Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
 

@@ -133,9 +133,7 @@ def reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Proc
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``, rank 0's first. Every rank
-    takes part, also one that neither sends nor receives; without a group ``x`` is returned.
-    """
+    """Send rows of ``x [sum(send), ...]``, rank 0's first; return ``[sum(receive), ...]``; without a group ``x``."""
     if group is None:
         return x
     received = x.new_empty((sum(receive), *x.shape[1:]))
@@ -189,9 +187,7 @@ def scatter_to_tp_region(x: Tensor, lengths: Sequence[int], group: dist.ProcessG
 def gather_from_sequence_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1, known: Tensor | None = None
 ) -> Tensor:
-    """All-gather ``x``, ``lengths[rank]`` entries along ``dim`` on each rank of ``group``; reduce-scatter its gradient.
-    If the gathered tensor is ``known`` already, only the backward pass communicates.
-    """
+    """All-gather ``x``, ``lengths[rank]`` entries along ``dim``, unless ``known``; reduce-scatter its gradient."""
     back = _on(reduce_scatter, lengths, dim, group)
     if known is None:
         return apply_mapping(x, _on(all_gather, lengths, dim, group), back)

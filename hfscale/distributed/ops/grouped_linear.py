@@ -99,9 +99,7 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_takes(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product takes operands of these types and sizes, in both passes: every row of
-    every matrix, of results and gradients too, must begin at a multiple of 16 bytes.
-    """
+    """Return whether torch's grouped product takes these: in both passes, rows begin at multiples of 16 bytes."""
     sizes = (x.shape[1], *weight.shape[1:])
     return (
         x.dtype == weight.dtype == torch.bfloat16
@@ -136,18 +134,14 @@ class _FrozenLinear(torch.autograd.Function):
 def frozen_linear(
     x: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor], read: Read
 ) -> Tensor:
-    """Return ``product(x, bias)``, which is ``x [..., in] @ weight.T + bias``, differentiable in ``x`` and ``bias``.
-    ``read`` returns the weight ``[out, in]`` in a dtype, in the backward pass.
-    """
+    """Return ``product(x, bias)``, of the weight ``[out, in]`` that ``read`` returns in a dtype for its gradient."""
     return _FrozenLinear.apply(x, bias, product, read)
 
 
 def frozen_grouped_linear(
     x: Tensor, read: Read, bias: Tensor | None, counts: Sequence[int], *, transposed: bool = False
 ) -> Tensor:
-    """Compute :func:`grouped_linear` with a frozen weight, ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``,
-    which ``read`` returns in a dtype, in both passes.
-    """
+    """Compute :func:`grouped_linear` with a frozen weight, which ``read`` returns in a dtype, in both passes."""
 
     def product(x: Tensor, turned: bool) -> Tensor:
         return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)

@@ -59,9 +59,7 @@ class HeadRows:
 
 
 class LinearRows(HeadRows):
-    """A plain ``nn.Linear``: two matrix products, the second accumulated into the weight's buffer. It is ``reusable``
-    if no operation of ``finish`` keeps its last result for its own gradient.
-    """
+    """A plain ``nn.Linear``: two matrix products; ``reusable`` if ``finish`` keeps no result for its own gradient."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, finish: Pointwise | None, reusable: bool, needed: bool
@@ -92,9 +90,7 @@ class LinearRows(HeadRows):
 
 
 class AnyRows(HeadRows):
-    """Run any other head (with adapters, quantized, under autocast) and get its gradients from autograd; unknown
-    operations may keep what they returned.
-    """
+    """Run any other head (adapters, quantized, autocast) with autograd's gradients; it may keep what it returned."""
 
     def __init__(self, head: Pointwise, parameters: Sequence[Tensor], finish: Pointwise | None, needed: bool) -> None:
         super().__init__(parameters, finish, needed)

@@ -33,9 +33,7 @@ _ATTRIBUTE = "_hfscale_products"
 
 
 class Products:
-    """Compute a projection's products with torch, for one pass; operands may be kept for its backward pass. Weights are
-    ``[out, in]`` here, whichever way round a module keeps them.
-    """
+    """Compute a projection's products with torch, for one pass, keeping operands; weights are ``[out, in]``."""
 
     def kept(self, weight: Tensor) -> Tensor:
         """Return the form of the weight to save for the backward pass."""

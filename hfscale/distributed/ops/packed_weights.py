@@ -24,8 +24,7 @@ class Packing(ABC):
 
     shape: tuple[int, int, int]  # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix
     dtype: torch.dtype  # the dtype of its values
-    # the dtype that experts compute in; ``None``: that of their input. A projection knows its own
-    compute_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None  # that experts compute in; ``None``: their input's. A projection knows its own
 
     @property
     @abstractmethod

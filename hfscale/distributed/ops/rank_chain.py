@@ -25,8 +25,7 @@ class RankChain:
 
     split: Split
     rank: int
-    # for each row, or once for all alike, the places where a document begins; ``None``: nowhere
-    starts: tuple[tuple[int, ...], ...] | None
+    starts: tuple[tuple[int, ...], ...] | None  # where documents begin, by row or once for all
     group: dist.ProcessGroup
 
     def tails(self, x: Tensor, width: int) -> list[Tensor]:
@@ -57,9 +56,7 @@ class RankChain:
         return there.masked_fill(other[:, None], 0.0)
 
     def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state before a piece, with a gradient if ``anchor`` has one; ``state`` is zeros, or that after the
-        previous piece here.
-        """
+        """Return the state before a piece, with a gradient if ``anchor`` has one; ``state``: that before it here."""
         number = self._number(index)
         if number == 0 or self._owner(number - 1) == self.rank:
             return state

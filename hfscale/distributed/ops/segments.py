@@ -40,14 +40,11 @@ class Segments:
     """Say where the tokens of a pass, ``[b, s, ...]``, are in their sequences, and where documents begin."""
 
     pieces: tuple[Interval, ...]  # of the sequence: the tokens here, one piece after the other
-    # for each row, or once for all alike, the places in the sequence where a document begins; ``None``: nowhere
-    starts: tuple[tuple[int, ...], ...] | None = None
+    starts: tuple[tuple[int, ...], ...] | None = None  # where documents begin, by row or once for all
     chain: RankChain | None = None  # ``None``: there is one piece, all of the sequence
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
-        """Yield, for each row or all rows together, the segments of the piece at ``index``: first token, end (both
-        counted here), and whether it goes on from the piece before.
-        """
+        """Yield the segments of the piece at ``index``, by row or for all: first token, end, whether it goes on."""
         start, stop = self.pieces[index]
         offset = sum(b - a for a, b in self.pieces[:index]) - start
         for row, begins in enumerate(self.starts or ((),)):
@@ -217,8 +214,6 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return ``y`` so that its backward pass runs that of ``others``, too: what a rank exchanged and did not use has no
-    gradient, but others wait for it.
-    """
+    """Return ``y``, whose backward pass runs that of ``others`` too: other ranks wait for what this one did not use."""
     waited_for = [each for each in others if each.requires_grad]
     return _Tied.apply(y, *waited_for) if waited_for else y

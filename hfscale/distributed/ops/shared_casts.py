@@ -24,8 +24,7 @@ class Casts:
 
     memory: set[int] = field(default_factory=set)  # the storages of the copies
     plain: dict[_Key, Tensor] = field(default_factory=dict)  # copies by place and form of the weight
-    # copies with their autograd graphs, of weights that train
-    in_graph: dict[_Key, Tensor] = field(default_factory=dict)
+    in_graph: dict[_Key, Tensor] = field(default_factory=dict)  # with autograd graphs, of weights that train
 
 
 _current: Casts | None = None  # not by thread: backward passes, which recompute, may have one of their own

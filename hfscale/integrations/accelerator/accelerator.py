@@ -215,9 +215,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward pass as Accelerate does; raise :class:`ConfigError` if the model is cut into pipeline
-        stages: :func:`hfscale.train_step` has run the backward pass already.
-        """
+        """Run the backward pass as Accelerate does; :class:`ConfigError` through stages, where steps run it."""
         if self._runtime is not None:
             self._runtime.executor.check_plain_call("accelerator.backward")
         super().backward(loss, **kwargs)

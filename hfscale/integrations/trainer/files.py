@@ -171,9 +171,7 @@ def _state_of(checkpoint: Path) -> Path:
 
 
 def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory | None = None) -> Any:
-    """Return the checkpoint to resume from, the same on every rank: for ``True`` the newest complete one in ``output``
-    or in ``memory``, ``None`` if the first save was cut short. Raise :class:`CheckpointError` if it is not complete.
-    """
+    """Return the checkpoint to resume from (``True``: the newest complete one, on disk or in memory) on all ranks."""
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
     found: Any = resume
@@ -207,7 +205,13 @@ def problem_of(checkpoint: Path) -> str | None:
         if not weights and not _has_state(checkpoint):
             return "has no weights"
         for path in sorted({*weights, *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")}):
-            _check_readable(path)
+            if path.suffix == ".safetensors":
+                SafetensorsFile(path)  # its header
+                continue
+            with ZipFile(path) as file:
+                damaged = file.testzip() if path.stat().st_size <= _MOST_READ else None
+            if damaged:
+                raise BadZipFile(f"the checksum of {damaged} differs")
         if (path := checkpoint / INDEX).exists():
             missing = {*json.loads(path.read_bytes())["weight_map"].values()} - {each.name for each in weights}
             if missing:
@@ -215,17 +219,6 @@ def problem_of(checkpoint: Path) -> str | None:
     except (OSError, ValueError, LookupError, TypeError, BadZipFile, CheckpointError) as error:
         return f"has a damaged {path.name} ({error})"
     return None
-
-
-def _check_readable(path: Path) -> None:
-    """Read the table of contents of a file, and the checksums of a small one."""
-    if path.suffix == ".safetensors":
-        SafetensorsFile(path)
-        return
-    with ZipFile(path) as file:
-        damaged = file.testzip() if path.stat().st_size <= _MOST_READ else None
-    if damaged:
-        raise BadZipFile(f"the checksum of {damaged} differs")
 
 
 def _checkpoints(output: Path) -> list[Path]:

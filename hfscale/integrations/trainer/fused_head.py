@@ -39,8 +39,7 @@ class Conversation:
     """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
 
     call: dict[str, Any] = field(default_factory=dict)  # the arguments of that call
-    # results of the other calls, in order, with a marker in the place of that one
-    answers: list[Any] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)  # of the others, in order, and a marker for that one
     scores: TokenScores | None = None  # the result of that call; ``None`` until the step has computed it
     place: int = 0  # how many calls have been made
 
@@ -110,9 +109,7 @@ class FusedHead:
 def step_of_scores(
     trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]
 ) -> Tensor:
-    """Run forward and backward over a step's microbatches, ``missing`` fewer than a full step has; return the sum of
-    this distinct batch's losses. ``count`` is Trainer's ``num_items_in_batch``; ``heads`` are of all the loss's models.
-    """
+    """Run forward and backward over a step's microbatches, of which some are ``missing``; return the sum of losses."""
     model, runtime = trainer.model, trainer.runtime
     share = 1.0 if loss_is_scaled(trainer, count) else 1.0 / trainer.current_gradient_accumulation_steps
     talks = [Conversation() for _ in batches]

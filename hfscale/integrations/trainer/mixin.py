@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from ..._compat.transformers import trainer
-from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, pairs_rows_of_a_batch
+from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl
 from ...api import build
 from ...api.assemble import compile_layers
 from ...config.environment import started_processes
@@ -306,7 +306,7 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     def arguments_of_data(self, arguments: Any) -> Any:
         """Return the config for TRL's preparation of rows: pairs form within the global batch, as in one process."""
-        if not pairs_rows_of_a_batch(self):
+        if not getattr(self, "calculate_KL", False):  # as KTO's trainer does
             return arguments
         own = copy.copy(arguments)
         own.per_device_train_batch_size *= 1 if self._seams.layout is None else self._seams.layout.batch_world

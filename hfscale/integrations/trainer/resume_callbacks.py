@@ -86,11 +86,8 @@ class TrainerRandomStreams(TrainerCallback):
 
 def _written(mesh: Mesh | None) -> dict[str, Any]:
     """Return this process's RNG states in stock Trainer's form."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states["cpu"] = torch.random.get_rng_state()
     if mesh is not None and is_accelerator(mesh.device):
         states["cuda"] = device_module(mesh.device).get_rng_state()
     return states
@@ -99,11 +96,8 @@ def _written(mesh: Mesh | None) -> dict[str, Any]:
 def _read(written: dict[str, Any]) -> dict[str, Any]:
     """Return RNG states in the form of :func:`restore_random_states`."""
     name, keys, *rest = written["numpy"]
-    states = {
-        "torch": written["cpu"],
-        "python": written["python"],
-        "numpy": (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest),
-    }
+    numpy = (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest)
+    states = {"torch": written["cpu"], "python": written["python"], "numpy": numpy}
     device = written.get("cuda")
     return {**states, "device": device} if isinstance(device, torch.Tensor) else states
 

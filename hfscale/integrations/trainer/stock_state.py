@@ -31,10 +31,7 @@ _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room
 
 
 def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Write the files from which stock Trainer resumes; collective. If it could not hold the state, or an optimizer
-    keeps anything but tensors like its parameters, the file is one that it refuses: without a file it would silently
-    begin with an empty state.
-    """
+    """Write files from which stock Trainer resumes, or refuses to: without any it would begin anew. Collective."""
     numbers, kinds = _numbers(runtime, optimizer), _kinds(runtime, optimizer)
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
     if numbers is not None and kinds is not None and _size(runtime, kinds) <= _LARGEST:

@@ -98,9 +98,8 @@ class Collator:
 def cut_by_schedule(
     executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
 ) -> Iterator[list[Batch]]:
-    """Yield a pipelined step's batches, padded to the number and size that ``TrainingArguments`` say: a schedule cannot
-    run every number of microbatches, nor cut every number of rows into them. Added rows repeat the last one without
-    labels, and change neither loss nor gradients; for a loss that ignores no label, see :func:`pieces`.
+    """Yield a step's batches, padded to the number and size that ``TrainingArguments`` say, as schedules need.
+    Added rows repeat the last one without labels; for a loss that ignores no label, see :func:`pieces`.
     """
     count, rows = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
     uneven = rebalances(arguments)  # batches of few long rows are as long as those of many short ones
@@ -136,9 +135,7 @@ def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
 
 
 def first_examples(batch: Batch, known: tuple[int, int], drop: bool = True) -> Batch:
-    """Return ``batch`` with only its first examples counting in the loss; ``known`` says how many it has, and how many
-    count. The others' rows are left out (``drop``) or lose their labels, as packed examples in one row always do.
-    """
+    """Let only ``known[1]`` of ``known[0]`` examples count: drop the other rows, or their labels."""
     (given, own), rows = known, rows_of(batch)
     if own >= given or (rows != given and rows != 1):
         return batch

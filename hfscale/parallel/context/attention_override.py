@@ -82,8 +82,7 @@ class AttentionOverride:
     @contextmanager
     def passing(self, batch: CutBatch, attend: Attend) -> Iterator[None]:
         """Run attention over this rank's part of ``batch`` inside the with block."""
-        passage = _Passage(batch, attend)
-        token = _passage.set(passage)
+        token = _passage.set(_Passage(batch, attend))
         try:
             with masks_made_here(MaskBlocks):
                 yield
@@ -152,14 +151,13 @@ def _attention(
     if not query.shape[2] == key.shape[2] == own:
         raise ConfigError(f"{class_name(module)} has {query.shape[2]} queries and {key.shape[2]} keys of {own} tokens")
     given = {name: value for name, value in kwargs.items() if value is not None}
-    scale = given.pop("scaling", None)
-    sinks = given.pop("s_aux", None)
-    softcap, dropout = given.pop("softcap", None), float(given.pop("dropout", 0.0))
+    scale, softcap = (None if (x := given.pop(name, None)) is None else float(x) for name in ("scaling", "softcap"))
+    sinks, dropout = given.pop("s_aux", None), float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
         raise ConfigError(f"{class_name(module)} passes unknown arguments to attention: {', '.join(unknown)}")
     call = AttentionCall(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=None if softcap is None else float(softcap),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
         dropout=dropout if module.training else 0.0,
         sinks=getattr(module, "sinks", None) if sinks is None else sinks,
     )

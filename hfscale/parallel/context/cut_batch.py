@@ -118,13 +118,11 @@ def cut_batch(
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     """Cut keyword arguments for full sequences to this rank's tokens; arguments without a token dim stay."""
-    found = dict[str, Any]()
-    for name, value in given.items():
-        if name in _AT_MARKED and value is not None:
-            found[name] = _marked(value, given[_AT_MARKED[name]], batch)
-        else:
-            found[name] = _part(name, value, batch)
-    return found
+    marks = {name: given[mask] for name, mask in _AT_MARKED.items() if given.get(name) is not None}
+    return {
+        name: _marked(value, marks[name], batch) if name in marks else _part(name, value, batch)
+        for name, value in given.items()
+    }
 
 
 def _padding(mask: Any) -> Tensor | None:
@@ -159,17 +157,13 @@ def _part(name: str, value: Any, batch: CutBatch) -> Any:
 
 
 SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
-_NO_IDLE = 0  # among other views of a mask, which are known by how many ranks they take together
 _ROWS = 1024  # of a block, looked at at once
 
 
 @dataclass
 class MaskBlocks:
-    """Hold the mask of one forward pass.
-
-    A stock model describes it by a function of four indices, and evaluates that for the tokens it was given. Here the
-    function is kept, and evaluated where a kernel needs a block. Between two intervals of tokens the mask is skipped,
-    full, causal or something else.
+    """Hold the mask of one forward pass: the function of four indices by which a stock model describes it, evaluated
+    where a kernel needs a block. Between two intervals of tokens it is skipped, full, causal or something else.
     """
 
     batch: CutBatch
@@ -198,9 +192,7 @@ class MaskBlocks:
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
-        """The indices of each rank's tokens among those that are together here, and the order that undoes them; made
-        once for all layers of a pass.
-        """
+        """The indices of each rank's tokens among those that are together here, and the order that undoes them."""
         found = self.batch.split.members(self.batch.rank, self.device)
         return found, torch.cat(found).argsort()
 
@@ -220,13 +212,10 @@ class MaskBlocks:
         idle = torch.cat([~self.block(rows, (0, total)).any(-1).squeeze(1) for rows in chunks], -1)
         return replace(self, idle=idle, _kinds={}, _others={}) if bool(idle.any()) else self
 
+    @cached_property
     def without_idle(self) -> "MaskBlocks":
-        """Return this mask with idle queries reading nothing."""
-        if self.idle is None:
-            return self
-        if _NO_IDLE not in self._others:  # every layer asks
-            self._others[_NO_IDLE] = replace(self, idle=None, _kinds={}, _others={})
-        return self._others[_NO_IDLE]
+        """This mask with idle queries reading nothing."""
+        return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_groups(self, size: int) -> "MaskBlocks":
         """Return this mask for groups of ``size`` ranks, each group holding its tokens together."""
@@ -236,15 +225,11 @@ class MaskBlocks:
             self._others[size] = replace(self, batch=batch, _others={})
         return self._others[size]
 
-    def is_plain(self) -> bool:
-        """Return whether this is the plain causal mask."""
-        return self.function is causal_mask_function
-
     def kind(self, rows: Interval, columns: Interval) -> str:
         """Return how queries in ``rows`` read keys in ``columns``: skipped, full, causal or masked."""
         if rows[0] == rows[1] or columns[0] == columns[1]:
             return SKIPPED
-        if self.is_plain():
+        if self.function is causal_mask_function:
             if rows == columns:
                 return CAUSAL
             return SKIPPED if columns[0] >= rows[1] else FULL if columns[1] <= rows[0] + 1 else MASKED

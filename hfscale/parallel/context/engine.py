@@ -32,7 +32,7 @@ class Source(Protocol):
     """Provide blocks of keys and values, by the rank that computed them."""
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield ``(rank, k, v)`` of every rank, given this rank's own; collective."""
+        """Yield ``(rank, k, v)`` of every rank, each ``[b, h, tokens, d]``, given this rank's own; collective."""
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's k and v, summed over the ranks that read them; collective."""
@@ -47,14 +47,17 @@ class Reading:
     source: Source
     seed: int = 0  # seed of dropout; that of each pair of intervals is derived from it
 
-    def own(self) -> tuple[Interval, ...]:
-        """Return the token intervals of this rank's queries."""
-        return self.mask.batch.split.pieces(self.mask.batch.rank)
+    def pieces(self, x: Tensor, rank: int | None = None) -> Sequence[Tensor]:
+        """Split the tokens of a rank, by default this one, ``[b, h, tokens, ...]`` into their intervals."""
+        batch = self.mask.batch
+        intervals = batch.split.pieces(batch.rank if rank is None else rank)
+        return x.split([stop - start for start, stop in intervals], 2)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
         """Yield index and interval of (own, other) pieces in which some query reads some key."""
-        for i, rows in enumerate(self.own()):
-            for j, columns in enumerate(self.mask.batch.split.pieces(rank)):
+        batch = self.mask.batch
+        for i, rows in enumerate(batch.split.pieces(batch.rank)):
+            for j, columns in enumerate(batch.split.pieces(rank)):
                 if self.mask.kind(rows, columns) != SKIPPED:
                     yield i, rows, j, columns
 
@@ -78,12 +81,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Readi
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:
-        queries = q.split(_widths(reading.own()), 2)
+        queries = reading.pieces(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         found = dict[int, tuple[Tensor, Tensor]]()
-        pieces = reading.mask.batch.split.pieces
         for rank, kb, vb in reading.source.blocks(k, v):
-            keys, values = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb))
+            keys, values = reading.pieces(kb, rank), reading.pieces(vb, rank)
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
                 part = reading.kernel.forward(queries[i], keys[j], values[j], block)
@@ -104,12 +106,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         reading: Reading = ctx.reading
-        own, pieces = _widths(reading.own()), reading.mask.batch.split.pieces
-        queries, grad, outs, norms = (x.contiguous().split(own, 2) for x in (q, grads[0], out, finite(lse)))
+        queries, grad, outs, norms = (reading.pieces(x.contiguous()) for x in (q, grads[0], out, finite(lse)))
         dq = dict[int, Tensor]()
 
         def add(rank: int, kb: Tensor, vb: Tensor) -> tuple[Tensor, Tensor]:
-            keys, values = (x.split(_widths(pieces(rank)), 2) for x in (kb, vb))
+            keys, values = reading.pieces(kb, rank), reading.pieces(vb, rank)
             dk, dv = dict[int, Tensor](), dict[int, Tensor]()
             for i, rows, j, columns in reading.pairs(rank):
                 block = reading.block(rows, columns, q.dtype)
@@ -131,19 +132,13 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple
     """Merge the outputs of attention over two sets of keys by their log-sum-exps (Milakov and Gimelshein 2018)."""
     total = torch.logaddexp(lse, other_lse.to(lse.dtype))
     known = finite(total)
-    return (
-        out * torch.exp(lse - known)[..., None] + other.to(out.dtype) * torch.exp(other_lse - known)[..., None],
-        total,
-    )
+    share, other_share = (torch.exp(each - known)[..., None] for each in (lse, other_lse))
+    return out * share + other.to(out.dtype) * other_share, total
 
 
 def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
     """Join the gradients of pieces of a tensor; zeros where there is none."""
     return joined([sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)])
-
-
-def _widths(pieces: tuple[Interval, ...]) -> list[int]:
-    return [stop - start for start, stop in pieces]
 
 
 class OwnBlocks:

@@ -10,7 +10,6 @@ Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,19 +46,7 @@ class ScoreBlock:
         return ScoreBlock(self.causal, bias, (self.seed * 1_000_003 + rows.start) % 2**63, idle, rows.start)
 
 
-class Kernel(Protocol):
-    """Compute attention over a block, forward and backward."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp."""
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
-
-
-def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> Kernel:
+def kernel_for(q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False) -> "Kernel":
     """Return the fastest kernel that takes such queries, for pairs of intervals of every kind."""
     plain = softcap is None and not dropout and not idle
     if plain and q.device.type == "cpu":
@@ -90,7 +77,7 @@ class FlashOnCpu:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash_on_cpu_backward(grad, q, k, v, out, lse, block.causal, block.bias, self.scale)
+        return flash_on_cpu_backward(grad, q, k, v, out, lse, causal=block.causal, bias=block.bias, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -102,6 +89,7 @@ class ScoreKernel:
     dropout: float = 0.0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp."""
         out, lse = zip(*(self._forward(q[:, :, rows], k, v, block.of(rows)) for rows in _row_blocks(q, k)), strict=True)
         return joined(out), joined(lse)
 
@@ -117,6 +105,7 @@ class ScoreKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: ScoreBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v through this block; ``out`` and ``lse`` are those over all blocks."""
         found, sums = list[Tensor](), list[Tensor]()
         for rows in _row_blocks(q, k):
             dout, queries, answers, sizes = (x[:, :, rows] for x in (grad, q, out, lse))
@@ -167,6 +156,9 @@ class ScoreKernel:
         generator = torch.Generator(p.device).manual_seed(block.seed)
         drawn = torch.rand(p.shape, generator=generator, device=p.device)
         return (drawn >= self.dropout).to(p.dtype) / (1 - self.dropout)
+
+
+Kernel = FlashOnCpu | ScoreKernel
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,11 @@ def read(
     if {q.shape[-1], width} != {widest}:  # zeros add nothing to scores, and are cut off an output
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if sinks is not None:
-        mask = mask.without_idle()  # the sink is what is left to read
+        mask = mask.without_idle  # the sink is what is left to read
     kernel = kernel_for(q, call.scale, call.softcap, call.dropout, mask.idle is not None)
     seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
-    return attend(q.contiguous(), k.contiguous(), v.contiguous(), sinks, Reading(mask, kernel, source, seed))[
-        ..., :width
-    ]
+    reading = Reading(mask, kernel, source, seed)
+    return attend(q.contiguous(), k.contiguous(), v.contiguous(), sinks, reading)[..., :width]
 
 
 class ContextAttention:

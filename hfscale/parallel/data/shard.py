@@ -120,11 +120,11 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     if options.casts_parameters:
         how["uncast"] = {parameter for name, parameter in model.named_parameters() if stays(stock_name(name))}
     towers = plan.feature(TowersPlan)
-    local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
-    layers = [module_at(model, layer) for layer in local if towers is None or not towers.holds(layer)]
-    for module in (*(module_at(model, name) for name in _lent(plan, mesh)), *layers):
+    layers, lent = _layers(model, plan, mesh)
+    for module in (*lent, *layers):
         shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
-    _ask_early(layers if plan.mixtures else [])
+    for layer, following in pairwise(layers if plan.mixtures else []):  # its host waits for routes, and would ask late
+        layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)
     if towers is not None:  # a rank's batch may have no images, so that its towers get no gradient
@@ -133,16 +133,12 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
         agree_on_gradients(model, inside | owners, partial(_found_by_any, mesh))
 
 
-def _ask_early(mixtures: list[Any]) -> None:
-    """Gather the next layer before one whose host waits for routes, and would ask for it only then."""
-    for layer, following in pairwise(mixtures):
-        layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
-
-
-def _lent(plan: Plan, mesh: Mesh) -> list[str]:
-    """Return the modules that layers of this rank borrow from a layer of another stage."""
-    loans = plan.stages.loans if plan.stages is not None else ()
-    return [loan.name for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
+def _layers(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[Any], list[Any]]:
+    """Return this rank's layers outside of towers, and the modules that they borrow from a layer of another stage."""
+    towers, loans = plan.feature(TowersPlan), plan.stages.loans if plan.stages is not None else ()
+    local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
+    layers = [module_at(model, layer) for layer in local if towers is None or not towers.holds(layer)]
+    return layers, [module_at(model, loan.name) for loan in loans if plan.is_local(mesh.pp_rank, loan.name)]
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:

@@ -107,16 +107,12 @@ class Routing:
     @torch.no_grad()
     def _move_biases(self) -> None:
         """Update the router biases from the loads of all batches, equally on every rank with a layer."""
-        counters = [self.counters[name] for name in self.biases]
-        flat = torch.cat(
-            [
-                torch.zeros(counter.count, dtype=torch.int64, device=bias.device) + counter.wanted
-                for counter, bias in zip(counters, self.biases.values(), strict=True)
-            ]
-        )
+        pairs = [(self.counters[name], bias) for name, bias in self.biases.items()]
+        wanted = [torch.zeros(c.count, dtype=torch.int64, device=bias.device) + c.wanted for c, bias in pairs]
+        flat = torch.cat(wanted)
         for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
-        for bias, counts in zip(self.biases.values(), flat.split([c.count for c in counters]), strict=True):
+        for (_, bias), counts in zip(pairs, flat.split(list(map(len, wanted))), strict=True):
             bias += router_functions.bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)
 
 
@@ -216,21 +212,18 @@ class LayerRouting:
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
             return router_functions.switch(logits)
-        generator = None
+        draws = noise = None
         if now.seed is not None:
             generator = torch.Generator(logits.device).manual_seed(now.seed * 4096 + self.number)
+            if options.router == "gshard":
+                draws = own.of(torch.rand(samples, tokens, generator=generator, device=logits.device)).flatten()
+            else:
+                count = self.planned.count
+                std = 1 / count if options.noise_std is None else options.noise_std
+                noise = torch.randn(samples, tokens, count, generator=generator, device=logits.device)
+                noise = own.of(noise).flatten(0, 1) * std
         if options.router == "gshard":
-            draws = None
-            if generator is not None:
-                draws = torch.rand(samples, tokens, generator=generator, device=logits.device)
-                draws = own.of(draws).flatten()
             return router_functions.gshard(logits, draws)
-        noise = None
-        if generator is not None:
-            count = self.planned.count
-            std = 1 / count if options.noise_std is None else options.noise_std
-            noise = torch.randn(samples, tokens, count, generator=generator, device=logits.device)
-            noise = own.of(noise).flatten(0, 1) * std
         return router_functions.noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:

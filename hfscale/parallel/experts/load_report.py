@@ -99,15 +99,8 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     for planned, row in zip(runtime.plan.mixtures, rows, strict=True):
         values = list(islice(every, len(row)))
         dropped, balance, z, tokens = values[planned.count :]
-        layers.append(
-            LayerLoad(
-                planned.name,
-                tuple(round(value) for value in values[: planned.count]),
-                round(dropped),
-                balance / max(1.0, tokens),
-                z / max(1.0, tokens),
-            )
-        )
+        loads, tokens = tuple(round(value) for value in values[: planned.count]), max(1.0, tokens)
+        layers.append(LayerLoad(planned.name, loads, round(dropped), balance / tokens, z / tokens))
     return ExpertLoad(tuple(layers))
 
 

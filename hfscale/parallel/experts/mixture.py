@@ -45,10 +45,8 @@ class Mixture:
             out = self._routed(experts, hidden, choice.index, choice.weights)
         else:
             self.routing.count(count_each(choice.index.flatten(), self.count + 1)[:-1])  # on the device
-            compute, count = partial(run_experts, experts), self.count
-            out = through_slots(
-                hidden, choice.weights, choice.places, count, choice.slots, compute, self.group, self.batches
-            )
+            given = hidden, choice.weights, choice.places, self.count, choice.slots
+            out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
         return self.routing.finish(out, choice)
 
     def _routed(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -137,11 +135,10 @@ def through_slots(
 ) -> Tensor:
     """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
 
-    Every rank sends ``slots`` rows to each expert, used or not, so all sizes are known in advance, and the host never
-    waits for the device. Unused slots are zero, and no route reads their outputs, so they have no gradient. Experts see
-    tokens of several batches; for what that means for gradients see :mod:`.dispatch`. The ``places [n, k]`` are each
-    route's slot, ``expert * slots + place``, ``count * slots`` for dropped ones; ``compute`` gets rows ``[r, h]``, and
-    how many of them each of this rank's experts has.
+    Every rank sends ``slots`` rows to each expert, used or not, so that the host never waits for the device; unused
+    ones are zero, without a gradient. For gradients of several batches see :mod:`.dispatch`. The ``places [n, k]`` are
+    each route's slot, ``expert * slots + place``, ``count * slots`` for dropped ones; ``compute`` gets rows ``[r, h]``,
+    and how many of them each of this rank's experts has.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local, own, width = count // ranks, slots[rank], hidden.shape[-1]

@@ -229,9 +229,8 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self) -> Tensor:
-        """Begin to copy this call's loss to the host, and return the loss of an earlier call, which has arrived.
-
-        It is sent to all stages when the next call begins: sent now, it would make the host wait for this call.
+        """Begin to copy this call's loss to the host, and return that of an earlier call, which has arrived. The next
+        call sends it to all stages: sent now, it would make the host wait for this call.
         """
         device, copied = self._mesh.device, None
         carried = torch.zeros((), dtype=torch.float64, pin_memory=is_accelerator(device))

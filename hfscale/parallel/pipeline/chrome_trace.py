@@ -92,11 +92,9 @@ class Record:
 
 
 class Recorder:
-    """Record what this rank does while a schedule runs; about a microsecond per action.
-
-    Call :meth:`start` on every rank right after a barrier: clocks of different machines are aligned there. Then
-    ``merge_records`` makes the measured timeline of all ranks' :attr:`record`, gathered by whatever means. Before the
-    clock is read, ``wait`` synchronizes with the accelerator, which runs asynchronously.
+    """Record what this rank does while a schedule runs; about a microsecond per action. Call :meth:`start` on every
+    rank right after a barrier, where clocks of different machines are aligned; ``merge_records`` makes a timeline of
+    all ranks' :attr:`record`. Before the clock is read, ``wait`` synchronizes with the accelerator.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -30,17 +31,15 @@ def share_out(
     Several batches, in a number that the schedule accepts, are the microbatches. Otherwise each batch is split along
     its first dim into ``wanted`` equal microbatches (by default the most that rows and schedule allow without going
     beyond what a bubble of a quarter needs): tensors with as many rows as ``input_ids``; others go to every microbatch.
-    Raise :class:`ConfigError` if the rows cannot be split evenly (the message names the numbers that work); or a model
-    with ``towers`` (vision, audio) gets images or sounds, which cannot be assigned to rows.
+    Raise :class:`ConfigError` if the rows cannot be split evenly, or images or sounds of ``towers`` not at all.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
         return [dict(batch) for batch in given]
     rows = [rows_of(batch) for batch in given]
-    fitting = [
-        parts for parts in range(1, min(rows) + 1) if not any(r % parts for r in rows) and accepts(parts * count)
-    ]
-    parts = _default_parts(fitting, count, pp_size) if wanted is None else wanted
+    fitting = [parts for parts in range(1, min(rows) + 1) if gcd(*rows) % parts == 0 and accepts(parts * count)]
+    few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
+    parts = max(few, default=min(fitting, default=0)) if wanted is None else wanted
     if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
     if towers and parts > 1:
@@ -65,12 +64,6 @@ def hidden_shape(batch: Microbatch) -> tuple[int, int]:
     """Return samples and tokens of this rank's hidden states, before sequence parallelism cuts them."""
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
-
-
-def _default_parts(fitting: Sequence[int], count: int, pp_size: int) -> int:
-    """Return the most parts per batch within ``_PER_STAGE`` microbatches per stage; 0 if none fits."""
-    few = [parts for parts in fitting if parts * count <= _PER_STAGE * pp_size]
-    return max(few) if few else min(fitting, default=0)
 
 
 def rows_of(batch: Batch) -> int:

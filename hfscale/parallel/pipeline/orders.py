@@ -8,7 +8,7 @@ classes, action for action.
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,11 +206,11 @@ def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
     if schedule.endswith(".csv"):
         found = read_csv(Path(schedule))
         stages = 1 + max(action.stage for actions in found for action in actions)
-        count = 1 + max(action.microbatch for actions in found for action in actions if action.kind == "forward")
-        if (len(found), stages, count) != (pp_size, pp_size * virtual_stages, num_microbatches):
+        passes = 1 + max(action.microbatch for actions in found for action in actions if action.kind == "forward")
+        if (len(found), stages, passes) != (pp_size, pp_size * virtual_stages, num_microbatches):
             raise ConfigError(
-                f"{schedule} is a schedule of {len(found)} ranks, {stages} stages and {count} microbatches: use "
-                f"pp_size={len(found)}, virtual_stages={stages // len(found)}, num_microbatches={count}"
+                f"{schedule} is a schedule of {len(found)} ranks, {stages} stages and {passes} microbatches: use "
+                f"pp_size={len(found)}, virtual_stages={stages // len(found)}, num_microbatches={passes}"
             )
         return found
     if schedule in ASYNCHRONOUS:
@@ -239,9 +239,7 @@ def check(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: in
         )
     if schedule in ("interleaved1f1b", "interleaved_zero_bubble") and not _whole_rounds(num_microbatches, pp_size):
         below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
-        above = next(
-            m for m in range(num_microbatches + 1, 2 * num_microbatches + pp_size) if _whole_rounds(m, pp_size)
-        )
+        above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
             f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "
             f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size will do)"

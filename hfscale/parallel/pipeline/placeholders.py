@@ -28,7 +28,6 @@ from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
 from ...plan import Plan, Stage, StagePlan
 from ...plan.drafting.boundary_modules import lend
-from ...plan.stages import Loan
 from ...train.runtime.parameter_names import module_at
 
 
@@ -192,8 +191,7 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
             for stage in own:
                 if stage not in holders:
                     swaps[stage.index].append((children, child, placeholder))
-    for loan, layer in _borrowers(stages, own):
-        lend(loan, module_at(model, loan.name), module_at(model, layer))
+    _lend(model, stages, own)
     active: list[Stage] = []
     forward: Callable[..., Any] = model.forward
 
@@ -231,12 +229,12 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
     return running
 
 
-def _borrowers(stages: StagePlan, own: tuple[Stage, ...]) -> Iterator[tuple[Loan, str]]:
-    """Yield each loan with the first layer of its list in each stage, unless that layer is the lender."""
+def _lend(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]) -> None:
+    """Lend each loan to the first layer of its list in each stage, unless that layer is the lender."""
     for loan, stage in product(stages.loans, own):
         layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
         if layers and layers[0] != loan.lender:
-            yield loan, layers[0]
+            lend(loan, module_at(model, loan.name), module_at(model, layers[0]))
 
 
 def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _Placeholder]]:

@@ -102,10 +102,8 @@ _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class ActivationTypes:
-    """Hold trailing dims and type of the activations that each stage receives, for training and for evaluation.
-
-    Samples and tokens are known from the batch. The rest (mixed precision decides the type) is sent over the control
-    group with the first activations of each stage; later only the activations travel.
+    """Hold trailing dims and type of the activations that each stage receives, for training and for evaluation: sent
+    over the control group with the first ones; samples and tokens are known from the batch.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -290,10 +290,8 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
     loss = VocabParallelLoss(plan, runtime.mesh)
     if not runtime.is_local(plan.head):  # another stage has the head; this one only counts labels
         return loss
-    head = model.get_submodule(plan.head)
-    loss.head = head
-    group = runtime.mesh.tp_group
-    if group is not None:
+    loss.head = head = model.get_submodule(plan.head)
+    if (group := runtime.mesh.tp_group) is not None:
         install_head_edge(head, group, regions)
     head.forward = partial(loss.run_head, head.forward)  # not a closure, so that deep copies of the model work
     head.register_forward_hook(loss.after_head)

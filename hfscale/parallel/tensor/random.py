@@ -67,9 +67,8 @@ def cut_region(
 
 
 class LayerRandom:
-    """Switch random streams in a layer cut along the sequence (last column of the table above). Recomputation may start
-    behind its hooks, with only the generator's state restored: so the stream for partial sums is derived from the seed
-    that all ranks' cut streams share.
+    """Switch random streams in a layer cut along the sequence (last column of the table above). The stream for partial
+    sums is derived from the seed that cut streams share, since recomputation may start behind hooks, with that alone.
     """
 
     def __init__(self, rank: int) -> None:

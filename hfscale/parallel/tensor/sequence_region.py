@@ -43,9 +43,8 @@ TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
 
 class ForwardPass:
-    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done.
-
-    Sizes are those of an empty tensor: torch's compiler takes other numbers for constants, and compiles for each.
+    """Describe one forward pass: ``samples`` of ``total`` tokens, and whether its backward pass is done. Sizes are of
+    an empty tensor: torch's compiler takes other numbers for constants, and compiles for each.
     """
 
     def __init__(self, total: int, samples: int) -> None:

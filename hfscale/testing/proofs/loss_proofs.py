@@ -78,12 +78,9 @@ class _LossProbe(Probe):
 
 
 def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`, or ``None`` if the loss is no such mean.
-
-    A step is divided into microbatches and data ranks, and its loss must not depend on how. That holds where the loss
-    of two batches together is the mean of their losses, weighted by rows (text classification) or by labels that are
-    not ignored (tokens), but not of a contrast between the rows of a batch. A tiny clone gets two batches separately
-    and together.
+    """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`, or ``None`` if the loss depends on how a
+    step is divided: unless a tiny clone's loss of two batches together is the mean of their losses, weighted by rows
+    (text classification) or by labels that are not ignored (tokens).
     """
     config = model.config
     model = tiny_model_of(type(model), config, torch.float64)

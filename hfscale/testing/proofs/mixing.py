@@ -94,23 +94,18 @@ class _Mixers:
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
         self._candidates, self._handles = candidates, list[Any]()
-        self._calls_of: dict[int, list[tuple[Any, Any]]] = {}
-        self._calls: dict[int, int] = {}
-        self._part: CutBatch | None = None
-        self._records = False
         self.mix: set[type] = set()
         self.read_masks: set[type] = set()  # of attention in code of its own, which needs masks as tensors
         self.whole_mask = False  # whether the model is given the attention_mask of all tokens
-        self.gathers = False
-        self._given: dict[int, list[tuple[Any, Any]]] = {}
 
     def __enter__(self) -> "_Mixers":
-        self._calls_of, self._given, self.gathers = {}, {}, False
+        self._calls_of: dict[int, list[tuple[Any, Any]]] = {}
+        self._given: dict[int, list[tuple[Any, Any]]] = {}
+        self.gathers = False
         self.begin()
         self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._candidates]
-        for module in self._candidates:
-            if type(module) in self.read_masks:
-                self._handles.append(module.register_forward_pre_hook(self._run_alone, with_kwargs=True))
+        reading = (module for module in self._candidates if type(module) in self.read_masks)
+        self._handles += [m.register_forward_pre_hook(self._run_alone, with_kwargs=True) for m in reading]
         return self
 
     def raised_in(self, error: BaseException) -> type | None:
@@ -119,11 +114,8 @@ class _Mixers:
         return next((type(each) for each in objects if any(each is module for module in self._candidates)), None)
 
     def _run_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run attention in code of its own as outside of a pass, on all tokens, also where its input is a part of them.
-
-        Where sequences are gathered, :class:`WholeSequences` does it.
-        """
-        if self.gathers:
+        """Run attention in code of its own as outside of a pass, on all tokens, also where its input is a part."""
+        if self.gathers:  # :class:`WholeSequences` does it
             return None
         if self._part is None:
             args = tuple(_as_tensor(value) for value in args)
@@ -146,7 +138,7 @@ class _Mixers:
 
     def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
         """Begin a pass: one that ``records`` full sequences, one over a part, or one that is ignored."""
-        self._records, self._part, self._calls = records, part, {}
+        self._records, self._part, self._calls = records, part, dict[int, int]()
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         given = hidden_states_of(args, kwargs)

@@ -19,11 +19,11 @@ from ..._compat.transformers.classes import stock_class
 from ..._compat.transformers.computing import (
     documents_here,
     holds_documents,
-    is_within_packing,
     packing,
     text_positions,
     told_apart_by,
     uses_flash_attention,
+    within_packing,
 )
 from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
 from ...errors import ConfigError
@@ -111,7 +111,7 @@ class PackedRows(Part):
         """Return where documents begin, also when a layer is computed again in a backward pass."""
         if recomputing():
             return self._passes.current()
-        documents = documents_here()
+        documents = documents_here.get()
         if documents is not self._documents:
             self._documents = documents
             row = () if documents is None else ((0, documents.shape[-1]),)
@@ -128,7 +128,7 @@ class PackedRows(Part):
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             stack = ExitStack()
             passes.append(stack)
-            if torch.compiler.is_compiling() or is_within_packing():
+            if torch.compiler.is_compiling() or within_packing.get():
                 return None
             batch = {**dict(zip(names, args, strict=False)), **kwargs}
             if not has_packed_rows(batch):
