@@ -19,7 +19,7 @@ GROUPS = {
     "Make a model": ["from_pretrained", "from_config", "parallelize"],
     "Train": [
         *["train_step", "eval_step", "Teacher", "token_scores", "TokenScores", "clip_grad_norm_", "drain", "metrics"],
-        *["create_optimizer", "batch_rank", "batch_world"],
+        *["create_optimizer", "balanced_batches", "batch_rank", "batch_world"],
     ],
     "Save and resume": [
         "save_pretrained",

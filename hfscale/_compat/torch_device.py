@@ -9,6 +9,7 @@ import sys
 import tempfile
 import weakref
 from contextlib import AbstractContextManager
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
@@ -39,11 +40,13 @@ def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Return ``size`` bytes of pinned host memory. Torch's own is rounded up to powers of two, and kept."""
-    found, runtime = torch.empty(size, dtype=torch.uint8), accelerators().cudart()
-    accelerators().check_error(int(runtime.cudaHostRegister(found.data_ptr(), size, 0)))
+    """Return ``size`` bytes of pinned host memory, whole pages. Torch's own is rounded to powers of two, and kept."""
+    pages, runtime = -(-size // PAGESIZE) * PAGESIZE, accelerators().cudart()
+    found = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
+    found = found[-found.data_ptr() % PAGESIZE :][:pages]
+    accelerators().check_error(int(runtime.cudaHostRegister(found.data_ptr(), pages, 0)))
     weakref.finalize(found.untyped_storage(), runtime.cudaHostUnregister, found.data_ptr())
-    return found
+    return found[:size]
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

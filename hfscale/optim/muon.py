@@ -105,9 +105,7 @@ class Matrix:
 
 
 class MuonStepper(Stepper):
-    """A stepper that updates ``members``, which are matrices or stacks of them, by Muon; iterations compute in
-    ``dtype``, and ``borders`` says, by name, what :func:`borders_of` found.
-    """
+    """A stepper that updates ``members`` by Muon, computed in ``dtype``; ``borders`` of :func:`borders_of`, by name."""
 
     def __init__(
         self, members: Sequence[Member], mesh: Mesh, borders: Mapping[str, tuple[int, list[int]]], dtype: torch.dtype

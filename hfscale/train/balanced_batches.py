@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from torch import nn
+from numpy import ndarray
+from torch import Tensor, nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from .._compat.transformers.sampling import PackedBatches
@@ -37,7 +38,8 @@ def balanced_batches(
         batch_size: rows of a step, over all data ranks.
         microbatches: batches that each rank has in a step; through stages, the schedule's.
         padded: whether rows are padded to the longest of their batch; or they lie behind each other.
-        order: ``shuffle``, ``seed`` and ``drop_last`` of transformers' ``BatchRebalanceSampler``.
+        order: ``shuffle``, ``seed`` and ``drop_last`` of transformers' ``BatchRebalanceSampler``. With
+            ``drop_last=False`` rows are repeated where an epoch's last step has too few for all ranks.
 
     Raises:
         ConfigError: a step has fewer rows than all ranks have microbatches.
@@ -46,6 +48,7 @@ def balanced_batches(
     mesh, pair = runtime.mesh, pair_cost(runtime.plan, runtime.model.config)
     check_count("microbatches", microbatches)
     check_count("batch_size", batch_size, least=mesh.batch_world * microbatches)
+    lengths = lengths.tolist() if isinstance(lengths, Tensor | ndarray) else lengths
     given: Any = (batch_size, mesh.batch_world, microbatches)
     order["rank"] = mesh.batch_rank
     if padded:

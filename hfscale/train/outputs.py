@@ -35,10 +35,7 @@ def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> l
 
 
 def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:
-    return [
-        {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in each.items()}
-        for each in kinds
-    ]
+    return [{n: torch.empty(shape, dtype=kind, device=device) for n, (shape, kind) in each.items()} for each in kinds]
 
 
 class KeptOutputs:

@@ -14,9 +14,9 @@ for whom, by events::
     inward waits for    the copy out that filled the buffer
     compute waits for   the copy back, when the tensor is read
 
-A buffer is free once a copy back has been queued. It is as large as its first tensor, not rounded up to a power of two
-as torch's own pinned memory is; free ones go, the oldest first, while all together are more than a quarter larger than
-the most that was ever needed at once. On a CPU the same copies are made at once.
+A buffer is free once its tensor has been read for the last time. It is as large as its first tensor, not rounded up to
+a power of two as torch's own pinned memory is; free ones go, the oldest first, while all together are more than a
+quarter larger than the most that was ever needed at once. On a CPU the same copies are made at once.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ class HostBuffers:
     """Hold the pinned buffers of a device, and its streams outward and inward."""
 
     def __init__(self, device: torch.device) -> None:
-        self.module, self.total, self.in_use, self.most = device_module(device), 0, 0, 0
+        self.module, self.total, self.most = device_module(device), 0, 0
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
         self._free: list[tuple[Tensor, Any]] = []  # and the event of the copy that read it last; the oldest first
 
@@ -47,8 +47,7 @@ class HostBuffers:
             self.outward.wait_event(read)
         else:
             buffer, self.total = pinned_bytes(size), self.total + size
-        self.in_use += len(buffer)
-        self.most = max(self.most, self.in_use)
+        self.most = max(self.most, self.total - sum(len(each) for each, _ in self._free))
         while self._free and self.total > _SPARE * self.most:
             old, read = self._free.pop(0)
             read.synchronize()
@@ -56,9 +55,8 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor, read: Any) -> None:
-        """Take back a buffer that the copy before the event ``read`` reads last."""
+        """Take back a buffer that the copy before the event ``read`` reads last; on any thread."""
         self._free.append((buffer, read))
-        self.in_use -= len(buffer)
 
 
 @cache
@@ -80,13 +78,14 @@ class OnHost(Stored):
             self._host = tensor.detach().clone()
             return
         lanes = buffers_of(tensor.device)
-        self._buffer = lanes.take(self.size)
-        self._host = self._buffer[: self.size].view(tensor.dtype).view(tensor.shape)
+        buffer = lanes.take(self.size)
+        self._host = buffer[: self.size].view(tensor.dtype).view(tensor.shape)
         lanes.outward.wait_stream(lanes.module.current_stream(tensor.device))
         with lanes.module.stream(lanes.outward):
             self._host.copy_(tensor.detach(), non_blocking=True)
             self._copied = lanes.outward.record_event()
         keep_for_stream(tensor, lanes.outward)
+        self._buffer = buffer
 
     def fetch(self) -> None:
         """Begin to copy it back."""

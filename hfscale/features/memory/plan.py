@@ -63,8 +63,7 @@ def _plan_offload(draft: Draft) -> None:
     if asked.least_offloaded is not None and not draft.layers:
         draft.problem("offload_activations= needs layers, and none were found: leave it out")
     if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
-        offload = OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded)
-        draft.features.append(offload)
+        draft.features.append(OffloadPlan(asked.offload_optimizer, asked.offload_parameters, asked.least_offloaded))
 
 
 def _plan_compression(draft: Draft) -> None:

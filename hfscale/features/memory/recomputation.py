@@ -107,9 +107,7 @@ class Recomputation(Part):
 
 
 def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = (), tile: int = 0) -> None:
-    """Recompute ``module`` in the backward pass if ``wanted()``, but keep the results of the operators ``keep``; with
-    ``tile``, in tiles of so many tokens one after the other.
-    """
+    """Recompute ``module`` in backward if ``wanted()``, in tiles of ``tile`` tokens, but not the operators ``keep``."""
     forward = module.forward
     operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
 

@@ -120,7 +120,7 @@ def ask_for_all_positions(model: nn.Module) -> list[Any]:
 
 def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = current_batch()
-    if batch is None:
+    if batch is None or kwargs.get("position_ids") is not None:
         return None
     return args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.rank_chain import RankChain
 from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
@@ -56,7 +57,7 @@ class ContextParallel(Part, ContextAxis):
         self._count = position_counter(model)
         text = model.get_submodule(planned.text)
         ask_for_all_positions(text)
-        self._counts_tokens = any(map(counts_tokens, text.modules()))
+        self._counts_tokens = any(map(counts_tokens, text.modules())) and not takes_argument(text, "position_ids")
         if planned.text:
             cut_inside(text, self._learn)
         if planned.whole or planned.handing:

@@ -29,7 +29,7 @@ from ...errors import ConfigError
 from ...models.family_limits import READ_BY_CACHE
 from ...models.precision import WIDENS_INSIDE
 from ...plan import Plan
-from ...plan.feature_plans import TowersPlan, offloaded
+from ...plan.feature_plans import PredictionPlan, TowersPlan, offloaded
 from ...plan.reductions import data_axes
 from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
@@ -123,7 +123,9 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     layers, lent = _layers(model, plan, mesh)
     for module in (*lent, *layers):
         shard_by_type(module, reshard_after_forward=reshard, **{**how, "mp_policy": inner})
-    for layer, following in pairwise(layers if plan.mixtures else []):  # its host waits for routes, and would ask late
+    ahead = plan.feature(PredictionPlan)  # whose layers, the last ones, do not run in every pass
+    count = len(layers) - sum(plan.is_local(mesh.pp_rank, layer) for layer in (ahead.layers if ahead else ()))
+    for layer, following in pairwise(layers[:count] if plan.mixtures else []):  # the host waits for routes first
         layer.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
     shard_by_type(model, reshard_after_forward=False, **how)
     give_up_whole_weights(model)

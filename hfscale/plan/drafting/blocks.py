@@ -143,9 +143,7 @@ def _divisor(block: PlacedBlock, attribute: str) -> int:
 
 
 def blocks_around_experts(draft: Draft, name: str, role: Block) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks that the tensor axis shards in block ``name``: itself; or, if tensor ranks hold full experts in
-    it, and so replicate inputs, outputs and router of the mixture, each of its shared experts.
-    """
+    """Yield the blocks that the tensor axis shards in ``name``: itself, or shared experts of which ranks hold all."""
     inside = [path for path, module in draft.modules.items() if path.startswith(f"{name}.") and holds_experts(module)]
     if not draft.layout.slices_tokens or not inside:
         yield name, role

@@ -115,6 +115,7 @@ def test_only_a_mean_over_tokens_is_proved() -> None:
         ("bart", AutoModelForCausalLM, True),
         ("prophetnet", AutoModelForCausalLM, False),  # of several tokens ahead
         ("bert", AutoModelForTokenClassification, True),
+        ("biogpt", AutoModelForTokenClassification, False),  # leaves out labels on padding
     ):
         model = auto_class.from_config(config_of(family))
         assert prove_token_loss(model) == (wanted, True)

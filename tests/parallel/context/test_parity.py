@@ -137,9 +137,9 @@ class Apart(Packed):
         return super().reference_step(model, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["inkling_text", "qwen4_exp_text"])
-def test_packed_rows_of_attention_in_a_familys_own_code(pools: Pools, family: str) -> None:
+@pytest.mark.daily("opt")
+@pytest.mark.parametrize("family", ["inkling_text", "qwen4_exp_text", "opt"])
+def test_packed_rows_of_attention_or_positions_in_a_familys_own_code(pools: Pools, family: str) -> None:
     equal(pools, Apart(config_of(family), lengths=(17, 9), hf_kwargs=EAGER), cp_size=2)
 
 
