@@ -48,6 +48,7 @@ def attempt(path: str, root: str, dies: int, resume: bool) -> list[dict[str, flo
         with pytest.raises(RuntimeError, match="killed"):
             trainer.train(resume_from_checkpoint=resume)
         hfscale.wait_for_saves()
+        torch.distributed.barrier()  # one rank removes the state before
         return [len(list(kept.states.directory.iterdir()))] if kept.states else []
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{root}/final")
