@@ -260,6 +260,7 @@ def _patience(device: torch.device) -> timedelta:
 
 def _splits(world: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether groups can be split off the default group's communicator, once it is bound and connected."""
-    if device.type == "cpu" or dist.get_backend(world) != backend_of(world, device):
+    backend = backend_of(world, device)
+    if device.type == "cpu" or backend == "gloo" or dist.get_backend(world) != backend:
         return False
     return bool(getattr(backend_for(world, device), "supports_splitting", False))

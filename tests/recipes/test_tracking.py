@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
@@ -17,7 +19,10 @@ from hfscale.recipes.schema import PretrainRecipe, RecipeError, TrainingRecipe
 from hfscale.recipes.trainer import RecipeTrainer, flops_per_token, peak_flops, utilization
 from tests.tiny_models import tiny
 
-from .test_loop import _sequences
+
+def _sequences(count: int, seed: int) -> Dataset:
+    tokens = torch.randint(0, 67, (count, 12), generator=torch.Generator().manual_seed(seed))
+    return Dataset.from_dict({"input_ids": tokens.numpy()}).with_format("torch")
 
 
 class Heard(TrainerCallback):

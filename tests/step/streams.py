@@ -7,7 +7,7 @@ are vector clocks, and every operator is a use of its tensors on the stream that
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hfscale._compat import torch_fsdp
 from hfscale.features.fp8 import part as eight_bits
-from hfscale.features.memory import compressed as on_host
+from hfscale.features.memory import on_host
 
 Clock = dict["Stream", int]
 _TO, _EMPTY_LIKE = Tensor.to, torch.empty_like
@@ -170,7 +170,8 @@ def lifetimes() -> Iterator[Lifetimes]:
         for module in (torch_fsdp, eight_bits, on_host):
             stack.enter_context(patch.object(module, "keep_for_stream", seen.record))
         stack.enter_context(patch.object(on_host, "is_accelerator", lambda _: True))
-        stack.enter_context(patch.object(on_host, "_stream", cache(on_host._stream.__wrapped__)))
+        stack.enter_context(patch.object(on_host, "pinned_bytes", partial(torch.empty, dtype=torch.uint8)))
+        stack.enter_context(patch.object(on_host, "buffers_of", cache(on_host.buffers_of.__wrapped__)))
         stack.enter_context(patch.object(torch, "empty_like", _empty_like))
         stack.enter_context(seen)
         yield seen
