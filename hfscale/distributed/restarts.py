@@ -83,8 +83,7 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
-    if told:  # though its child had ended
-        count("final", True)
+    count("final", bool(told))  # also behind its child's end
     refused = count("refused") and not count("broken")  # what else goes wrong may look like a refusal on other ranks
     return code, count("failed") > 0 and not count("final") and not refused
 

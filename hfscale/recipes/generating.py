@@ -18,9 +18,9 @@ from .checks import made_of
 from .corpus import Document, read
 from .main_process import on_main
 from .results import write_weights
-from .run_log import plot_losses, read_metrics
+from .run_log import plot_losses, read_metrics, resumes_of
 from .schema import DataRecipe, FinetuneRecipe, RecipeError
-from .trainer import arguments_of, callbacks_of, optimizer_of, resumes_of, train_to_the_end
+from .trainer import arguments_of, callbacks_of, optimizer_of, train_to_the_end
 
 Reward = Callable[..., list[float]]
 

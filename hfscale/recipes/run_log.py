@@ -15,13 +15,27 @@ from torch.profiler import ProfilerActivity
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
+import hfscale
+
 from .._compat.torch_device import accelerators
 from .checks import STEPS_BEFORE_PROFILE, steps_to_profile
-from .main_process import is_main, rank
+from .main_process import gathered, is_main, rank
 from .schema import Recipe, RecipeError
 from .tasks import Task
 
 _KINDS = ("loss", "validation_loss", "merged_validation_loss")
+
+
+def resumes_of(recipe: Recipe) -> bool:
+    """Return whether some machine has a state to resume from; collective, before :class:`RunLog` replaces files."""
+    return any(gathered(recipe.saved_state is not None))
+
+
+class MemoryUntilWritten(hfscale.StatesInMemoryCallback):
+    """Keep the states behind the last step: they are freed once the results are written."""
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Keep them."""
 
 
 class RunLog(TrainerCallback):

@@ -111,7 +111,7 @@ class TrainingRecipe:
     warmup_ratio: float = 0.1  # share of the steps over which the rate rises to its peak
     weight_decay: float = 0.1  # of what HF Trainer lets decay: all but biases and norms
     max_grad_norm: float = 1.0  # gradients are scaled down to at most this global norm
-    mixed_precision: str = "no"  # of products over 32-bit weights: a key of :data:`.options.MIXED_PRECISIONS`
+    mixed_precision: str = "no"  # of products over 32-bit weights, as for ``from_pretrained``
     use_liger_kernel: bool = False  # norms, gated activations and rotary embeddings by Liger's kernels, on a GPU
     # weight of the loss of multi-token-prediction layers, as 0.1; by default they do not train
     mtp_loss_weight: Optional[float] = field(default=None, metadata=POSITIVE)  # noqa: UP045

@@ -24,7 +24,7 @@ from ..train.runtime import runtime_of
 from .batch_sizes import by_cost, dealt, evaluation_steps, microbatches_of_step, order_of
 from .main_process import gathered, is_main, peak_memory
 from .rows import ClassRows, PairRows, Rows
-from .run_log import Profile, RunLog
+from .run_log import MemoryUntilWritten, Profile, RunLog, resumes_of
 from .schema import FinetuneRecipe, Recipe
 from .tasks import Task, task_of
 
@@ -156,11 +156,6 @@ class RecipeTrainer(hfscale.Trainer):
         }
 
 
-def resumes_of(recipe: Recipe) -> bool:
-    """Return whether some machine has a state to resume from; collective, before :class:`RunLog` replaces files."""
-    return any(gathered(recipe.saved_state is not None))
-
-
 def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
     """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` where it is told to stop."""
     config = trainer.model.config
@@ -250,13 +245,6 @@ class Clock(TrainerCallback):
         self._since = time.perf_counter()
 
     on_save = on_evaluate
-
-
-class MemoryUntilWritten(hfscale.StatesInMemoryCallback):
-    """Keep the states behind the last step: they are freed once the results are written."""
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Keep them."""
 
 
 class Watch(TrainerCallback):

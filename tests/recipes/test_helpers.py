@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from hfscale import CheckpointError, ParallelConfig, RoutingConfig
-from hfscale.recipes import main_process, schema, trainer
+from hfscale.recipes import main_process, run_log, schema
 from hfscale.recipes.batch_sizes import by_cost, dealt, evaluation_steps, order_of, per_rank
 from hfscale.recipes.corpus import is_for_validation, is_wanted, read
 from hfscale.recipes.dataset import pack, train_tokenizer, unigram_entropy
@@ -294,9 +294,9 @@ def test_memory_that_only_another_machine_has_is_kept(tmp_path: Path, monkeypatc
     named.write_text("now")
     assert recipe.has_state
     named.write_text("gone")
-    assert not trainer.resumes_of(recipe)
-    monkeypatch.setattr(trainer, "gathered", lambda own: [own, True])
-    RunLog(recipe, trainer.resumes_of(recipe))
+    assert not run_log.resumes_of(recipe)
+    monkeypatch.setattr(run_log, "gathered", lambda own: [own, True])
+    RunLog(recipe, run_log.resumes_of(recipe))
     assert named.exists()
     RunLog(recipe, False)
     assert not named.exists()
