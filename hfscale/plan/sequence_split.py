@@ -54,7 +54,12 @@ class Split:
         """The number of tokens of every rank."""
         return [self.length(rank) for rank in range(self.size)]
 
-    # Indices are made on the device where they are used: a copy from the host would wait for it.
+    # Indices are made on the device where they are used, since a copy from the host would wait for it; those that every
+    # layer asks for are made once.
+
+    @cached_property
+    def _orders(self) -> dict[torch.device | None, tuple[Tensor, Tensor]]:
+        return {}
 
     def places(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the positions of the tokens of ``rank``: ``[length(rank)]``, ascending."""
@@ -62,12 +67,18 @@ class Split:
 
     def side_by_side(self, device: torch.device | None = None) -> Tensor:
         """Return the positions of all ranks' tokens, rank 0's first: ``[total]``."""
-        return torch.cat([self.places(rank, device) for rank in range(self.size)])
+        return self._both(device)[0]
 
     def order(self, device: torch.device | None = None) -> Tensor:
         """Return the index of each token of the sequence in :meth:`side_by_side`: ``[total]``."""
-        places = self.side_by_side(device)
-        return torch.empty_like(places).scatter_(0, places, torch.arange(self.total, device=device))
+        return self._both(device)[1]
+
+    def _both(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
+        if device not in self._orders:
+            places = torch.cat([self.places(rank, device) for rank in range(self.size)])
+            order = torch.empty_like(places).scatter_(0, places, torch.arange(self.total, device=device))
+            self._orders[device] = places, order
+        return self._orders[device]
 
     def members(self, rank: int, device: torch.device | None = None) -> list[Tensor]:
         """Return, for each rank that counts as part of ``rank``, the indices of its tokens among those of ``rank``."""
