@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
+from ..._compat.transformers.classes import takes_argument
 from .attention_override import AttentionCall, current_batch, learn
 from .cut_batch import CUT_FIRST, CutBatch, MaskBlocks, cut_inputs
 from .engine import OwnBlocks
@@ -108,8 +109,9 @@ def counts_tokens(module: nn.Module) -> bool:
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
     """Make rotary embeddings and tables of positions count as in whole sequences; return the hooks."""
     handles = list[Any]()
+    told = takes_argument(model, "position_ids")  # then its tables are passed what it is given
     for module in model.modules():
-        if counts_tokens(module):
+        if counts_tokens(module) and not told:
             handles.append(module.register_forward_pre_hook(_by_places, with_kwargs=True))
         kinds = getattr(module, "rope_type", None)
         if any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
@@ -120,7 +122,7 @@ def ask_for_all_positions(model: nn.Module) -> list[Any]:
 
 def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = current_batch()
-    if batch is None or kwargs.get("position_ids") is not None:
+    if batch is None:
         return None
     return args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)}
 
