@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
 from ...distributed.mesh import Mesh
-from ...distributed.ops import collectives
+from ...distributed.ops import collectives, overlap
 from ...distributed.ops.overlap import (
     DeferredWeightGrad,
     Regather,
@@ -59,13 +59,17 @@ class Overlap:
         stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
             return collectives.copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
-        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
-        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
-        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
-        gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
+        gather, reduce, entries = (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
+        self._waiting = {}
+        if not self.regather and entries * x.element_size() < overlap.OVERLAPPED_FROM:
+            enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
+            return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
+        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
+        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
+        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
