@@ -71,10 +71,6 @@ Derive = Callable[[Tensor], Tensor]
 """Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
 
 
-Flight = list[Started]
-"""The collective between its launch and its wait, if it is in flight."""
-
-
 class Regather:
     """Gather a tensor again in the backward pass, for projections that read it or a tensor derived from it."""
 
@@ -148,7 +144,7 @@ class DeferredWeightGrad:
 
 class _Await(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: list[Started]) -> Tensor:
         ctx.flight = flight
         return x.view_as(x)
 
@@ -160,7 +156,7 @@ class _Await(torch.autograd.Function):
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: list[Started], gather: Start | None, reduce: Start) -> Tensor:
         ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
         return x.view_as(x) if gather is None else gather(x).result()
 
@@ -230,7 +226,7 @@ def enter_overlapped(
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
     """
-    flight: Flight = []
+    flight = list[Started]()  # the collective between its launch and its wait
     x = _Await.apply(x, flight)
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.

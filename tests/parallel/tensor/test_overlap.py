@@ -1,7 +1,7 @@
 """Backward collectives hidden behind weight gradients: the same bits, in another order."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale._compat.replaced import attribute_replaced
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.distributed.ops import overlap
 from hfscale.testing import RankPool
@@ -22,14 +23,9 @@ from tests.tiny_models import tiny
 Pools = Callable[[int], RankPool]
 
 
-@contextmanager
-def overlapped_from(size: int) -> Iterator[None]:
+def overlapped_from(size: int) -> AbstractContextManager[int]:
     """Overlap collectives of at least so many bytes; in the pools otherwise all."""
-    before, overlap.OVERLAPPED_FROM = overlap.OVERLAPPED_FROM, size
-    try:
-        yield
-    finally:
-        overlap.OVERLAPPED_FROM = before
+    return attribute_replaced(overlap, "OVERLAPPED_FROM", size)
 
 
 def gradients(
