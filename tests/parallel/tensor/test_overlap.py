@@ -79,17 +79,26 @@ def same_bits(late: list[dict[str, Tensor | None]], plain: list[dict[str, Tensor
 
 
 @pytest.mark.daily("fp8-layout0", "bf16-layout1", "no-layout1")
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "sequence_parallel": True},
+        {"tp_size": 2, "pp_size": 2, "pipeline_schedule": "interleaved_zero_bubble"},
+    ],
+)
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp8"])
 def test_small_messages_have_the_same_bits(
     pools: Pools, tmp_path: Path, layout: dict[str, Any], precision: str
 ) -> None:
     """The second microbatch is the smaller one: one step takes both ways."""
-    config = tiny("llama", hidden_size=64, intermediate_size=64) if precision == "fp8" else tiny("llama")
+    wide = {"hidden_size": 64, "intermediate_size": 64} if precision == "fp8" else {}
+    config = tiny("llama", **wide, **({"num_hidden_layers": 4} if "pp_size" in layout else {}))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     between = 3 * 13 * config.hidden_size * 4
     late, both, small = (
-        pools(2).run(gradients, str(tmp_path), layout, "", False, precision, size) for size in (0, between, 1 << 20)
+        pools(ParallelConfig(**layout).total_size).run(gradients, str(tmp_path), layout, "", False, precision, size)
+        for size in (0, between, 1 << 20)
     )
     same_bits(late, small)
     same_bits(late, both)
