@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ..errors import ConfigError
 from . import model_flags as flags
-from .look import add_json, show, working
+from .look import show, working
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model_arguments(parser)
     flags.add_layout_arguments(parser)
     flags.add_lora(parser, "train LoRA adapters instead, against stock PEFT")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
