@@ -142,7 +142,8 @@ class DeferredWeightGrad:
     def _gradient(self, _: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.operands is not None  # the projection's backward pass comes first
         (x, grad), self.operands = self.operands, None
-        if x is None and self.regather is not None:
+        if x is None:
+            assert self.regather is not None
             x = self.derive(self.regather.take()).to(grad.dtype)
         return self.products.to_weight(grad, x, self.transposed).to(dtype)
 
