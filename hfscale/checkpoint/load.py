@@ -68,9 +68,7 @@ class _Loader:
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(stored[key], self.plan.by_name[targets[key].name].shape[0])
         self.stored = {name for found in targets.values() for name in (found.name, *found.others)}
-        named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-        others = (self.renamed.get(key, key) for key, target in targets.items() if target.name not in named)
-        note_carried(model, Path(files[0]).parent, others)  # what is no parameter or buffer of the full model
+        self._note_others(model, Path(files[0]).parent, targets)
         self._keep_stored(model, stored, targets)
         drop_other_stages(model, self.plan, self.mesh.pp_rank)
         if quantizer is not None:
@@ -101,6 +99,12 @@ class _Loader:
         if not self.renamed:
             _log.warning("the checkpoint has no multi-token-prediction layers, so these begin with random weights")
         return {name: tensor for key, tensor in stored.items() if (name := names.get(key, key)) is not None}
+
+    def _note_others(self, model: Any, directory: Path, targets: dict[str, Destination]) -> None:
+        """Record on a full model which stored keys are no parameter or buffer of it."""
+        named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        others = (self.renamed.get(key, key) for key, target in targets.items() if target.name not in named)
+        note_carried(model, directory, others)
 
     def _keep_stored(self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]) -> None:
         """Keep weights of the full ``model`` as they are stored, if the plan says so, and let it name just these."""

@@ -77,11 +77,8 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
                 count(what, True)
         elif count("failed"):
             heard = heard or time.monotonic()
-            graces = (time.monotonic() - heard) // _GRACE
-            late = graces >= 1
-            if code is None and late:
-                os.kill(child, signal.SIGKILL)
-            elif code is not None and graces > 3:  # a machine is gone
+            late = time.monotonic() - heard > _GRACE
+            if _too_long(child, code, (time.monotonic() - heard) // _GRACE):
                 told.append(count("final", True))
         time.sleep(_LOOK)
     for number, handler in before.items():
@@ -89,6 +86,13 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
     count("final", bool(told))  # also behind its child's end
     refused = count("refused") and not count("broken")  # what else goes wrong may look like a refusal on other ranks
     return code, count("failed") > 0 and not count("final") and not refused
+
+
+def _too_long(child: int, code: int | None, graces: float) -> bool:
+    """Kill a child that outlives another rank's; return whether its parent waits for a machine that is gone."""
+    if code is None and graces:
+        os.kill(child, signal.SIGKILL)
+    return code is not None and graces > 3
 
 
 def _kinds_of_end(code: int, told: bool, late: bool) -> list[str]:

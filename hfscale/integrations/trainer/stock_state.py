@@ -73,13 +73,17 @@ def read(runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, s
                 key: _taken(key, value, planned[id(parameter)], parameter, runtime.mesh.ranks, optimizer)
                 for key, value in _flat(written["state"].get(place, {})).items()
             }
-            if "absmax1" in state[place] and planned[id(parameter)].cuts:
-                raise CheckpointError(
-                    f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot "
-                    "shard: resume in one process, or from a checkpoint of hfscale.Trainer"
-                )
+            _refuse_blocks(checkpoint, state[place], planned[id(parameter)])
     optimizer.load_state_dict({"state": state, "param_groups": mine})
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER, weights_only=True))
+
+
+def _refuse_blocks(checkpoint: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
+    if "absmax1" in state and planned.cuts:
+        raise CheckpointError(
+            f"{checkpoint / OPTIMIZER} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
+            "resume in one process, or from a checkpoint of hfscale.Trainer"
+        )
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
