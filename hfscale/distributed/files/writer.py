@@ -42,7 +42,7 @@ class CheckpointWriter:
         self.directory = directory
         try:
             split = split_state_dict_into_shards_factory(
-                contents,
+                dict[str, Any](contents),
                 get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
                 filename_pattern="model{suffix}.safetensors",
                 max_shard_size=max_shard_size,
