@@ -131,9 +131,8 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 
 
 def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
-    for cut in planned.data_cuts:
-        local = cut.take(local, ranks.get(cut.axis, 0))
-    return local.clone(memory_format=torch.contiguous_format)
+    own = planned.take(local, ranks, tuple(cut.axis for cut in planned.data_cuts))
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def merge_wrapper(wrapper: Any) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..._compat.transformers.saving import never_stored
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan, write_share
+from ...plan.quantized import coordinates
 from .runtime import Runtime
 from .shards import local_tensor
 from .writing import Attempt, plainly
@@ -162,8 +162,7 @@ def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[in
     result: dict[int, list[_Piece]] = {}
     for entry in bucket:
         cuts = entry.planned.cuts if entry.planned else ()
-        for coordinates in product(*(range(cut.size) for cut in cuts)):
-            ranks = {cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}
+        for ranks in coordinates(cuts):
             source = mesh.rank_at(cuts, ranks, entry.home)
             if not cuts and tuple(to) == (source,):
                 continue
