@@ -22,7 +22,7 @@ from ..feature_plans import TowersPlan
 from ..parameter import join_path
 from .boundary_modules import items_around, tensors_of
 from .draft import Draft
-from .layers import find_layer_list
+from .layers import find_layer_list, find_lists
 
 _PLAIN = {
     *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
@@ -51,20 +51,13 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
     inner = model.get_submodule(name)
     try:
         found = find(inner, may_infer)
-        lists = [full for path in found.layer_lists if (full := _layer_list(inner, path)) is not None]
+        lists = find_lists(inner, found)
     except PlanError:
         if may_infer:
             raise
         found, lists = Blueprint("", {}), [find_layer_list(inner)]
     blocks = {child: _with_cross_inputs(inner, lists, child, block) for child, block in found.blocks.items()}
     return replace(found, layers=tuple(f"{name}.{path}" for path in lists), blocks=blocks, config_of=text_config)
-
-
-def _layer_list(inner: Any, path: str) -> str | None:
-    """Return the full name of a list that a blueprint names relative to the base model; ``None`` if ambiguous."""
-    names = [name for name, module in inner.named_modules() if any(module.children())]
-    ends = [name for name in names if name == path or name.endswith(f".{path}")]
-    return ends[0] if len(ends) == 1 else None
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
