@@ -43,11 +43,6 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
     return found
 
 
-def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
-    """Return whether the model has all layer lists of its blueprint; a class may have fewer (a decoder, one tower)."""
-    return len(find_lists(draft.model, blueprint)) == len(blueprint.layer_lists)
-
-
 def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
     """Return the full names of a blueprint's layer lists, given relative to the base model, that this class has."""
     modules, found = dict(model.named_modules()), list[str]()
