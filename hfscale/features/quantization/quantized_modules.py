@@ -95,6 +95,18 @@ def _shared(planned: Plan) -> set[str | None]:
     return kept | {name for p in planned.parameters if p.tied_to is not None for name in (p.name, p.tied_to)}
 
 
+def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
+    """Refuse to quantize the head, the embedding, and tied weights."""
+    kept = _shared(planned)
+    for name in weights:
+        if name in kept:
+            raise ConfigError(
+                f"{name} cannot be quantized, since it is the head's or tied to another module: add "
+                f"{name.removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (by "
+                "default transformers skips it)"
+            )
+
+
 def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = False) -> Plan:
     """Return the plan with the weights of the full stock ``model`` that ``config`` quantizes.
 
@@ -112,12 +124,7 @@ def plan_quantized(planned: Plan, model: nn.Module, config: Any, stored: bool = 
         if (is_transposed(module) or type(module) is nn.Linear) and chosen(name)
     }
     weights, transposed = list(linear), {name for name, turned in linear.items() if turned}
-    if shared := [name for name in weights if name in _shared(planned)]:
-        raise ConfigError(
-            f"{shared[0]} cannot be quantized, since it is the head's or tied to another module: add "
-            f"{shared[0].removesuffix('.weight')!r} to llm_int8_skip_modules={config.llm_int8_skip_modules} (by "
-            "default transformers skips it)"
-        )
+    _refuse_shared(planned, weights, config)
     if config.load_in_8bit and transposed and planned.layout.dp_shard > 1:
         raise ConfigError(
             f"load_in_8bit=True cannot be used with {planned.layout.describe()} in {class_name(model)}, whose "

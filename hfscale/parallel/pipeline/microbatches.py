@@ -42,12 +42,17 @@ def share_out(
     parts = max(few, default=min(fitting, default=0)) if wanted is None else wanted
     if parts not in fitting:
         raise ConfigError(_unfit(count, wanted, rows, fitting, accepts))
-    if towers and parts > 1 and any(is_of_towers(value) for batch in given for value in batch.values()):
+    if towers and parts > 1:
+        _refuse_pictures(given, parts * count)
+    return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
+
+
+def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
+    if any(is_of_towers(value) for batch in given for value in batch.values()):
         raise ConfigError(
-            f"the schedule splits {count} batches into {parts * count} microbatches, and images cannot be assigned to "
+            f"the schedule splits {len(given)} batches into {parts} microbatches, and images cannot be assigned to "
             "their rows: pass train_step a list of that many microbatches, each with the images of its texts"
         )
-    return [part for batch, size in zip(given, rows, strict=True) for part in _cut(batch, size, parts)]
 
 
 def is_of_towers(value: Any) -> bool:

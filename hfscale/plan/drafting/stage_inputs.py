@@ -82,10 +82,7 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
     if seen is None:
         return None
     loans = note_obstacles(draft, layer_list, seen)
-    embedding = input_embedding(draft.model)
-    if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in seen.shared):
-        # pictures are on the first stage only
-        stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
+    _refuse_shared_pictures(draft, seen.shared)
     placed = {item: _phases(draft, seen, item, tensors) for item, held in tensors.items() if held}
     if draft.problems:
         return None
@@ -100,6 +97,13 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
         item_returns=seen.item_returns,
         loans=loans,
     )
+
+
+def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
+    """Report token embeddings read by all layers of a multimodal model: pictures are on the first stage only."""
+    embedding = input_embedding(draft.model)
+    if draft.feature(TowersPlan) is not None and any(draft.modules.get(item) is embedding for item in shared):
+        stage_problem(draft, f"all of its layers read what goes into the first, pictures included{ALONE}")
 
 
 def _phases(draft: Draft, seen: LayersSeen, item: str, tensors: dict[str, set[int]]) -> set[str]:
@@ -155,15 +159,10 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
     # Around either list is the other stack as a whole.
     around_encoder, around = (list(items_around(model, path)) for path in lists)
     of_encoder = [item for item in around_encoder if item.startswith(f"{stacks.encoder}.")]
-    sides = zip(lists, (around_encoder, around), strict=True)
-    encoding, decoding = (see_passage(draft, path, items) for path, items in sides)
-    if encoding is None or decoding is None:
+    probes = _probed(draft, lists, (around_encoder, around), stacks)
+    if probes is None:
         return None
-    loans: tuple[Loan, ...] = ()
-    for path, seen in zip(lists, (encoding, decoding), strict=True):
-        loans += note_obstacles(draft, path, seen, seen.shared - {"", stacks.encoder})
-    if draft.problems:
-        return None
+    (encoding, decoding), loans = probes
     held = {item: set(tensors_of(model, item)) for item in (*of_encoder, *around) if item != stacks.encoder}
     phases = {item: (encoding if item in of_encoder else decoding).phases.get(item, set()) for item in held}
     for item in filter(held.get, held):
@@ -187,6 +186,19 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
         beside={layers[-1]: placed("after", True), stacks.first: placed("before", False)},
         loans=loans,
     )
+
+
+def _probed(
+    draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
+) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
+    """Trace a run through both lists, and the loans of their first layers; ``None`` where they cannot be cut."""
+    encoding, decoding = (see_passage(draft, path, items) for path, items in zip(lists, around, strict=True))
+    if encoding is None or decoding is None:
+        return None
+    loans: tuple[Loan, ...] = ()
+    for path, probe in zip(lists, (encoding, decoding), strict=True):
+        loans += note_obstacles(draft, path, probe, probe.shared - {"", stacks.encoder})
+    return None if draft.problems else ((encoding, decoding), loans)
 
 
 def _check(draft: Draft, item: str, phases: set[str], held: Mapping[str, set[int]]) -> None:
