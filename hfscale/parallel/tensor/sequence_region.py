@@ -205,11 +205,9 @@ class SequenceRegion:
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
-        """Return functions that start to all-gather tensors like ``x``, and to reduce-scatter sums of all tokens; and
-        the number of entries of all tokens, which is equal on all ranks.
-        """
-        how: dict[str, Any] = {"lengths": (lengths := self.lengths(x)), "dim": (dim := _dim(x)), "group": self.group}
-        entries = math.prod((*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
+        """Return functions that start to all-gather tensors like ``x`` and to reduce-scatter such, and entries of all."""
+        how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
+        entries = sum(how["lengths"]) * math.prod(size for dim, size in enumerate(x.shape) if dim != how["dim"])
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
 
     def leave(self, x: Tensor) -> Tensor:

@@ -28,15 +28,14 @@ class LiveParameters:
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Return the parameters by stock names and by names with PEFT's wrappers, tied ones by all of them."""
-        if any(own_modules(it) != inside or [*own_parameters(it)] != names for it, inside, names in self._seen):
-            self._seen = []
-        if not self._seen:
+        changed = (own_modules(it) != inside or [*own_parameters(it)] != names for it, inside, names in self._seen)
+        if not self._seen or any(changed):
             self._look()
         places = self._places.items()
         return {name: held for name, (it, own) in places if (held := own_parameters(it)[own]) is not None}
 
     def _look(self) -> None:
-        full: dict[str, tuple[nn.Module, str]] = {}
+        self._seen, full = [], dict[str, tuple[nn.Module, str]]()
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             self._seen.append((module, dict(own_modules(module)), [*own_parameters(module)]))
             full.update({f"{prefix}.{own}" if prefix else own: (module, own) for own in own_parameters(module)})
