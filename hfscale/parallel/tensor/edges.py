@@ -34,7 +34,7 @@ from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from .random import cut_region
 from .sequence_hooks import draw_sums_alike
-from .sequence_region import SequenceRegion
+from .sequence_region import RUNNING, SequenceRegion
 
 
 class Overlap:
@@ -86,7 +86,7 @@ class Overlap:
         forward = module.forward
 
         def forward_apart(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            later = self._waiting.pop(module, None)
+            later = self._waiting.pop(module, None) if self._waiting else None
             return forward(x, *args, **kwargs) if later is None else column_parallel_linear(x, later, module.bias)
 
         module.forward = forward_apart
@@ -133,13 +133,16 @@ class _BlockEnds:
 
     def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:
         self.group, self.stream, self.overlap = group, stream, overlap
+        self._flat = False  # whether the block's input is ``[b s, h]``
         self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
         stream = self._cut_stream
         x = _entered(x, self.group, stream) if self.overlap is None else self.overlap.enter(x, stream)
-        self._tokens = tuple(x.shape[:-1])
+        self._flat = x.ndim == 2
+        if not torch.compiler.is_compiling():  # the graph of a checkpoint may change nothing outside of it
+            self._tokens = tuple(x.shape[:-1])
         return x
 
     def leave(self, x: Tensor) -> Tensor:
@@ -147,8 +150,10 @@ class _BlockEnds:
         stream = self._cut_stream
         if stream is None:
             return collectives.reduce_from_tp_region(x, self.group)
-        if x.ndim == 2 and len(self._tokens) == 2:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
-            return stream.leave(x.unflatten(0, self._tokens)).flatten(0, 1)
+        told = RUNNING.told if torch.compiler.is_compiling() else None
+        tokens = self._tokens if told is None else (told.samples, told.total)
+        if x.ndim == 2 and len(tokens) == 2 and not self._flat:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
+            return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
         return stream.leave(x)
 
     @property

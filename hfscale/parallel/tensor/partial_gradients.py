@@ -114,8 +114,10 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
         # Only during the forward: FSDP, optimizers and state dicts must see the leaf.
         leaves = {name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None}
-        for name, leaf in leaves.items():
-            own_parameters(holder)[name] = reads[name](leaf)
+        values = {name: reads[name](leaf) for name, leaf in leaves.items()}
+        if all(values[name] is leaf for name, leaf in leaves.items()):
+            return forward(*args, **kwargs)
+        own_parameters(holder).update(values)
         try:
             return forward(*args, **kwargs)
         finally:
