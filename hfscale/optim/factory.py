@@ -17,6 +17,7 @@ from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .eight_bit import by_size, stock_class, without_paging
+from .offloaded import OffloadedStepper
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
@@ -144,11 +145,16 @@ class _Order:
         """Return a stepper of shards by ``stock``."""
         if self.aside is None:
             return LocalStepper(stock, members, groups, self.runtime.mesh)
-        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full=False)
+        return self._apart(stock, members, groups, full=False)
 
     def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
         """Return a stepper of full parameters by ``stock``."""
-        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full=True)
+        return self._apart(stock, members, groups, full=True)
+
+    def _apart(self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool) -> Stepper:
+        if self.aside is not None and offloaded(self.runtime.plan).optimizer:
+            return OffloadedStepper(stock, members, groups, self.runtime.mesh, self.aside, full)
+        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""

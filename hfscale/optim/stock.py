@@ -1,18 +1,20 @@
 """Steps with a stock optimizer class, of torch or bitsandbytes, on plain tensors.
 
 All shards in place by one optimizer; or one parameter at a time, by an optimizer each, on its shard or on the gathered
-full tensor. Then a step may be on copies: on the CPU (offload), or in float32 for stochastic rounding::
+full tensor. Then a step may be on copies: on the CPU (offload: :mod:`.offloaded`), or in float32 for stochastic
+rounding::
 
     weight, gradient --copy--> CPU and / or float32 --stock optimizer--> copy --written back, rounded--> weight
                                                           |
                                                         state   stays where the copies were
 
-Besides the state no memory is kept: at most one copy of the largest of these, and of its gradient.
+Besides the state no memory is kept on the device: at most one copy of the largest of these, and of its gradient.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -44,19 +46,22 @@ class Aside:
     # seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype
     seed: int | None = None
 
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of a copy of a weight or gradient: float32 if the weight is to be rounded."""
+        return torch.float32 if self.seed is not None and tensor.dtype == torch.bfloat16 else tensor.dtype
+
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a weight or gradient for the optimizer, in float32 if the weight is to be rounded."""
-        wide = self.seed is not None and tensor.dtype == torch.bfloat16
-        return tensor.to(self.device, torch.float32 if wide else tensor.dtype, copy=True)
+        """Return a copy of a weight or gradient for the optimizer."""
+        return tensor.to(self.device, self.dtype_of(tensor), copy=True)
 
     def write(self, member: Member, stepped: Tensor, mesh: Mesh, update: int) -> None:
-        """Write this rank's updated shard ``stepped`` into the member's weight."""
+        """Write this rank's updated shard ``stepped`` into the member's weight; later, if it is in pinned memory."""
         share = member.weight
         if self.seed is None or share.dtype != torch.bfloat16:
-            share.copy_(stepped)
+            share.copy_(stepped, non_blocking=True)
             return
-        places = places_of(member.planned, mesh.ranks, share.device)
-        write_rounded(share, stepped.to(share.device), places, key_of(self.seed, update, member.planned.name))
+        places, wide = places_of(member.planned, mesh.ranks, share.device), stepped.to(share.device, non_blocking=True)
+        write_rounded(share, wide, places, key_of(self.seed, update, member.planned.name))
 
 
 class StockOverStandIns:
@@ -149,7 +154,7 @@ class OneByOneStepper(LocalStepper):
     ) -> None:
         Stepper.__init__(self, members, mesh)
         self._aside, self._full = aside, full
-        self._inners = [StockOverStandIns(stock, [member], groups, self._copy) for member in members]
+        self._inners = [StockOverStandIns(stock, some, groups, self._copy) for some in self._divided(members)]
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
@@ -157,33 +162,42 @@ class OneByOneStepper(LocalStepper):
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 
+    def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
+        """Return the members in parts that are stepped together."""
+        return [[member] for member in members]
+
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
+        for inner, (member, *_) in self._with_gradients():
+            pair = self._copy(self._whole(member, member.weight)), self._copy(self._whole(member, member.gradient))
+            inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
+            self._write(member, pair[0], groups)
+            inner.release()
+            del pair  # or both would stay while the next ones are gathered
+
+    def _with_gradients(self) -> list[tuple[StockOverStandIns, list[Member]]]:
+        """Return those of an optimizer's members that have gradients, for each that has any."""
         if self._full:
-            steps = gradients_present(self.members, self._mesh)
+            flags = gradients_present(self.members, self._mesh)
         else:
-            steps = [each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members]
-        for member, inner, makes_step in zip(self.members, self._inners, steps, strict=True):
-            if makes_step:
-                pair = self._taken(member, member.weight), self._taken(member, member.gradient)
-                inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
-                self._write(member, pair[0], groups[member.group].get(UPDATES, 0))
-                inner.release()
-                del pair  # or both would stay while the next ones are gathered
+            flags = [each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members]
+        present = set(compress(self.members, flags))
+        found = [(inner, [member for member, _ in inner.pairs if member in present]) for inner in self._inners]
+        return [(inner, members) for inner, members in found if members]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor if self._aside is None else self._aside.copy(tensor)
 
-    def _taken(self, member: Member, tensor: Tensor) -> Tensor:
+    def _whole(self, member: Member, tensor: Tensor) -> Tensor:
         planned = member.planned
-        return self._copy(gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor)
+        return gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor
 
-    def _write(self, member: Member, stepped: Tensor, update: int) -> None:
+    def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
         share = member.planned.take(stepped, self._mesh.ranks) if self._full else stepped
         if self._aside is None:
             member.weight.copy_(share)
         else:
-            self._aside.write(member, share, self._mesh, update)
+            self._aside.write(member, share, self._mesh, groups[member.group].get(UPDATES, 0))
 
 
 class CountUpdates(Stepper):

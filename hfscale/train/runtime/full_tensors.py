@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.transformers.saving import never_stored
+from ...distributed.host_buffers import buckets
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan, write_share
 from .runtime import Runtime
@@ -112,22 +114,9 @@ def full_tensors(
     rank's shard of an entry, if not the model's own parameter; cut the same way. ``attempt`` calls all that may fail on
     one rank alone: after a failure shards are still exchanged, so that no rank waits, and values mean nothing.
     """
-    held = share_of or shares(runtime)
-    for bucket in _buckets(entries):
+    held, largest = share_of or shares(runtime), max((entry.nbytes for entry in entries), default=0)
+    for bucket in buckets(entries, attrgetter("nbytes"), largest):
         yield from _gather(bucket, held, runtime.mesh, to, attempt)
-
-
-def _buckets(entries: list[SavedTensor]) -> Iterator[list[SavedTensor]]:
-    """Split tensors into runs of consecutive ones, no run larger than the largest tensor."""
-    most, bucket, filled = max((entry.nbytes for entry in entries), default=0), list[SavedTensor](), 0
-    for entry in entries:
-        if bucket and filled + entry.nbytes > most:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(entry)
-        filled += entry.nbytes
-    if bucket:
-        yield bucket
 
 
 def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
