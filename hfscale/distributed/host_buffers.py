@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._compat.torch import copy_each
 from .._compat.torch_device import device_module, pinned_bytes
 
 _SPARE = 1.25  # a tensor takes a buffer that is larger by this at most, and all buffers are of what was needed
@@ -53,6 +54,14 @@ class HostBuffers:
         """Take back a buffer that the copy before the event ``read`` reads last; on any thread."""
         self._free.append((buffer, read))
 
+    def copy_out(self, targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """Begin to copy tensors of the device into memory of the host; return the event of its end."""
+        self.outward.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self.outward):
+            for target, tensor in zip(targets, tensors, strict=True):
+                target.copy_(tensor, non_blocking=True)
+            return self.mark(self.outward)
+
     def mark(self, stream: Any) -> Any:
         """Return an event behind what was asked of a stream so far."""
         event = self.module.Event()
@@ -78,6 +87,14 @@ def views_of(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
         flat[start : start + prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
         for start, (shape, dtype) in zip(bytes_before(forms), forms, strict=False)
     ]
+
+
+def packed(tensors: Sequence[Tensor], forms: Sequence[Form], pin_memory: bool = False) -> Tensor:
+    """Return the bytes of tensors, all of one device, in one buffer there; cast to the dtypes of ``forms``."""
+    size, device = bytes_before(forms)[-1], tensors[0].device
+    flat = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+    copy_each(views_of(flat, forms), list(tensors))
+    return flat
 
 
 def buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:

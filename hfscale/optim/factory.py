@@ -141,20 +141,13 @@ class _Order:
     runtime: Runtime
     aside: Aside | None = None
 
-    def local(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
-        """Return a stepper of shards by ``stock``."""
-        if self.aside is None:
-            return LocalStepper(stock, members, groups, self.runtime.mesh)
-        return self._apart(stock, members, groups, full=False)
-
-    def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
-        """Return a stepper of full parameters by ``stock``."""
-        return self._apart(stock, members, groups, full=True)
-
-    def _apart(self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool) -> Stepper:
-        if self.aside is not None and offloaded(self.runtime.plan).optimizer:
-            return OffloadedStepper(stock, members, groups, self.runtime.mesh, self.aside, full)
-        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full)
+    def stepper(self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False) -> Stepper:
+        """Return a stepper by ``stock``, of shards or of ``full`` parameters."""
+        mesh = self.runtime.mesh
+        if self.aside is None and not full:
+            return LocalStepper(stock, members, groups, mesh)
+        kind = OffloadedStepper if offloaded(self.runtime.plan).optimizer else OneByOneStepper
+        return kind(stock, members, groups, mesh, self.aside, full)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
@@ -167,7 +160,7 @@ class _Order:
 def _torch(order: _Order) -> ShardedOptimizer:
     stock = partial(getattr(torch.optim, order.choice.stock), lr=order.lr, **order.options)
     defaults = stock([{"params": []}]).defaults
-    return order.made(order.groups, defaults, lambda members, groups: [order.local(stock, members, groups)])
+    return order.made(order.groups, defaults, lambda members, groups: [order.stepper(stock, members, groups)])
 
 
 def _bitsandbytes(order: _Order) -> ShardedOptimizer:
@@ -180,9 +173,9 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
     def steppers(members: Sequence[Member], groups: Groups) -> list[Stepper]:
         in_place, apart, wide = by_size(order.name, members, options, mesh)
         return [
-            order.local(eight, in_place, groups),
-            order.whole(eight, apart, groups),
-            order.local(partial(stock, **{**rest, "optim_bits": 32}), wide, groups),
+            order.stepper(eight, in_place, groups),
+            order.stepper(eight, apart, groups, full=True),
+            order.stepper(partial(stock, **{**rest, "optim_bits": 32}), wide, groups),
         ]
 
     return order.made(order.groups, stock([{"params": []}], **options).defaults, steppers)

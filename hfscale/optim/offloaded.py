@@ -13,31 +13,14 @@ Small parameters are stepped together, and copied as one tensor. Who waits for w
     compute waits for       the last copy up
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
-import torch
-from torch import Tensor
-
-from .._compat.torch import copy_each
-from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before, views_of
+from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before, packed, views_of
 from .sharded import Groups, Member, State
-from .stock import Aside, OneByOneStepper
+from .stock import Aside, OneByOneStepper, StockOverStandIns
 
 _BUCKET = 16 << 20  # bytes of small weights that are copied as one, by way of as much memory on the device
-
-
-@dataclass
-class _Taken:
-    """Hold copies of some members' weights, and then of their gradients."""
-
-    members: Sequence[Member]
-    tensors: list[Tensor]  # on the device; kept until they have been copied
-    forms: list[Form]
-    buffer: Tensor
-    copies: list[Tensor]
-    copied: Any
 
 
 class OffloadedStepper(OneByOneStepper):
@@ -52,60 +35,47 @@ class OffloadedStepper(OneByOneStepper):
         if not parts:
             return
         lanes = self._lanes = self._lanes or HostBuffers(parts[0][1][0].weight.device)
-        coming, read = self._take(parts[0][1], lanes), None
-        for (inner, _), (_, following) in zip(parts, [*parts[1:], (None, None)], strict=True):
-            taken = coming
-            taken.copied.synchronize()
-            taken.tensors.clear()  # before the next ones are gathered
-            if following is not None:
-                coming = self._take(following, lanes)
-            count, none = len(taken.members), (taken.copies[0].new_empty(0), None)
-            pairs = dict(zip(taken.members, zip(taken.copies[:count], taken.copies[count:], strict=True), strict=True))
-            inner.step(groups, state, lambda member, pairs=pairs, none=none: pairs.get(member, none))  # type: ignore[misc]
-            read = self._put_back(taken, groups, lanes)
-            inner.release()
-        lanes.module.current_stream(lanes.device).wait_event(read)
+        stages = [self._stages(inner, members, groups, state, lanes) for inner, members in parts]
+        next(stages[0])
+        for own, following in zip_longest(stages, stages[1:], fillvalue=iter(())):
+            next(own)  # waits until its copies are here
+            next(following, None)  # begins to copy the next ones
+            next(own, None)  # steps, and begins to copy back
+        lanes.module.current_stream(lanes.device).wait_stream(lanes.inward)
+
+    def _stages(
+        self, inner: StockOverStandIns, members: Sequence[Member], groups: Groups, state: State, lanes: HostBuffers
+    ) -> Iterator[None]:
+        """Begin to copy weights and gradients; wait for that; step, and begin to copy weights back."""
+        forms, buffer = [self._form(member) for member in members], lanes.take(self._size)
+        tensors = [self._whole(each, each.weight) for each in members]
+        tensors += [self._whole(each, each.gradient) for each in members]
+        copies, count, size = views_of(buffer, 2 * forms), len(members), self._bytes(members)
+        if count > 1:
+            tensors = [packed(tensors, 2 * forms)]
+        copied = lanes.copy_out([buffer[: 2 * size]] if count > 1 else copies, tensors)
+        yield
+        copied.synchronize()
+        tensors.clear()  # or they would stay while the next ones are gathered
+        yield
+        pairs, none = dict(zip(members, zip(copies, copies[count:], strict=False), strict=True)), copies[0].new_empty(0)
+        inner.step(groups, state, lambda member: pairs.get(member, (none, None)))
+        with lanes.module.stream(lanes.inward):
+            if count > 1:
+                copies = views_of(buffer[:size].to(lanes.device, non_blocking=True, copy=True), forms)
+            for member, weight in zip(members, copies, strict=False):
+                self._write(member, weight, groups)
+            lanes.give(buffer, lanes.mark(lanes.inward))
+        inner.release()
 
     def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
-        parts = list(buckets(members, lambda member: bytes_before([self._form(member)])[-1], _BUCKET))
-        self._most = max((bytes_before([self._form(each) for each in 2 * part])[-1] for part in parts), default=0)
+        parts = list(buckets(members, lambda member: self._bytes([member]), _BUCKET))
+        self._size = 2 * max(map(self._bytes, parts), default=0)  # of a buffer; all are alike, so that two are enough
         return parts
+
+    def _bytes(self, members: Sequence[Member]) -> int:
+        return bytes_before([self._form(member) for member in members])[-1]
 
     def _form(self, member: Member) -> Form:
         weight = member.weight
         return member.planned.shape if self._full else weight.shape, self._aside.dtype_of(weight)
-
-    def _take(self, members: Sequence[Member], lanes: HostBuffers) -> _Taken:
-        """Begin to copy weights and gradients into a buffer."""
-        every = [*(each.weight for each in members), *(each.gradient for each in members)]
-        tensors = [self._whole(member, tensor) for member, tensor in zip([*members, *members], every, strict=True)]
-        forms: list[Form] = [(tensor.shape, self._aside.dtype_of(tensor)) for tensor in tensors]
-        size = bytes_before(forms)[-1]
-        buffer = lanes.take(max(size, self._most))  # all of one size, so that two are enough
-        copies = views_of(buffer, forms)
-        lanes.outward.wait_stream(lanes.module.current_stream(lanes.device))
-        with lanes.module.stream(lanes.outward):
-            if len(members) > 1:
-                packed = torch.empty(size, dtype=torch.uint8, device=lanes.device)
-                copy_each(views_of(packed, forms), tensors)
-                buffer[:size].copy_(packed, non_blocking=True)
-            else:
-                for copy, tensor in zip(copies, tensors, strict=True):
-                    copy.copy_(tensor, non_blocking=True)
-            copied = lanes.mark(lanes.outward)
-        return _Taken(members, tensors, forms, buffer, copies, copied)
-
-    def _put_back(self, taken: _Taken, groups: Groups, lanes: HostBuffers) -> Any:
-        """Begin to copy stepped weights back; return the event of its end, behind which the buffer is free."""
-        forms = taken.forms[: len(taken.members)]
-        stepped = taken.copies[: len(forms)]
-        with lanes.module.stream(lanes.inward):
-            if len(forms) > 1:
-                packed = torch.empty(bytes_before(forms)[-1], dtype=torch.uint8, device=lanes.device)
-                packed.copy_(taken.buffer[: len(packed)], non_blocking=True)
-                stepped = views_of(packed, forms)
-            for member, weight in zip(taken.members, stepped, strict=True):
-                self._write(member, weight, groups)
-            read = lanes.mark(lanes.inward)
-        lanes.give(taken.buffer, read)
-        return read

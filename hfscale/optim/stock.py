@@ -40,42 +40,26 @@ Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes the sto
 
 @dataclass(frozen=True)
 class Aside:
-    """Define where weights are copied to be stepped, and how results are written back."""
+    """Define where weights are copied to be stepped, and by which seed bfloat16 ones are rounded when written back;
+    ``None``: copies keep the weight's dtype.
+    """
 
-    device: torch.device  # device of the copies
-    # seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype
+    device: torch.device
     seed: int | None = None
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a copy of a weight or gradient: float32 if the weight is to be rounded."""
         return torch.float32 if self.seed is not None and tensor.dtype == torch.bfloat16 else tensor.dtype
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a weight or gradient for the optimizer."""
-        return tensor.to(self.device, self.dtype_of(tensor), copy=True)
-
-    def write(self, member: Member, stepped: Tensor, mesh: Mesh, update: int) -> None:
-        """Write this rank's updated shard ``stepped`` into the member's weight; later, if it is in pinned memory."""
-        share = member.weight
-        if self.seed is None or share.dtype != torch.bfloat16:
-            share.copy_(stepped, non_blocking=True)
-            return
-        places, wide = places_of(member.planned, mesh.ranks, share.device), stepped.to(share.device, non_blocking=True)
-        write_rounded(share, wide, places, key_of(self.seed, update, member.planned.name))
-
 
 class StockOverStandIns:
     """Run a stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
 
     def __init__(
-        self,
-        stock: Stock,
-        members: Sequence[Member],
-        groups: Groups,
-        copied: Callable[[Tensor], Tensor] = lambda weight: weight,
+        self, stock: Stock, members: Sequence[Member], groups: Groups, copied: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Make the optimizer; ``copied`` copies a weight if the optimizer steps a copy."""
-        self.pairs = [(member, nn.Parameter(copied(member.weight))) for member in members]
+        self.pairs = [(member, nn.Parameter(copied(member.weight) if copied else member.weight)) for member in members]
         of_groups = [[each for member, each in self.pairs if member.group == index] for index in range(len(groups))]
         self.optimizer = stock([{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)])
 
@@ -177,27 +161,30 @@ class OneByOneStepper(LocalStepper):
 
     def _with_gradients(self) -> list[tuple[StockOverStandIns, list[Member]]]:
         """Return those of an optimizer's members that have gradients, for each that has any."""
-        if self._full:
-            flags = gradients_present(self.members, self._mesh)
-        else:
-            flags = [each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members]
+        local = (each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members)
+        flags = gradients_present(self.members, self._mesh) if self._full else local
         present = set(compress(self.members, flags))
         found = [(inner, [member for member, _ in inner.pairs if member in present]) for inner in self._inners]
         return [(inner, members) for inner, members in found if members]
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor if self._aside is None else self._aside.copy(tensor)
+        aside = self._aside
+        return tensor if aside is None else tensor.to(aside.device, aside.dtype_of(tensor), copy=True)
 
     def _whole(self, member: Member, tensor: Tensor) -> Tensor:
         planned = member.planned
         return gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor
 
     def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
-        share = member.planned.take(stepped, self._mesh.ranks) if self._full else stepped
-        if self._aside is None:
-            member.weight.copy_(share)
-        else:
-            self._aside.write(member, share, self._mesh, groups[member.group].get(UPDATES, 0))
+        """Write this rank's shard of ``stepped`` into the weight; from pinned memory without waiting for it."""
+        planned, weight, aside = member.planned, member.weight, self._aside
+        share = planned.take(stepped, self._mesh.ranks) if self._full else stepped
+        if aside is None or aside.seed is None or weight.dtype != torch.bfloat16:
+            weight.copy_(share, non_blocking=True)
+            return
+        key = key_of(aside.seed, groups[member.group].get(UPDATES, 0), planned.name)
+        places = places_of(planned, self._mesh.ranks, weight.device)
+        write_rounded(weight, share.to(weight.device, non_blocking=True), places, key)
 
 
 class CountUpdates(Stepper):

@@ -195,16 +195,16 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     """Return one divisor, and 1 for a zero, which is refused where it is ``alone`` for several labels. A number on a
     device is not waited for: nan stands for what would be refused.
     """
-    number = asked.detach().reshape(()) if isinstance(asked, Tensor) and asked.numel() == 1 else asked
-    if isinstance(number, Tensor) and number.device.type != "cpu":
-        number = number.to(count.device, torch.get_default_dtype())
-        zero = (number == 0) & (count <= 1) if alone else number == 0
-        return torch.where((number > 0) & number.isfinite(), number, torch.where(zero, 1.0, torch.nan))
-    number = number.item() if isinstance(number, Tensor) else number
-    check_number("num_items_in_batch", number, least=0)
-    if alone and number == 0 and count > 1:
+    if isinstance(asked, Tensor) and asked.numel() == 1:
+        if asked.device.type != "cpu":
+            number = asked.detach().reshape(()).to(count.device, torch.get_default_dtype())
+            zero = (number == 0) & (count <= 1) if alone else number == 0
+            return torch.where((number > 0) & number.isfinite(), number, torch.where(zero, 1.0, torch.nan))
+        asked = asked.item()
+    check_number("num_items_in_batch", asked, least=0)
+    if alone and asked == 0 and count > 1:
         raise ConfigError(f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out")
-    return torch.full((), float(number) or 1.0, device=count.device)
+    return torch.full((), float(asked) or 1.0, device=count.device)
 
 
 def _prepared(

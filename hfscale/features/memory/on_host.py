@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator, keep_for_stream
-from ...distributed.host_buffers import buffers_of
+from ...distributed.host_buffers import buffers_of, views_of
 from .compressed import Stored
 
 
@@ -41,14 +41,10 @@ class OnHost(Stored):
             self._host = tensor.detach().clone()
             return
         lanes = buffers_of(tensor.device)
-        buffer = lanes.take(self.size)
-        self._host = buffer[: self.size].view(tensor.dtype).view(tensor.shape)
-        lanes.outward.wait_stream(lanes.module.current_stream(tensor.device))
-        with lanes.module.stream(lanes.outward):
-            self._host.copy_(tensor.detach(), non_blocking=True)
-            self._copied = lanes.mark(lanes.outward)
+        self._buffer = lanes.take(self.size)
+        (self._host,) = views_of(self._buffer, [(tensor.shape, tensor.dtype)])
+        self._copied = lanes.copy_out([self._host], [tensor.detach()])
         keep_for_stream(tensor, lanes.outward)
-        self._buffer = buffer
 
     def fetch(self) -> None:
         """Begin to copy it back."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
-from ...distributed.host_buffers import bytes_before, views_of
+from ...distributed.host_buffers import packed, views_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
 from .writing import sum_or_raise
@@ -224,17 +224,11 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
                 together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:
                 batch[name] = value.to(device, non_blocking=away)
-    sent = _sent([value for value, _ in together.values()], device) if together else []
-    for (_, places), value in zip(together.values(), sent, strict=True):
-        for batch, name in places:
-            batch[name] = value
+    if together:
+        tensors = [value for value, _ in together.values()]
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        sent = packed(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
+        for (_, places), value in zip(together.values(), views_of(sent, forms), strict=True):
+            for batch, name in places:
+                batch[name] = value
     return moved
-
-
-def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors to the device through one buffer, pinned if the device is an accelerator."""
-    forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    packed = torch.empty(bytes_before(forms)[-1], dtype=torch.uint8, pin_memory=is_accelerator(device))
-    for view, tensor in zip(views_of(packed, forms), tensors, strict=True):
-        view.copy_(tensor)
-    return views_of(packed.to(device, non_blocking=True), forms)

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.saving import never_stored
-from ...distributed.host_buffers import buckets
+from ...distributed.host_buffers import Form, buckets, bytes_before, packed, views_of
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan, write_share
 from .runtime import Runtime
 from .shards import local_tensor
 from .writing import Attempt, plainly
-
-_ALIGNED = 16  # bytes; views of any dtype begin at a multiple
 
 
 @dataclass(frozen=True)
@@ -131,19 +130,11 @@ def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One rank's shard of a tensor, and its place among the bytes that this rank sends of a bucket."""
+_Piece = tuple[SavedTensor, dict[str, int]]  # a shard of a tensor: at these ranks of the axes that cut it
 
-    entry: SavedTensor
-    ranks: dict[str, int]
-    start: int
-    stop: int
 
-    def view(self, sent: Tensor) -> Tensor:
-        """Return the shard as a view of the bytes."""
-        shape = self.entry.planned.local_shape(self.ranks) if self.entry.planned else self.entry.shape
-        return sent[self.start : self.stop].view(self.entry.dtype).view(shape)
+def _forms(pieces: Sequence[_Piece]) -> list[Form]:
+    return [(each.planned.local_shape(at) if each.planned else each.shape, each.dtype) for each, at in pieces]
 
 
 def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[int, list[_Piece]]:
@@ -154,13 +145,9 @@ def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[in
         for coordinates in product(*(range(cut.size) for cut in cuts)):
             ranks = {cut.axis: rank for cut, rank in zip(cuts, coordinates, strict=True)}
             source = mesh.rank_at(cuts, ranks, entry.home)
-            if not cuts and tuple(to) == (source,):
-                continue
-            pieces = result.setdefault(source, [])
-            start = -(-pieces[-1].stop // _ALIGNED) * _ALIGNED if pieces else 0
-            shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
-            pieces.append(_Piece(entry, ranks, start, start + prod(shape) * entry.dtype.itemsize))
-    return {source: pieces for source, pieces in result.items() if pieces[-1].stop}
+            if cuts or tuple(to) != (source,):
+                result.setdefault(source, []).append((entry, ranks))
+    return {source: pieces for source, pieces in result.items() if bytes_before(_forms(pieces))[-1]}
 
 
 def _gather(
@@ -170,32 +157,11 @@ def _gather(
     to: Sequence[int],
     attempt: Attempt,
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    if mesh.control is None:
-        yield from ((entry, _put_together(entry, [], held, attempt)) for entry in bucket)
-        return
-    pieces = _pieces(bucket, mesh, to)
-    sent = _exchange(pieces, held, mesh, to, attempt)
-    shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
-    for source, flat in sent.items():
-        for piece in pieces[source]:
-            shards.setdefault(id(piece.entry), []).append((piece.ranks, piece.view(flat)))
-    for entry in bucket:
-        found = shards.get(id(entry), [])
-        yield entry, _put_together(entry, found, held, attempt) if mesh.rank in to else _nothing(entry)
-
-
-def _exchange(
-    pieces: dict[int, list[_Piece]],
-    held: Callable[[SavedTensor], Tensor | None],
-    mesh: Mesh,
-    to: Sequence[int],
-    attempt: Attempt,
-) -> dict[int, Tensor]:
-    """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
-    rank = mesh.rank
-    sizes = {source: own[-1].stop for source, own in pieces.items()}
-    wanted = [source for source in sizes if source != rank] if rank in to else []
-    sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
+    """Send this rank's bytes of a bucket; yield its tensors, from those of every rank where they are wanted."""
+    rank, pieces = mesh.rank, {} if mesh.control is None else _pieces(bucket, mesh, to)
+    sizes = {source: bytes_before(_forms(own))[-1] for source, own in pieces.items()}
+    wanted = {source: size for source, size in sizes.items() if source != rank and rank in to}
+    sent = {source: torch.empty(size, dtype=torch.uint8) for source, size in wanted.items()}
     works = [dist.irecv(flat, src=source, group=mesh.control) for source, flat in sent.items()]
     if rank in pieces:
         own = attempt(_copy, pieces[rank], held)
@@ -205,21 +171,23 @@ def _exchange(
     for work in works:
         if work is not None:
             work.wait()
-    return sent
-
-
-def _nothing(entry: SavedTensor) -> Tensor:
-    return torch.empty(0, dtype=entry.dtype)
+    shards: dict[str, list[tuple[dict[str, int], Tensor]]] = {}
+    for source, flat in sent.items():
+        for (entry, ranks), share in zip(pieces[source], views_of(flat, _forms(pieces[source])), strict=True):
+            shards.setdefault(entry.name, []).append((ranks, share))
+    for entry in bucket:
+        found, nothing = shards.get(entry.name, []), torch.empty(0, dtype=entry.dtype)
+        yield entry, _put_together(entry, found, held, attempt) if rank in to else nothing
 
 
 def _copy(pieces: list[_Piece], held: Callable[[SavedTensor], Tensor | None]) -> Tensor:
-    """Return the bytes of this rank's shards on the CPU: one copy off the device."""
-    filled = [piece for piece in pieces if piece.stop > piece.start]  # an optimizer has no state of an empty shard
-    found = [share for piece in filled if (share := held(piece.entry)) is not None]
-    flat = torch.empty(pieces[-1].stop, dtype=torch.uint8, device=found[0].device)
-    for piece, share in zip(filled, found, strict=True):
-        piece.view(flat).copy_(share)
-    return flat.cpu()
+    """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
+    filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]  # an optimizer has no state of an empty shard
+    found = [share for entry, _ in filled if (share := held(entry)) is not None]
+    flat = packed(found, _forms(filled))
+    if not is_accelerator(flat.device):
+        return flat
+    return torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat)
 
 
 def _put_together(
@@ -238,4 +206,4 @@ def _put_together(
     whole = attempt(partial(torch.empty, entry.shape, dtype=entry.dtype))
     for ranks, share in shards:
         attempt(write_share, whole, share, cuts, ranks)
-    return _nothing(entry) if whole is None else whole
+    return torch.empty(0, dtype=entry.dtype) if whole is None else whole
