@@ -168,9 +168,8 @@ def _gather(
         flat = torch.empty(sizes[rank], dtype=torch.uint8) if own is None else own
         works += [dist.isend(flat, dst=other, group=mesh.control) for other in to if other != rank]
         sent |= {rank: flat} if rank in to else {}
-    for work in works:
-        if work is not None:
-            work.wait()
+    for work in filter(None, works):
+        work.wait()
     shards: dict[str, list[tuple[dict[str, int], Tensor]]] = {}
     for source, flat in sent.items():
         for (entry, ranks), share in zip(pieces[source], views_of(flat, _forms(pieces[source])), strict=True):
