@@ -49,9 +49,9 @@ WRITING = {
     "checkpoint.state_save._add_stored_names": (0, 1),
     "checkpoint.state_save.write_tensors": (0, 1),
     "checkpoint.state_save.write_synced": (0, 1),
-    "checkpoint.state_save.NewState": (0,),
+    "checkpoint.state_save.NewFiles": (0,),
     "distributed.files.directories.sync": (0,),
-    "distributed.files.complete.mark_complete": (0,),
+    "checkpoint.state_save.mark_complete": (0,),
     "checkpoint.state_save.prune": (0,),
 }
 BEHIND = {"checkpoint.state.on_host": (0, 1), **WRITING}
@@ -59,7 +59,7 @@ EXPORTING = {
     "train.guards.replicas._checksums": (0, 1),
     "checkpoint.save.tensors_to_save": (0, 1),
     "checkpoint.save.AsStored": (0, 1),
-    "train.runtime.full_tensors._copy": (0, 1),
+    "train.runtime.full_tensors._Gathering._copied": (0, 1),
     "train.runtime.full_tensors.write_share": (0,),
     "train.runtime.writing.NewFiles": (0,),
     "checkpoint.save.CheckpointWriter.add": (0,),
@@ -69,7 +69,7 @@ EXPORTING = {
 }
 ADAPTERS = {
     "features.adapters.storage.stored_names": (0,),
-    "train.runtime.full_tensors._copy": (0, 1),
+    "train.runtime.full_tensors._Gathering._copied": (0, 1),
     "train.runtime.full_tensors.write_share": (0,),
     "features.adapters.storage.save_file": (0,),
     "features.adapters.storage.write_adapter_config": (0,),
