@@ -13,7 +13,9 @@ into the graph instead of one node, so that the projections stay modules of thei
 two halves (zero-bubble schedules) leaves weights to the second: ``ctx.needs_input_grad`` is that of the forward pass,
 so one node for the input and the weights would compute both in either half.
 
-A projection with products other than torch's own (in 8 bits, say) registers them by :func:`multiply_by`.
+A projection with products other than torch's own (in 8 bits, say) registers them by :func:`multiply_by`. Where those
+ask other ranks for scales of gradients, ``launch`` makes the gradient of the input for all projections that read it,
+after one question for all.
 """
 
 import weakref
@@ -34,6 +36,15 @@ _ATTRIBUTE = "_hfscale_products"
 
 class Products:
     """Compute a projection's products with torch, for one pass, keeping operands; weights are ``[out, in]``."""
+
+    agrees = False  # whether ``to_input`` needs what other ranks know
+
+    @staticmethod
+    def agree(asked: Sequence[tuple[Any, Tensor]]) -> None:
+        """Ask other ranks what the products of several ``(products, grad [n, out])`` need, before ``to_input``."""
+
+    def reads(self, x: Tensor, dtype: torch.dtype) -> None:
+        """Take note of the input, which other projections may read too, before it is cast to ``dtype``."""
 
     def kept(self, weight: Tensor) -> Tensor:
         """Return the form of the weight to save for the backward pass."""
@@ -127,6 +138,28 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
     return x is known or (same and x.dtype == known.dtype and x.is_contiguous() and known.is_contiguous())
 
 
+class Entry:
+    """Compute the gradient of a block's input for all projections that read it at once."""
+
+    def __init__(self) -> None:
+        # the input, whose gradient it is: that of another tensor goes through what derived it
+        self.whole: Callable[[], Tensor | None] = lambda: None
+        # by the products of each projection, the gradient of its output [n, out], and its weight [out, in]; the second
+        # half of a split backward pass leaves them here
+        self.left: dict[Products, tuple[Tensor, Tensor]] = {}
+
+    def to_input(self, total: Tensor | None, like: Tensor) -> Tensor:
+        """Return the gradient of the input: ``total`` by other readers, and by the projections as they came."""
+        left, self.left = self.left, {}
+        asked = [(products, grad) for products, (grad, _) in left.items() if products.agrees]
+        if asked:
+            asked[0][0].agree(asked)
+        for products, (grad, weight) in left.items():
+            term = products.to_input(grad, weight).view(like.shape).to(like.dtype)
+            total = term if total is None else total + term
+        return torch.zeros_like(like) if total is None else total
+
+
 class DeferredWeightGrad:
     """A weight whose gradient is computed apart from its projection's: see :func:`enter_overlapped`."""
 
@@ -137,6 +170,7 @@ class DeferredWeightGrad:
         self.regather: Regather | None = None
         self.narrow: tuple[Tensor, Regather] | None = None  # the shard in autocast's type, and the gather of it
         self.derive: Derive = as_it_is
+        self.entry: Entry | None = None  # computes the gradient of the input; ``None``: the projection does
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
         self.token: Any = _Weight.apply(weight, self)
@@ -156,16 +190,23 @@ class _Await(torch.autograd.Function):
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start) -> Tensor:
-        ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
-        return x.view_as(x) if gather is None else gather(x).result()
+    def forward(
+        ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start, entry: Entry | None
+    ) -> Tensor:
+        ctx.flight, ctx.reduce, ctx.shape, ctx.entry = flight, reduce, x.shape, entry
+        ctx.set_materialize_grads(entry is None)
+        whole = x.view_as(x) if gather is None else gather(x).result()
+        if entry is not None:
+            ctx.like = whole.new_empty(()).expand_as(whole)  # its shape, without its memory
+        return whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.flight.append(ctx.reduce(grads[0]))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        total = grads[0] if ctx.entry is None else ctx.entry.to_input(grads[0], ctx.like)
+        ctx.flight.append(ctx.reduce(total))
         # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
-        return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
+        return total.new_zeros(()).expand(ctx.shape), None, None, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -204,8 +245,11 @@ class _ColumnParallelLinear(torch.autograd.Function):
             later.operands = None if later.regather else kept.reshape(-1, kept.shape[-1]), grad
             # Autograd needs something of the right shape to get to the weight's own node.
             to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
-        if ctx.needs_input_grad[0]:
-            to_input = later.products.to_input(grad, weight.t() if later.transposed else weight)
+        weight = weight.t() if later.transposed else weight
+        if ctx.needs_input_grad[0] and later.entry is not None:
+            later.entry.left[later.products] = grad, weight
+        elif ctx.needs_input_grad[0]:
+            to_input = later.products.to_input(grad, weight)
             to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None, None
@@ -231,7 +275,12 @@ def enter_overlapped(
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]
-    whole = _Launch.apply(x, flight, gather, reduce)
+    entry = Entry() if any(each.products.agrees for each in later) else None
+    whole = _Launch.apply(x, flight, gather, reduce, entry)
+    if entry is not None:
+        entry.whole = weakref.ref(whole)
+    for each in later:
+        each.entry = entry
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)
         narrow = None if cast is own else (cast, Regather(gather))
@@ -249,7 +298,8 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     gather, unless something was derived from the first.
     """
     own, narrow, later.own, later.narrow = later.own, later.narrow, None, None  # autograd's saved tensors keep it
-    derive = None if later.regather is None else later.regather.gives(x)
+    frozen = not later.token.requires_grad  # no weight's gradient will ask for the input
+    derive = None if later.regather is None or frozen else later.regather.gives(x)
     if derive is None:
         own = later.regather = None
     elif derive is as_it_is and narrow is not None:
@@ -257,8 +307,11 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     if later.regather is not None and derive is not None:
         later.regather.readers += 1
         later.derive = derive
-    x, bias = autocasted(x), None if bias is None else autocasted(bias)
-    return _ColumnParallelLinear.apply(x, later.token, bias, own, later)
+    if later.entry is not None and later.entry.whole() is not x:
+        later.entry = None
+    cast, bias = autocasted(x), None if bias is None else autocasted(bias)
+    later.products.reads(x, cast.dtype)
+    return _ColumnParallelLinear.apply(cast, later.token, bias, own, later)
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
