@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
 from hfscale.features.fp8.gathered_weight import Float8Weight
+from hfscale.features.fp8.scaled_matmul import Float8Products
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
@@ -123,21 +125,22 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 def test_scales_are_asked_for_once_for_all_that_are_known(pools: Pools, case: str) -> None:
     """Those of all weights once a step, those at a block's entry together: with the bits of one question for each."""
     layout, asked, questions = ASKED[case]
-    pool, alone = pools(2), {**layout, "overlap": False}
     wide = {name: value for name, value in asked.items() if name != "float8"}
-    runs = [pool.run(run, layout, **asked), pool.run(run, alone, **asked)]
-    plain = [pool.run(run, each, precision="bf16", **wide) for each in (layout, alone)]
-    for rank in range(2):
-        more, each = (
-            fp8[rank][0].calls["allreduce"] - bf16[rank][0].calls["allreduce"]
-            for fp8, bf16 in zip(runs, plain, strict=True)
-        )
-        assert more == 1 + questions * MICROBATCHES
-        if case == "lora":  # whose factors read the input too: their gradients are added in another order
-            assert each - more == (3 * LAYERS - 2) * MICROBATCHES
-            continue
-        assert each - more == ("tp_size" in layout) * 3 * LAYERS * MICROBATCHES
-        assert all(torch.equal(a, b) for a, b in zip(runs[0][rank][1], runs[1][rank][1], strict=True))
+    runs = (pools(2).run(run, layout, **asked), pools(2).run(run, layout, precision="bf16", **wide))
+    for (fp8, found, _), (bf16, *_), (each, expected, _) in zip(
+        *runs, pools(2).run(alone, layout, **asked), strict=True
+    ):
+        assert fp8.calls["allreduce"] - bf16.calls["allreduce"] == 1 + questions * MICROBATCHES
+        saved = ("tp_size" in layout) * 3 * LAYERS - 2 * (case == "lora")
+        assert each.calls["allreduce"] - fp8.calls["allreduce"] == saved * MICROBATCHES
+        if case != "lora":  # whose factors read the input too: their gradients are added in another order
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def alone(*args: Any, **kwargs: Any) -> tuple[Traffic, list[Tensor], dict[str, int]]:
+    """As :func:`run`, where each projection asks for the scale of its own gradient."""
+    with patch.object(Float8Products, "agrees", False):
+        return run(*args, **kwargs)
 
 
 def test_a_plain_loop_finds_them_as_it_gathers(pools: Pools) -> None:
