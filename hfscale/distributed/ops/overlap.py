@@ -31,7 +31,7 @@ from ..._compat.torch import backward_pass, version_of
 from .collectives import Started
 from .shared_casts import autocasted, autocasted_weight
 
-_ATTRIBUTE = "_hfscale_products"
+_ATTRIBUTE, _ENTRY = "_hfscale_products", "_hfscale_entry"
 
 
 class Products:
@@ -139,25 +139,23 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
 
 
 class Entry:
-    """Compute the gradient of a block's input for all projections that read it at once."""
+    """Compute the gradient of a block's input for all projections that read that very tensor, which carries this."""
 
     def __init__(self) -> None:
-        # the input, whose gradient it is: that of another tensor goes through what derived it
-        self.whole: Callable[[], Tensor | None] = lambda: None
-        # by the products of each projection, the gradient of its output [n, out], and its weight [out, in]; the second
-        # half of a split backward pass leaves them here
+        self.agrees = False  # whether one of them asks other ranks first; else each computes its own
+        # by their products, the gradient of the output [n, out], and the weight [out, in]; the second half of a split
+        # backward pass leaves them here
         self.left: dict[Products, tuple[Tensor, Tensor]] = {}
 
-    def to_input(self, total: Tensor | None, like: Tensor) -> Tensor:
+    def to_input(self, total: Tensor | None, shape: torch.Size, kind: dict[str, Any]) -> Tensor:
         """Return the gradient of the input: ``total`` by other readers, and by the projections as they came."""
         left, self.left = self.left, {}
-        asked = [(products, grad) for products, (grad, _) in left.items() if products.agrees]
-        if asked:
+        if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
             asked[0][0].agree(asked)
         for products, (grad, weight) in left.items():
-            term = products.to_input(grad, weight).view(like.shape).to(like.dtype)
+            term = products.to_input(grad, weight).view(shape).to(**kind)
             total = term if total is None else total + term
-        return torch.zeros_like(like) if total is None else total
+        return torch.zeros(shape, **kind) if total is None else total
 
 
 class DeferredWeightGrad:
@@ -170,7 +168,7 @@ class DeferredWeightGrad:
         self.regather: Regather | None = None
         self.narrow: tuple[Tensor, Regather] | None = None  # the shard in autocast's type, and the gather of it
         self.derive: Derive = as_it_is
-        self.entry: Entry | None = None  # computes the gradient of the input; ``None``: the projection does
+        self.entry: Entry | None = None  # of the block, if its input is what the projection reads
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
         self.token: Any = _Weight.apply(weight, self)
@@ -190,20 +188,17 @@ class _Await(torch.autograd.Function):
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start, entry: Entry | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start, entry: Entry) -> Tensor:
         ctx.flight, ctx.reduce, ctx.shape, ctx.entry = flight, reduce, x.shape, entry
-        ctx.set_materialize_grads(entry is None)
+        ctx.set_materialize_grads(False)
         whole = x.view_as(x) if gather is None else gather(x).result()
-        if entry is not None:
-            ctx.like = whole.new_empty(()).expand_as(whole)  # its shape, without its memory
+        ctx.whole = whole.shape, {"dtype": whole.dtype, "device": whole.device}
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        total = grads[0] if ctx.entry is None else ctx.entry.to_input(grads[0], ctx.like)
+        total = ctx.entry.to_input(grads[0], *ctx.whole)
         ctx.flight.append(ctx.reduce(total))
         # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
         return total.new_zeros(()).expand(ctx.shape), None, None, None, None
@@ -246,7 +241,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # Autograd needs something of the right shape to get to the weight's own node.
             to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         weight = weight.t() if later.transposed else weight
-        if ctx.needs_input_grad[0] and later.entry is not None:
+        if ctx.needs_input_grad[0] and later.entry is not None and later.entry.agrees:
             later.entry.left[later.products] = grad, weight
         elif ctx.needs_input_grad[0]:
             to_input = later.products.to_input(grad, weight)
@@ -275,12 +270,9 @@ def enter_overlapped(
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]
-    entry = Entry() if any(each.products.agrees for each in later) else None
+    entry = Entry()
     whole = _Launch.apply(x, flight, gather, reduce, entry)
-    if entry is not None:
-        entry.whole = weakref.ref(whole)
-    for each in later:
-        each.entry = entry
+    setattr(whole, _ENTRY, (entry, version_of(whole)))
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)
         narrow = None if cast is own else (cast, Regather(gather))
@@ -298,8 +290,7 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     gather, unless something was derived from the first.
     """
     own, narrow, later.own, later.narrow = later.own, later.narrow, None, None  # autograd's saved tensors keep it
-    frozen = not later.token.requires_grad  # no weight's gradient will ask for the input
-    derive = None if later.regather is None or frozen else later.regather.gives(x)
+    derive = None if later.regather is None else later.regather.gives(x)
     if derive is None:
         own = later.regather = None
     elif derive is as_it_is and narrow is not None:
@@ -307,8 +298,9 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
     if later.regather is not None and derive is not None:
         later.regather.readers += 1
         later.derive = derive
-    if later.entry is not None and later.entry.whole() is not x:
-        later.entry = None
+    entry, version = getattr(x, _ENTRY, (None, -1))
+    if version == version_of(x):
+        later.entry, entry.agrees = entry, entry.agrees or later.products.agrees
     cast, bias = autocasted(x), None if bias is None else autocasted(bias)
     later.products.reads(x, cast.dtype)
     return _ColumnParallelLinear.apply(cast, later.token, bias, own, later)

@@ -6,7 +6,7 @@ gets all ids and pictures, computes the embeddings of all tokens, and is cut at 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -243,26 +243,22 @@ class MaskBlocks:
         if (rows, columns) not in self._kinds:
             split = self.batch.split
             every = [(a, b) for a in split.pieces(self.batch.rank) for r in range(split.size) for b in split.pieces(r)]
-            self._kinds.update(self._look({(rows, columns): None, **dict.fromkeys(every)}))
+            self._look([(rows, columns), *every])
         return self._kinds[rows, columns]
 
-    def _look(self, pairs: Iterable[tuple[Interval, Interval]]) -> dict[tuple[Interval, Interval], str]:
-        """Return the kinds of all pairs that a pass asks for, with one look of the host at the device."""
+    def _look(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
+        """Find the kinds of all pairs that a pass asks for, with one look of the host at the device."""
         flags = dict[tuple[Interval, Interval], Tensor]()
-        for rows, columns in pairs:
-            chunks = list[Tensor]()
-            for start in range(rows[0], rows[1] if columns[0] < columns[1] else rows[0], _ROWS):
+        for rows, columns in ((rows, columns) for rows, columns in pairs if columns[0] < columns[1]):
+            for start in range(*rows, _ROWS):
                 found = self.block((start, min(start + _ROWS, rows[1])), columns)
                 # a window or a document that is no shorter than the interval hides nothing else
                 below = torch.ones_like(found[0, 0]).tril(start - columns[0])
-                chunks.append(torch.stack([found.any(), ~found.all(), (found != below).any()]))
-            if chunks:
-                flags[rows, columns] = torch.stack(chunks).any(0)
-        kinds = dict[tuple[Interval, Interval], str]()
+                here = torch.stack([found.any(), ~found.all(), (found != below).any()])
+                flags[rows, columns] = flags.get((rows, columns), here) | here
         for pair, (some, hidden, other) in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True):
             causal = pair[0] == pair[1] and not other
-            kinds[pair] = CAUSAL if causal and hidden else FULL if not hidden else MASKED if some else SKIPPED
-        return kinds
+            self._kinds[pair] = FULL if not hidden else CAUSAL if causal else MASKED if some else SKIPPED
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""

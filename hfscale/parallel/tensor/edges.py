@@ -60,15 +60,14 @@ class Overlap:
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
             return collectives.copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
-        made = {each: multiplied_by(each)() for each in asked} if torch.is_grad_enabled() else {}
-        made = {each: its for each, its in made.items() if each.weight.requires_grad or its.agrees}
-        weights = [(asked[each](each.weight), is_transposed(each), products) for each, products in made.items()]
+        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
+        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
         gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
-        self._waiting = dict(zip(made, later, strict=True))
+        self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x
 

@@ -20,7 +20,7 @@ from ...plan.feature_plans import recomputed
 from ...plan.parameter import MODEL_AXES
 from ...train.runtime import Part, Runtime
 from ...train.runtime.batches import Microbatch
-from ...train.runtime.parameter_names import owner_of, unwrapped
+from ...train.runtime.parameter_names import owner_of
 from ...train.runtime.runtime import SequenceAxis
 from ...train.runtime.shards import LocalWeights
 from .edges import Overlap, install_block_edges, set_local_sizes
@@ -121,8 +121,7 @@ class TensorParallel(Part, SequenceAxis):
             return None
         # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
         columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
-        modules = [unwrapped(runtime.model.get_submodule(name)) for name in columns]
-        regather = bool(plan.layout.sequence_regather)
+        modules, regather = [runtime.model.get_submodule(name) for name in columns], bool(plan.layout.sequence_regather)
         return Overlap(modules, sums.group, self.region_of(block.name), regather)
 
     def region_of(self, name: str) -> SequenceRegion | None:
