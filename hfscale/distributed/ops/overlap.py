@@ -299,7 +299,7 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
         later.regather.readers += 1
         later.derive = derive
     entry, version = getattr(x, _ENTRY, (None, -1))
-    if version == version_of(x):
+    if entry is not None and version == version_of(x):
         later.entry, entry.agrees = entry, entry.agrees or later.products.agrees
     cast, bias = autocasted(x), None if bias is None else autocasted(bias)
     later.products.reads(x, cast.dtype)

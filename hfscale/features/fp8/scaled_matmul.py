@@ -33,6 +33,8 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
 _SCALES = "_hfscale_scales"  # attribute of an input with its scales
+_Groups = Sequence[dist.ProcessGroup]
+_ByDim = dict[int | None, Tensor]  # scales by the dim they are along; ``None``: a tensor's only one
 _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 
 
@@ -40,9 +42,9 @@ _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 class Float8Groups:
     """Hold the groups of ranks with other shards of a projection's tensors, per dim; empty for an uncut dim."""
 
-    tokens: Sequence[dist.ProcessGroup] = ()
-    inputs: Sequence[dist.ProcessGroup] = ()
-    outputs: Sequence[dist.ProcessGroup] = ()
+    tokens: _Groups = ()
+    inputs: _Groups = ()
+    outputs: _Groups = ()
 
     def sharing(self, name: str, along: int | None) -> list[dist.ProcessGroup]:
         """Return the ranks that share the scales ``along`` a dim of an operand, or its only scale."""
@@ -73,9 +75,8 @@ class Float8Projection:
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
         self.groups, self.rowwise = groups, rowwise
-        # scales of the weight kept between passes that find it unchanged, by the dim they are along (``None``: the
-        # tensorwise one). ``None`` where the weight may have changed since the last pass
-        self.shared: dict[int | None, Tensor] | None = None
+        # scales of the weight that passes share; ``None`` where it may have changed since the last pass
+        self.shared: _ByDim | None = None
 
     def __call__(self) -> "Float8Products":
         """Return the products of the pass that begins."""
@@ -85,7 +86,7 @@ class Float8Projection:
         """Return a projection over the same ranks, with a weight of its own."""
         return Float8Projection(self.groups, self.rowwise)
 
-    def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
+    def encode(self, shard: Tensor, owners: _Groups) -> tuple[Tensor, Tensor]:
         """Return a data rank's shard in 8 bits, and the full weight's scale, with the ranks of ``owners``."""
         matrix = shard.to(computed_in(shard.dtype))
         everyone = (*owners, *self.groups.sharing("weight", None))
@@ -99,9 +100,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
-def share_weight_scales(
-    weights: Sequence[tuple[Float8Projection, Tensor]], groups: Sequence[dist.ProcessGroup]
-) -> None:
+def share_weight_scales(weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups) -> None:
     """Find the scales of weights ``[out, in]``, of which the ranks of ``groups`` have parts, with one all-reduce over
     each. Rowwise, those along dims that are not cut are left to the passes.
     """
@@ -125,13 +124,11 @@ class Float8Products(Products):
 
     agrees = True
 
-    def __init__(
-        self, groups: Float8Groups, rowwise: bool = False, shared: dict[int | None, Tensor] | None = None
-    ) -> None:
+    def __init__(self, groups: Float8Groups, rowwise: bool = False, shared: _ByDim | None = None) -> None:
         self.groups, self.rowwise = groups, rowwise
         self.scales: dict[str, Tensor] = {}  # of this pass
-        # scales that others need too, by the dim they are along: of the weight in other passes, and of the input
-        self._shared: dict[str, dict[int | None, Tensor]] = {} if shared is None else {"weight": shared}
+        # scales that others need too: of the weight in other passes, and of the input
+        self._shared: dict[str, _ByDim] = {} if shared is None else {"weight": shared}
         self.dtype = torch.float32
 
     @staticmethod
@@ -202,9 +199,7 @@ class Float8Products(Products):
             self.scales[name] = scale
         return scale
 
-    def find(
-        self, name: str, largest: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype
-    ) -> list[Tensor]:
+    def find(self, name: str, largest: Sequence[Tensor], groups: _Groups, dtype: torch.dtype) -> list[Tensor]:
         """Return the scales for the largest entries, as of ``dtype``, of several operands that ``groups`` share."""
         every = torch.cat([each.flatten() for each in largest]).to(dtype)
         scales = self._scale_for(name, _over_ranks(every, groups)).split([each.numel() for each in largest])
@@ -263,7 +258,7 @@ def _largest(matrix: Tensor, along: int | None) -> Tensor:
     return matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
 
 
-def _over_ranks(largest: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _over_ranks(largest: Tensor, groups: _Groups) -> Tensor:
     """Return the largest entries, replaced by those of all ranks of ``groups``, which is one all-reduce over each."""
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -285,9 +285,7 @@ def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[in
         return MASKED
     if rows[0] < columns[0]:
         return SKIPPED
-    first, last = columns[0], rows[1] - 1
-    if not any(bisect_right(each, first) < bisect_right(each, last) for each in starts):
+    if not any(bisect_right(each, columns[0]) < bisect_right(each, rows[1] - 1) for each in starts):
         return CAUSAL if rows == columns else FULL
-    near = columns[1] - 1, rows[0]  # the tokens that are nearest to each other
-    apart = all(bisect_right(each, near[0]) < bisect_right(each, near[1]) for each in starts)
+    apart = all(bisect_right(each, columns[1] - 1) < bisect_right(each, rows[0]) for each in starts)
     return SKIPPED if apart else MASKED
