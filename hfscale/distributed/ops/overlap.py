@@ -20,6 +20,7 @@ after one question for all.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_pass, version_of
-from .collectives import Started
+from .collectives import Started, apply_mapping
 from .shared_casts import autocasted, autocasted_weight
 
 _ATTRIBUTE, _ENTRY = "_hfscale_products", "_hfscale_entry"
@@ -76,10 +77,6 @@ def multiplied_by(module: Any) -> Callable[[], Products]:
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
 """Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
-
-
-Flight = list[Started]
-"""The collective between its launch and its wait, if it is in flight."""
 
 
 class Regather:
@@ -141,21 +138,24 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
 class Entry:
     """Compute the gradient of a block's input for all projections that read that very tensor, which carries this."""
 
+    shape: torch.Size  # of the input
+    kind: dict[str, Any]  # its dtype and device
+
     def __init__(self) -> None:
         self.agrees = False  # whether one of them asks other ranks first; else each computes its own
         # by their products, the gradient of the output [n, out], and the weight [out, in]; the second half of a split
         # backward pass leaves them here
         self.left: dict[Products, tuple[Tensor, Tensor]] = {}
 
-    def to_input(self, total: Tensor | None, shape: torch.Size, kind: dict[str, Any]) -> Tensor:
+    def to_input(self, total: Tensor | None) -> Tensor:
         """Return the gradient of the input: ``total`` by other readers, and by the projections as they came."""
         left, self.left = self.left, {}
         if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
             asked[0][0].agree(asked)
         for products, (grad, weight) in left.items():
-            term = products.to_input(grad, weight).view(shape).to(**kind)
+            term = products.to_input(grad, weight).view(self.shape).to(**self.kind)
             total = term if total is None else total + term
-        return torch.zeros(shape, **kind) if total is None else total
+        return torch.zeros(self.shape, **self.kind) if total is None else total
 
 
 class DeferredWeightGrad:
@@ -171,52 +171,16 @@ class DeferredWeightGrad:
         self.entry: Entry | None = None  # of the block, if its input is what the projection reads
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
-        self.token: Any = _Weight.apply(weight, self)
+        to_weight = partial(self._gradient, dtype=weight.dtype)
+        self.token = apply_mapping(weight, lambda weight: weight.view_as(weight), to_weight)
 
-
-class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.pop().result(), None
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start, entry: Entry) -> Tensor:
-        ctx.flight, ctx.reduce, ctx.shape, ctx.entry = flight, reduce, x.shape, entry
-        ctx.set_materialize_grads(False)
-        whole = x.view_as(x) if gather is None else gather(x).result()
-        ctx.whole = whole.shape, {"dtype": whole.dtype, "device": whole.device}
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        total = ctx.entry.to_input(grads[0], *ctx.whole)
-        ctx.flight.append(ctx.reduce(total))
-        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
-        return total.new_zeros(()).expand(ctx.shape), None, None, None, None
-
-
-class _Weight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, later: DeferredWeightGrad) -> Tensor:
-        ctx.later, ctx.dtype = later, weight.dtype
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        later = ctx.later
-        (x, grad), later.operands = later.operands, None
-        x = later.derive(later.regather.take()).to(grad.dtype) if x is None else x
-        return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
+    def _gradient(self, _: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self.operands is not None  # the projection's backward pass comes first
+        (x, grad), self.operands = self.operands, None
+        if x is None:
+            assert self.regather is not None
+            x = self.derive(self.regather.take()).to(grad.dtype)
+        return self.products.to_weight(grad, x, self.transposed).to(dtype)
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -265,13 +229,20 @@ def enter_overlapped(
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
     """
-    flight: Flight = []
-    x = _Await.apply(x, flight)
+    entry, flight = Entry(), list[Started]()  # the collective between its launch and its wait
+
+    def launch(by_others: Tensor | None) -> Tensor:
+        grad = entry.to_input(by_others)
+        flight.append(reduce(grad))
+        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
+        return grad.new_zeros(()).expand(shape)
+
+    x, shape = apply_mapping(x, lambda x: x.view_as(x), lambda _: flight.pop().result()), x.shape
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]
-    entry = Entry()
-    whole = _Launch.apply(x, flight, gather, reduce, entry)
+    whole = apply_mapping(x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, undefined=True)
+    entry.shape, entry.kind = whole.shape, {"dtype": whole.dtype, "device": whole.device}
     setattr(whole, _ENTRY, (entry, version_of(whole)))
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)
