@@ -17,10 +17,9 @@ from torch.nn import functional as F
 
 from ..._compat.transformers.attention import and_masks, causal_mask_function, keep_documents_apart, leave_out_padding
 from ..._compat.transformers.computing import begins_anew, text_positions
-from ...distributed.ops.segments import starts_of
 from ...errors import ConfigError
 from ...plan.feature_plans import IDS, ROUTES, TARGETS
-from ...plan.sequence_split import Interval, Split, tokens_of
+from ...plan.sequence_split import Interval, Split, starts_of, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {
