@@ -53,7 +53,7 @@ def load_and_save(source: str, target: str, layout: Layout) -> None:
     hfscale.save_pretrained(model, target, max_shard_size="12KB")
 
 
-@pytest.mark.daily("gpt2-True-pp2-shard2", "deepseek_v3-False-zbv", "qwen3-True-pp2", "gpt2-True-interleaved")
+@pytest.mark.daily("deepseek_v3-False-zbv", "gpt2-True-pp2-shard2")
 @pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str) -> None:
     parallel = LAYOUTS[layout]

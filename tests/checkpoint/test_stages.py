@@ -86,6 +86,7 @@ def bytes_read(path: str, layout: Layout) -> tuple[int, int]:
     return runtime_of(model).mesh.ranks["pp"], total
 
 
+@pytest.mark.daily("True-pp2-shard2", "True-interleaved")
 @pytest.mark.parametrize(
     ("layout", "first"),
     [(PP2, (0,)), (INTERLEAVED, (0, 2)), ({**PP2, "dp_shard_size": 2}, (0,))],

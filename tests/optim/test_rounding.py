@@ -107,7 +107,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return of
 
 
-@pytest.mark.daily("ragged-tp2", "fused-pp2")
+@pytest.mark.daily("ragged-tp2")
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -158,7 +158,7 @@ def on_host(layout: dict[str, Any], name: str, dtype: torch.dtype, offload: bool
     return [local_tensor(p.detach()) for p in model.parameters()]
 
 
-@pytest.mark.daily("adamw_8bit-dtype2-shard2", "adamw_torch_fused-dtype0-tp2")
+@pytest.mark.daily("adamw_torch_fused-dtype0-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "shard2", "pp2"])
 @pytest.mark.parametrize(
     ("name", "dtype"),

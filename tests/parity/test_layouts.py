@@ -41,7 +41,7 @@ MODELS = {
 _FUSED = ["tp2", "shard2", "tp2-shard2"]
 
 
-@pytest.mark.daily("gpt2-tp2-shard2", "llama-tp2-replicate2-reduced-each", "llama-replicate2-shard2", "llama-tp2")
+@pytest.mark.daily("llama-tp2-replicate2-reduced-each", "gpt2-tp2-shard2")
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
@@ -59,7 +59,7 @@ _SHARDED = ["llama-tied", "llama-biases", "qwen3"]
 _OTHERS = [name for name in MODELS if name not in ("llama", "gpt2")]
 
 
-@pytest.mark.daily("llama-padding-token-tp2", "gpt2-untied-tp2", "qwen2-tied-tp2")
+@pytest.mark.daily("llama-padding-token-tp2", "gpt2-untied-tp2")
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
@@ -84,7 +84,7 @@ def test_one_process(model: str) -> None:
 _BUILDS = ["from_pretrained", "parallelize"]
 
 
-@pytest.mark.daily("llama-tied-from_pretrained-replicate2", "gpt2-parallelize-tp2")
+@pytest.mark.daily("gpt2-parallelize-tp2")
 @pytest.mark.parametrize(
     ("model_build", "layout"),
     pairs(

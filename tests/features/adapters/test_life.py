@@ -84,6 +84,7 @@ def test_first_values_are_pefts(pools: Pools, start: str, tmp_path: Path, kind: 
             torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6 if kind == "dora" else 0, msg=name)
 
 
+@pytest.mark.slow
 def test_decompositions_leave_the_model_as_it_is(pools: Pools, start: str) -> None:
     """PiSSA and OLoRA take out of the weights what they put into the adapters."""
     ids = torch.arange(12).reshape(1, 12)
@@ -107,7 +108,7 @@ MERGED = {
 }
 
 
-@pytest.mark.daily("dora-tp2", "copies-pp2", "loha-tp2", "embedding-pp2", "dora-one")
+@pytest.mark.daily("dora-tp2", "embedding-pp2")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
 @pytest.mark.parametrize("kind", MERGED)

@@ -74,7 +74,7 @@ def first_step(path: str) -> float:
     return float(model(input_ids=tokens(4), labels=tokens(4)).loss.detach())
 
 
-@pytest.mark.daily("late-tp2", "loaded-pp2")
+@pytest.mark.daily("loaded-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("late", [False, True], ids=["loaded", "late"])
 def test_losses_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, late: bool, layout: str) -> None:
@@ -120,7 +120,7 @@ def experts_trained(path: str, layout: Layout, late: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.daily("loaded-ep2-shard4", "late-tp2")
+@pytest.mark.daily("late-tp2")
 @pytest.mark.parametrize("layout", ["shard2", "tp2", "ep2-shard2", "ep2-shard4"])
 @pytest.mark.parametrize("late", [False, True], ids=["loaded", "late"])
 def test_factors_of_experts(pools: Pools, tmp_path: Path, late: bool, layout: str) -> None:

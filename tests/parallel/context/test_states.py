@@ -130,6 +130,7 @@ def test_each_rank_does_its_part_of_the_work(pools: Pools, tmp_path: Path, famil
         assert sent == 2 * state
 
 
+@pytest.mark.daily("bamba-{'lengths': (5, 4), 'frozen': ('layers.0', 'embed')}-{'cp_size': 4}")
 @pytest.mark.parametrize(
     ("family", "changes", "axes"),
     [
