@@ -11,7 +11,7 @@ from hfscale.testing import RankPool
 from hfscale.testing.pool import PRELOADED
 
 # By all ranks: once for all in the process that they are forked from. PEFT recommends a package as it comes.
-IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build")
+IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build", "hfscale.recipes.run", "trl.trainer.grpo_trainer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
