@@ -80,6 +80,7 @@ def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied
         assert json.loads((tmp_path / "out" / file).read_text()) == json.loads((tmp_path / "in" / file).read_text())
 
 
+@pytest.mark.slow
 def test_from_stages_to_tensor_ranks_to_one_process(pools: Pools, tmp_path: Path) -> None:
     stock_model("gpt2", True).save_pretrained(tmp_path / "0")
     steps: list[Layout] = [LAYOUTS["interleaved"], {"tp_size": 2}, {"pp_size": 4}, LAYOUTS["pp2-tp2"]]

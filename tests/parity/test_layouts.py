@@ -115,6 +115,7 @@ def test_attention_implementations(pools: Pools, attention: str) -> None:
     assert_layout_equal(case, ParallelConfig(tp_size=2), pools(2))
 
 
+@pytest.mark.slow
 def test_tp4_with_uneven_shares(pools: Pools) -> None:
     # 67 tokens over 4 ranks are 17, 17, 17, 16 and 50 MLP columns 13, 13, 13, 11
     case = Case(tiny("llama", num_key_value_heads=4, mlp_bias=True))

@@ -114,7 +114,7 @@ def test_copied_bytes_are_the_formula(pools: Pools, layout: str) -> None:
         assert any("of activations; at most two layers'" in note for note in notes)
 
 
-@pytest.mark.daily("tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])
 def test_over_four_bits(pools: Pools, tmp_path: Path, layout: str) -> None:
     path = save(wide("llama"), tmp_path)

@@ -153,7 +153,7 @@ def refused_between(path: str, layout: Layout, bits: int, refused: bool) -> list
     return found
 
 
-@pytest.mark.daily("tp2-8", "shard2-4")
+@pytest.mark.daily("tp2-8")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])
 def test_a_refused_adapter_leaves_a_quantized_model_as_it_was(

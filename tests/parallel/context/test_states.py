@@ -86,6 +86,7 @@ def test_pieces_with_states_are_the_whole(family: str) -> None:
     _assert_close(_gradients(mixer, x), wanted)
 
 
+@pytest.mark.daily("kimi_linear", "bamba")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_begin_with_nothing(family: str) -> None:
     """Other documents in each row, some of one token; a deep copy computes with weights of its own."""
