@@ -37,7 +37,7 @@ def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) 
 
 
 def flash_on_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output and lse, in 16 bits."""
+    """Return output and lse, in 16 bits; several query heads may share a key head."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 

@@ -15,7 +15,7 @@ from .._compat.transformers.classes import empty_model, stock_class
 from .._compat.transformers.conversions import convert, loaded_targets
 from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from .._compat.transformers.saving import AsStored
-from ..checkpoint.carried import announced, copy_tensors
+from ..checkpoint.carried import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
 from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
 from ..checkpoint.stored_forms.scheme import describe_form, form_in, split_stored_form
@@ -141,9 +141,8 @@ def merge_adapter(
 
 
 def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: str | int) -> int:
-    contents = announced(merged.stored)
-    writer = CheckpointWriter(out, again.layout(contents), max_shard_size)
-    changed = dict.fromkeys(key for key in contents if merged.changed(key))
+    writer = CheckpointWriter(out, again.layout(merged.stored), max_shard_size)
+    changed = dict.fromkeys(key for key in merged.stored if merged.changed(key))
     for key, tensor in merged.stored.items():
         if key not in changed:
             copied = {key: tensor} if again.form is None else in_the_file(key, tensor)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat.transformers.classes import class_name
 from ..distributed.files.directories import leads_out
@@ -83,13 +82,8 @@ def _source(directory: Path) -> dict[str, TensorOnDisk]:
     return {}
 
 
-def announced(tensors: Mapping[str, TensorOnDisk]) -> dict[str, Tensor]:
-    """Return the tensors on the meta device, as a writer of checkpoints takes them."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-
-
 def copy_tensors(tensors: Mapping[str, TensorOnDisk], writer: CheckpointWriter) -> None:
-    """Write tensors that were :func:`announced`, one at a time."""
+    """Write tensors one at a time."""
     for name, tensor in tensors.items():
         writer.add(name, tensor[...])
 

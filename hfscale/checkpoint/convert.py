@@ -21,7 +21,7 @@ from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import all_or_none, atomic_directory
-from .carried import announced, carried_tensors, copy_files, copy_tensors, note_carried, stored_keys
+from .carried import carried_tensors, copy_files, copy_tensors, note_carried, stored_keys
 from .save import write_parameter
 from .state_directory import candidates, find_whole, mark_of, problems_of, states_in
 from .state_format import INDEX, StateIndex, StateReader
@@ -89,7 +89,7 @@ def _write_model(
     converted = AsStored(model, contents)
     again = quantized_again(model) if as_stored else QuantizedAgain()
     carried = carried_tensors(model, as_stored)
-    writer = CheckpointWriter(target, {**again.layout(converted.layout), **announced(carried)}, size)
+    writer = CheckpointWriter(target, {**again.layout(converted.layout), **carried}, size)
     for name, key in stored.items():
         write_parameter(writer, converted, again, name, reader.whole(key))
     copy_tensors(carried, writer)

@@ -23,7 +23,7 @@ from ..features.quantization.part import refuse_quantized
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of, writing
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
-from .carried import announced, carried_tensors, copy_files, copy_tensors
+from .carried import carried_tensors, copy_files, copy_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
 
@@ -93,7 +93,7 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
         writer, wrong, carried = None, "", dict[str, TensorOnDisk]()
         if writing.is_writer(runtime.mesh):
             carried = staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
-            layout = {**layout, **announced(carried)}
+            layout = {**layout, **carried}
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)

@@ -14,12 +14,14 @@ from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
+from .look import add_json
 from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
     *("train", "drill", "plan", "estimate", "search", "calibrate", "verify", "blueprint", "schedule"),
     *("convert", "inspect", "merge", "upcycle", "doctor", "bench", "completion"),
 )
+_WITHOUT_JSON = ("train", "drill", "calibrate")  # the first has its own, the others write lines and files
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
 """Modules with ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``, which returns
 an exit code if that is not 0."""
@@ -120,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(made[name])
+        if name not in _WITHOUT_JSON:
+            add_json(made[name])
         made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(commands=made)
     return parser

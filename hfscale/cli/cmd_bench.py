@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .look import add_json, check_writable, print_json, table, working
+from .look import check_writable, print_json, working
 from .model_flags import bytes_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
     parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="message sizes (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -75,6 +74,7 @@ def _measured(sizes: list[int], processes: int | None) -> tuple[list["Measured"]
 
 
 def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: str) -> None:
+    from ..plan.columns import aligned
     from ..plan.table import human
     from .bench_collectives import suggested_bucket
 
@@ -89,7 +89,7 @@ def _show(arguments: argparse.Namespace, measured: Sequence["Measured"], where: 
     names = list(dict.fromkeys(each.collective for each in measured))
     rows = [[name, *(f"{of[name, size].bus_bandwidth / 1e9:.3f}" for size in sizes)] for name in names]
     print(f"bus bandwidth in GB/s, {where}, by bytes of the message\n")
-    print(table(["", *map(human, sizes)], rows, right=range(1, len(sizes) + 1)))
+    print(*aligned([["", *map(human, sizes)], *rows], left=(0,), ruled=True), sep="\n")
     latency = min(of["all-reduce", size].seconds for size in sizes)
     print(
         f"\nan all-reduce takes {1e6 * latency:,.0f} us at least; from {human(bucket)} on it has 80% of its best "

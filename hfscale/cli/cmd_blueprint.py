@@ -2,7 +2,7 @@
 
 import argparse
 
-from .look import add_json, print_json
+from .look import print_json
 from .model_flags import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
@@ -16,7 +16,6 @@ EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--infer", action="store_true", help="infer it, also where the family is known")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from .._compat.standard_library import arguments_of, flags_of
 from ..recipes import LIBRARY
-from .look import add_json, show
+from .look import show
 
 HELP = "print what a shell needs to complete hfscale's command lines"
 DESCRIPTION = (
@@ -29,7 +29,6 @@ complete -o default -F _hfscale hfscale
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

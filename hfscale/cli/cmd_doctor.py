@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from .look import add_json, print_json
+from .look import print_json
 
 if TYPE_CHECKING:
     from .doctor_checks import Finding
@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a name that train --list shows")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe keys to override")
     parser.add_argument("--recipe-only", action="store_true", help="leave this machine out")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

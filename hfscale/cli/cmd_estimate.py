@@ -3,7 +3,7 @@
 import argparse
 
 from . import model_flags as flags
-from .look import add_json, check_writable, show
+from .look import check_writable, show
 
 HELP = "estimate seconds and bytes of a training step under a layout"
 DESCRIPTION = (
@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of one microbatch")
     parser.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step, also without stages")
     flags.add_html(parser)
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .look import add_json, show
+from .look import show
 
 HELP = "say what a saved state or checkpoint holds, and whether it is whole"
 DESCRIPTION = (
@@ -16,7 +16,6 @@ EXAMPLE = "hfscale inspect states"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="a state, several, or a checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only: read no file to its end")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from . import model_flags as flags
-from .look import add_json, bar, print_json, show
+from .look import bar, print_json, show
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let one rank of every kind of stage take a step without weights, and count what it sends and keeps "
         "(a microbatch is one sequence of --tokens; --microbatches of a step)",
     )
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..config.schedules import SCHEDULES
 from ..errors import ConfigError
-from .look import add_json, check_writable
+from .look import check_writable
 
 HELP = "draw what a pipeline schedule does, and beside it how a run went"
 DESCRIPTION = (
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the plan as a trace that Perfetto opens")
     parser.add_argument("--width", type=int, metavar="N", help="columns to draw in (default: the terminal's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="(default: %(default)s)")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

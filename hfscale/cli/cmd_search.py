@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from . import model_flags as flags
-from .look import add_json, check_writable, print_json, working
+from .look import check_writable, print_json, working
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
 DESCRIPTION = (
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--its-tokens-per-step", metavar="N", help="the batch that --learning-rate was tuned for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a recipe for hfscale train")
     flags.add_html(parser)
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

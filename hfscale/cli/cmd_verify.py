@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ..errors import ConfigError
 from . import model_flags as flags
-from .look import add_json, show, working
+from .look import show, working
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
 DESCRIPTION = (
@@ -14,14 +14,12 @@ DESCRIPTION = (
     "difference. Needs no weights and no GPU."
 )
 EXAMPLE = "hfscale verify Qwen/Qwen3-8B --tp 2 --pp 2 --schedule zbv"
-_DEFAULT = "AutoModelForCausalLM"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model_arguments(parser)
     flags.add_layout_arguments(parser)
     flags.add_lora(parser, "train LoRA adapters instead, against stock PEFT")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     auto_class, asked = flags.auto_class_of(arguments.auto_class), flags.layout_of(arguments)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)
-    other = arguments.auto_class != _DEFAULT
+    other = arguments.auto_class != "AutoModelForCausalLM"
     chosen = {"auto_class": auto_class} if other else {}
     working(f"training a tiny {config.model_type} in {asked.describe()} and in one process")
     with flags.building(arguments, config):

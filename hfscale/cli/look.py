@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,25 +64,16 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Format a table with aligned columns; those with an index in ``right`` are aligned right."""
-    from ..plan.columns import aligned
-
-    left = [place for place in range(len(head)) if place not in right]
-    return "\n".join(aligned([head, *rows], left, ruled=True))
-
-
 _STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-shard-size``, ``--overwrite`` and ``--json``, for a command that writes a checkpoint to OUT."""
+    """Add ``--max-shard-size`` and ``--overwrite``, for a command that writes a checkpoint to OUT."""
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: %(default)s)")
     parser.add_argument(
         "--overwrite", action="store_true", help="write into OUT though it has files: those of the same names, and "
         "weights, are replaced, others stay"
     )  # fmt: skip
-    add_json(parser)
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -75,10 +76,8 @@ def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 TEXT = Task(AutoModelForCausalLM)
-PAIRS = Task(
-    AutoModelForSequenceClassification,
-    adapter="SEQ_CLS",
-    tag="text-classification",
+_SCORED = partial(Task, AutoModelForSequenceClassification, adapter="SEQ_CLS", tag="text-classification")
+PAIRS = _SCORED(
     each="pair",
     baseline="loss of a coin",
     knows="what scores that tell nothing would have",
@@ -86,10 +85,7 @@ PAIRS = Task(
     loss=preference,
     right=preferred,
 )
-CLASSES = Task(
-    AutoModelForSequenceClassification,
-    adapter="SEQ_CLS",
-    tag="text-classification",
+CLASSES = _SCORED(
     each="text",
     baseline="entropy of the classes",
     knows="the best that knowing only how frequent each class is can do",

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from itertools import product
 from math import lcm, prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...distributed.files.dequantized import Along, Box, DequantizedOnDisk
 from ...distributed.files.reader import open_tensors
+from ...distributed.files.writer import Shaped
 from ...errors import CheckpointError, ConfigError
 from ..carried import carried_by
 from .arithmetic import packed, powers_of_two, scaled_twice
@@ -44,9 +46,9 @@ class QuantizedAgain:
         plain = {} if form is None else as_plain(self._stored, form)
         self._weights = {key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)}
 
-    def layout(self, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return every tensor to be written, on the meta device; raise :class:`CheckpointError` if names differ."""
-        result: dict[str, Tensor] = {}
+    def layout(self, plain: Mapping[str, Any]) -> dict[str, Shaped]:
+        """Return the shape and dtype of all to be written; raise :class:`CheckpointError` if names differ."""
+        result: dict[str, Shaped] = {}
         strange = [key for key in plain if key not in self._weights and key not in self._stored]
         lost = [key for key in self._weights if key not in plain]
         if strange and lost:
@@ -56,10 +58,10 @@ class QuantizedAgain:
             )
         for key, tensor in plain.items():
             if key in self._weights:
-                stored = in_the_file(key, self._weights[key])
-                result |= {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in stored.items()}
+                result |= in_the_file(key, self._weights[key])
             else:
-                result[key] = tensor.to(self._stored[key].dtype) if key in self._stored else tensor
+                kept = self._stored.get(key, tensor).dtype
+                result[key] = tensor if tensor.dtype == kept else tensor.to(kept)
         return result
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:

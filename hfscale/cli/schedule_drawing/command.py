@@ -1,7 +1,6 @@
 """Show a pipeline schedule before it runs, or beside a recorded run (``hfscale schedule``)."""
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ...parallel.pipeline.csv_table import read_csv, write_csv
 from ...parallel.pipeline.orders import order
 from ...parallel.pipeline.simulation import DEFAULT_COSTS, Costs, simulate
 from ...parallel.pipeline.timeline import KINDS, Kind, Order, Span, Timeline
+from ..look import print_json
 from .schedule_plot import LOOKS, draw, forward_length, has_later_stages, shown_kinds, title
 
 
@@ -52,7 +52,7 @@ def _write(
     if arguments.save_trace:
         write_trace(arguments.save_trace, planned)
     if arguments.json:
-        print(json.dumps({name or "planned": described(timeline) for name, timeline in shown}, indent=1))
+        print_json({name or "planned": described(timeline) for name, timeline in shown})
         return
     width = arguments.width or shutil.get_terminal_size((100, 24)).columns
     colour = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())

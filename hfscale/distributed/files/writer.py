@@ -19,7 +19,9 @@ from torch import Tensor
 from ...errors import CheckpointError
 from .complete import FileSum
 from .directories import sync
-from .reader import NAMES
+from .reader import NAMES, TensorOnDisk
+
+Shaped = Tensor | TensorOnDisk  # of which shape and dtype are read
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARDS = "-?????-of-?????"
@@ -34,13 +36,13 @@ REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter
 
 
 class CheckpointWriter:
-    """A writer of ``contents`` (stored name -> meta tensor) to safetensors files in ``directory``."""
+    """A writer of ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``."""
 
-    def __init__(self, directory: Path, contents: dict[str, Tensor], max_shard_size: str | int) -> None:
+    def __init__(self, directory: Path, contents: Mapping[str, Shaped], max_shard_size: str | int) -> None:
         self.directory = directory
         try:
             split = split_state_dict_into_shards_factory(
-                contents,
+                dict[str, Any](contents),
                 get_storage_size=lambda tensor: prod(tensor.shape) * tensor.dtype.itemsize,
                 filename_pattern="model{suffix}.safetensors",
                 max_shard_size=max_shard_size,
@@ -82,11 +84,11 @@ class CheckpointWriter:
             (self.directory / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
 
 
-def _describe(tensor: Tensor) -> str:
+def _describe(tensor: Shaped) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
-def safetensors_header(contents: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int], int]:
     """Return the header bytes of a safetensors file, the offset of each tensor in it, and its size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -18,6 +18,7 @@ A projection with products other than torch's own (in 8 bits, say) registers the
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_pass, version_of
-from .collectives import Started
+from .collectives import Started, apply_mapping
 from .shared_casts import autocasted, autocasted_weight
 
 _ATTRIBUTE = "_hfscale_products"
@@ -65,10 +66,6 @@ def multiplied_by(module: Any) -> Callable[[], Products]:
 Start = Callable[[Tensor], Started]
 Derive = Callable[[Tensor], Tensor]
 """Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
-
-
-Flight = list[Started]
-"""The collective between its launch and its wait, if it is in flight."""
 
 
 class Regather:
@@ -139,48 +136,16 @@ class DeferredWeightGrad:
         self.derive: Derive = as_it_is
         self.operands: tuple[Tensor | None, Tensor] | None = None  # input [n, in] (None: regathered), d output [n, out]
         # the weight, as the projection must use it: by :func:`column_parallel_linear`, once
-        self.token: Any = _Weight.apply(weight, self)
+        to_weight = partial(self._gradient, dtype=weight.dtype)
+        self.token = apply_mapping(weight, lambda weight: weight.view_as(weight), to_weight)
 
-
-class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.pop().result(), None
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight, gather: Start | None, reduce: Start) -> Tensor:
-        ctx.flight, ctx.reduce, ctx.shape = flight, reduce, x.shape
-        return x.view_as(x) if gather is None else gather(x).result()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.flight.append(ctx.reduce(grads[0]))
-        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
-        return grads[0].new_zeros(()).expand(ctx.shape), None, None, None
-
-
-class _Weight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, later: DeferredWeightGrad) -> Tensor:
-        ctx.later, ctx.dtype = later, weight.dtype
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        later = ctx.later
-        (x, grad), later.operands = later.operands, None
-        x = later.derive(later.regather.take()).to(grad.dtype) if x is None else x
-        return later.products.to_weight(grad, x, later.transposed).to(ctx.dtype), None
+    def _gradient(self, _: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self.operands is not None  # the projection's backward pass comes first
+        (x, grad), self.operands = self.operands, None
+        if x is None:
+            assert self.regather is not None
+            x = self.derive(self.regather.take()).to(grad.dtype)
+        return self.products.to_weight(grad, x, self.transposed).to(dtype)
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -226,12 +191,18 @@ def enter_overlapped(
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
     """
-    flight: Flight = []
-    x = _Await.apply(x, flight)
+    flight: list[Started] = []  # the collective between its launch and its wait
+
+    def launch(grad: Tensor) -> Tensor:
+        flight.append(reduce(grad))
+        # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
+        return grad.new_zeros(()).expand(shape)
+
+    x, shape = apply_mapping(x, lambda x: x.view_as(x), lambda _: flight.pop().result()), x.shape
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]
-    whole = _Launch.apply(x, flight, gather, reduce)
+    whole = apply_mapping(x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch)
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)
         narrow = None if cast is own else (cast, Regather(gather))

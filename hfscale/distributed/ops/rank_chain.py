@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...plan.sequence_split import Split
-from .collectives import gather_from_sequence_region, waiting
+from .collectives import apply_mapping, gather_from_sequence_region, waiting
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,12 @@ class RankChain:
         number = self._number(index)
         if number == 0 or self._owner(number - 1) == self.rank:
             return state
-        return _Received.apply(anchor, state, self._owner(number - 1), self.group)
+        owner, empty = self._owner(number - 1), torch.empty_like(state, memory_format=torch.contiguous_format)
+
+        def backward(grad: Tensor) -> Any:
+            _send(grad, owner, self.group)
+
+        return apply_mapping(anchor, lambda _: _receive(empty, owner, self.group), backward)
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
         """Send the state after a piece to the rank of the next one, if that is another; the output must depend on what
@@ -69,7 +73,16 @@ class RankChain:
         number = self._number(index) + 1
         if number == 2 * self.split.size or self._owner(number) == self.rank:
             return None
-        return _Sent.apply(state, self._owner(number), self.group)
+        owner, like = self._owner(number), torch.empty_like(state, device="meta")
+
+        def forward(state: Tensor) -> Tensor:
+            _send(state, owner, self.group)
+            return state.new_zeros(())
+
+        def backward(grad: Tensor) -> Tensor:
+            return _receive(torch.empty(like.shape, dtype=like.dtype, device=grad.device), owner, self.group)
+
+        return apply_mapping(state, forward, backward)
 
     def _number(self, index: int) -> int:
         """Return the place among all pieces of this rank's early (0) or late (1) one."""
@@ -90,30 +103,3 @@ def _receive(x: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
     with waiting("recv", peer, group):
         dist.recv(x, peer, group=group)
     return x
-
-
-class _Sent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.kind, ctx.rank, ctx.group = (state.shape, state.dtype, state.device), rank, group
-        _send(state, rank, group)
-        return state.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        shape, dtype, device = ctx.kind
-        return _receive(torch.empty(shape, dtype=dtype, device=device), ctx.rank, ctx.group), None, None
-
-
-class _Received(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, like: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.group = rank, group
-        return _receive(torch.empty_like(like, memory_format=torch.contiguous_format), rank, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _send(grads[0], ctx.rank, ctx.group)
-        return None, None, None, None

@@ -97,27 +97,19 @@ def _by_steps(trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, los
         full = {**full, "labels": torch.full_like(full["input_ids"], -100)}
     items = float(labels_of_step(trainer, [full])) if loss_of.shift else None
     given: dict[str, Any] = {"label_smoothing": trainer.args.label_smoothing_factor, "num_items_in_batch": items}
-    if staged and not loss_of.ignores:
-        return _by_pieces(trainer, model, inputs, pieces(trainer.runtime.executor, [full], 1, most)[0], loss_only)
-    if loss_only:
-        return eval_step(model, full, **given).float() if labelled else None, None, None
-    loss, outputs = eval_step(model, full, return_outputs=True, **given)
-    logits = convert_to_fp32(outputs.logits)[:rows]
+    batches, executor, uncut = [full], trainer.runtime.executor, staged and not loss_of.ignores
+    if uncut:
+        batches, given = pieces(executor, [full], 1, most)[0], {}
+    with executor.uncut() if uncut else nullcontext():
+        if loss_only:
+            return eval_step(model, batches, **given).float() if labelled else None, None, None
+        loss, outputs = eval_step(model, batches, return_outputs=True, **given)
+    found = [each.logits[: rows_of(batch)] for each, batch in zip(outputs, batches, strict=True)]
+    logits = convert_to_fp32(torch.cat(found))[:rows]
     if not labelled:
         return None, logits, None
     # Repeated examples that are packed into one row have no labels.
     return loss.float(), logits, (counted if loss_of.ignores else inputs)["labels"].to(logits.device)
-
-
-def _by_pieces(trainer: Any, model: nn.Module, inputs: Batch, given: list[Batch], loss_only: bool) -> _Result:
-    """Run a loss without an ignored label through stages."""
-    with trainer.runtime.executor.uncut():
-        if loss_only:
-            return eval_step(model, given).float(), None, None
-        loss, outputs = eval_step(model, given, return_outputs=True)
-    found = [each.logits[: rows_of(piece)] for each, piece in zip(outputs, given, strict=True)]
-    logits = convert_to_fp32(torch.cat(found))
-    return loss.float(), logits, inputs["labels"].to(logits.device)
 
 
 def _fitting(executor: Executor, rows: int) -> int:

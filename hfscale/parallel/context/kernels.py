@@ -163,12 +163,13 @@ Kernel = FlashOnCpu | ScoreKernel
 
 @dataclass(frozen=True)
 class FlashOnCuda(ScoreKernel):
-    """Run torch's flash kernel for GPUs, 16 bits, on full and causal blocks; hold scores for any other mask."""
+    """Run torch's flash kernel for GPUs, 16 bits, which takes fewer key heads than queries, on full and causal blocks;
+    hold scores for any other mask.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         if block.bias is not None:
             return super().forward(q, k, v, block)
-        k, v = _repeated(q, k, v)
         out, lse = flash_on_cuda(q, k, v, block.causal, self.scale)
         return out, lse[..., : q.shape[2]]
 
@@ -177,17 +178,7 @@ class FlashOnCuda(ScoreKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if block.bias is not None:
             return super().backward(grad, q, k, v, out, lse, block)
-        groups = q.shape[1] // k.shape[1]
-        k, v = _repeated(q, k, v)
-        dq, dk, dv = flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
-        if groups > 1:
-            dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
-        return dq, dk, dv
-
-
-def _repeated(q: Tensor, *heads: Tensor) -> list[Tensor]:
-    """Repeat key heads for the queries that share them."""
-    return [x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in heads]
+        return flash_on_cuda_backward(grad, q, k, v, out, lse.contiguous(), block.causal, self.scale)
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:

@@ -13,20 +13,11 @@ from .layer_probes import prove_entry, prove_loan, prove_passage, prove_reach, p
 from .loss_proofs import prove_documents, prove_loss, prove_own_loss, prove_token_loss
 from .mixing import prove_mixing
 
-PROOFS: dict[str, Callable[..., tuple[Any, bool]]] = {
-    "blueprint": prove_blueprint,
-    "completed": prove_completed,
-    "documents": prove_documents,
-    "entry": prove_entry,
-    "loan": prove_loan,
-    "loss": prove_loss,
-    "mixing": prove_mixing,
-    "own loss": prove_own_loss,
-    "passage": prove_passage,
-    "reach": prove_reach,
-    "token loss": prove_token_loss,
-    "unused": prove_unused,
-}
+_ALL: tuple[Callable[..., tuple[Any, bool]], ...] = (
+    *(prove_blueprint, prove_completed, prove_documents, prove_entry, prove_loan, prove_loss, prove_mixing),
+    *(prove_own_loss, prove_passage, prove_reach, prove_token_loss, prove_unused),
+)
+PROOFS = {proof.__name__.removeprefix("prove_").replace("_", " "): proof for proof in _ALL}
 """Question -> its proof, of a model and of what else is given."""
 
 
