@@ -1,6 +1,6 @@
 """Assign the tokens of a batch's sequences to ranks: pure arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -103,9 +103,11 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
     return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"
 
 
-def tokens_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample; refuse batches without token ids and embeddings."""
-    for name in ("input_ids", "inputs_embeds"):
+def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
+    """Return the number of samples, and of tokens per sample, in the ``first`` inputs or else in token ids or
+    embeddings; refuse batches without these.
+    """
+    for name in (*first, "input_ids", "inputs_embeds"):
         found = batch.get(name)
         if isinstance(found, Tensor) and found.ndim > 1:
             return found.shape[0], found.shape[1]

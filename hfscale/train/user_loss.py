@@ -215,7 +215,10 @@ class UserLoss:
         with torch.set_grad_enabled(train), gradients_aside(parameters) as before:
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
-            count = self._total_count()
+            none = torch.zeros((), dtype=torch.float64, device=runtime.mesh.device)
+            count = runtime.sum_of_shares(none + torch.stack(self._counts).sum() if self._counts else none)
+            count = torch.where(count == 0, torch.ones_like(count), count)
+        self._given, self._counts = (), []
         for parameter, gradient in zip(parameters, before, strict=True):
             if parameter.grad is not None:
                 made = local_tensor(parameter.grad)
@@ -260,9 +263,3 @@ class UserLoss:
                 ".detach(), .item() or torch.no_grad()"
             )
         return total, count
-
-    def _total_count(self) -> Tensor:
-        none = torch.zeros((), dtype=torch.float64, device=self._runtime.mesh.device)
-        count = self._runtime.sum_of_shares(none + torch.stack(self._counts).sum() if self._counts else none)
-        self._given, self._counts = (), []
-        return torch.where(count == 0, torch.ones_like(count), count)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import takes_argument
 from ...distributed.ops.divergence import TaughtRows
 from ...errors import ConfigError
@@ -57,11 +58,9 @@ class KeepsOutputs:
     @contextmanager
     def keeping_outputs(self) -> Iterator[list[Any]]:
         """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
-        self._kept = []
-        try:
-            yield self._kept
-        finally:
-            self._kept = None
+        kept = list[Any]()
+        with attribute_replaced(self, "_kept", kept):
+            yield kept
 
     def _keep(self, output: Any) -> None:
         if self._kept is not None:
