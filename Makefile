@@ -80,8 +80,9 @@ demo-grpo: setup
 	bash scripts/demo_grpo.sh
 
 # Each worker takes whole files, and keeps ranks of its own: as many workers as there are cores to give two ranks each.
+# In the order of their names, of which the last are short: xdist's own ends with the longest, those of one test.
 WORKERS ?= 2
-TEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+TEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(TEST)

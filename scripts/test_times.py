@@ -1,6 +1,6 @@
 """Print where the time of a test run went: files and tests by seconds, from what pytest's ``--junit-xml`` wrote.
 
-    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --junit-xml build/tests.xml
+    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --junit-xml build/tests.xml
     python scripts/test_times.py build/tests.xml
 
 ``make test`` runs on two workers: its tests may take BUDGET seconds together, or it takes longer than a quarter of an

@@ -2,20 +2,19 @@
 
 import gc
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from hfscale.testing import RankPool
-from hfscale.testing.pool import PRELOADED
+# Nothing slow is imported here: xdist's workers start once the process that starts them has read this.
+if TYPE_CHECKING:
+    from hfscale.testing import RankPool
 
 # By all ranks: once for all in the process that they are forked from. PEFT recommends a package as it comes.
-IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build")
+IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build", "hfscale.recipes.run", "trl.trainer.grpo_trainer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
     config.addinivalue_line("markers", "daily(*ids): the cases of a test that `make test` runs; the others are slow")
 
 
@@ -34,6 +33,9 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # tiny products: threads of this process would only wait for those of the ranks
     gc.freeze()  # what is imported stays: a tenth of a second or more for each collection that goes through it
     gc.set_threshold(20_000)
 
@@ -43,7 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], RankPool]]:
+def pools() -> "Iterator[Callable[[int], RankPool]]":
+    from hfscale.testing import RankPool
+    from hfscale.testing.pool import PRELOADED
+
     started: dict[int, RankPool] = {}
 
     def pool(world: int) -> RankPool:

@@ -6,6 +6,7 @@ across a few steps, counting what is imported for type checkers and within funct
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -24,13 +25,17 @@ def _name(path: Path) -> str:
 
 
 FILES = {_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+@cache
+def _nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(FILES[module].read_text())))
 
 
 def _imported(module: str) -> Iterator[str]:
     """Every module named in an import of ``module``, wherever in the file it stands."""
     package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(TREES[module]):
+    for node in _nodes(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -40,7 +45,9 @@ def _imported(module: str) -> Iterator[str]:
                 yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in FILES else source
 
 
-GRAPH = {module: {name for name in _imported(module) if name in FILES and name != module} for module in FILES}
+@cache
+def _graph() -> dict[str, set[str]]:
+    return {module: {name for name in _imported(module) if name in FILES and name != module} for module in FILES}
 
 
 def _circles() -> list[set[str]]:
@@ -53,7 +60,7 @@ def _circles() -> list[set[str]]:
     def visit(module: str) -> None:
         order[module] = lowest[module] = len(order)
         open_.append(module)
-        for other in GRAPH[module]:
+        for other in _graph()[module]:
             if other not in order:
                 visit(other)
             if other in open_:
@@ -71,7 +78,7 @@ def _circles() -> list[set[str]]:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert sum(map(len, GRAPH.values())) > 2 * len(FILES), "the imports were not read"
+    assert sum(map(len, _graph().values())) > 2 * len(FILES), "the imports were not read"
     assert _circles() == []
 
 
@@ -89,8 +96,8 @@ def _branches(function: ast.AST) -> int:
 
 def test_functions_are_short_and_branch_little() -> None:
     over = {}
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
+    for module in FILES:
+        for node in _nodes(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines, branches = (node.end_lineno or node.lineno) - node.lineno + 1, _branches(node)
                 if lines > LONGEST_FUNCTION or branches > MOST_BRANCHES:
@@ -113,6 +120,6 @@ def test_plans_are_data(library: str) -> None:
 
 def _named_of_torch(module: str) -> Iterator[str]:
     """``from torch import nn``."""
-    for node in ast.walk(TREES[module]):
+    for node in _nodes(module):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             yield from (f"torch.{alias.name}" for alias in node.names)

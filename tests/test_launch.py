@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import sys, torch
+import os, sys
+if "bare" in sys.argv:  # without imports
+    sys.stdout.write(f"RANK {os.environ['RANK']} OF {os.environ['WORLD_SIZE']}\\n")
+    raise SystemExit
+import torch
 torch.set_num_threads(1)
 import hfscale
 from transformers import LlamaConfig
@@ -37,6 +41,7 @@ accelerator.end_training()
 
 
 ACCELERATE, TORCHRUN = "accelerate.commands.launch", "torch.distributed.run"
+TWO = ["--multi_gpu", "--num_processes", "2"]
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU")
 
 
@@ -52,22 +57,25 @@ def launch(
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
+def test_as_many_as_asked_for_start(tmp_path: Path) -> None:
+    done = launch(tmp_path, ["--main_process_port", "0", *TWO], "bare")
+    assert sorted(done.stdout.splitlines()) == ["RANK 0 OF 2", "RANK 1 OF 2"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options", "arguments"),
     [
-        (ACCELERATE, ["--multi_gpu", "--num_processes", "2"], ["stages"]),
-        pytest.param(
-            ACCELERATE, ["--multi_gpu", "--num_processes", "2"], ["accelerator-first"], marks=pytest.mark.slow
-        ),
+        (ACCELERATE, TWO, ["stages"]),
+        (ACCELERATE, TWO, ["accelerator-first"]),
         # people who come with an FSDP launch line get hfscale's data axes, not a second wrapper
-        pytest.param(
+        (
             ACCELERATE,
             ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"],
             ["accelerator-first"],
-            marks=pytest.mark.slow,
         ),
-        pytest.param(TORCHRUN, ["--nproc_per_node", "2"], [], marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"], marks=pytest.mark.slow),
+        (TORCHRUN, ["--nproc_per_node", "2"], []),
+        (TORCHRUN, ["--nproc_per_node", "2"], ["accelerator-first"]),
     ],
 )
 def test_two_ranks_start(tmp_path: Path, launcher: str, options: list[str], arguments: list[str]) -> None:

@@ -13,6 +13,7 @@ from ..tiny_models import tiny
 from ..wrong_calls import outcomes
 
 
+@pytest.mark.daily("MAKING-layout3", "STEPS-layout1")
 @pytest.mark.parametrize(
     ("calls", "layout"),
     [

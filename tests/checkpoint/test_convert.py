@@ -26,6 +26,7 @@ def both(kind: str, layout: str, directory: str) -> None:
     hfscale.save_pretrained(model, f"{directory}/saved", max_shard_size="40KB")
 
 
+@pytest.mark.daily("lora-tp2", "mixture-ep2-cut")
 @pytest.mark.parametrize(
     ("kind", "layout"), [("tied", "zbv"), ("ragged", "tp2-shard2"), ("mixture", "ep2-cut"), ("lora", "tp2")]
 )

@@ -174,11 +174,10 @@ def outcome(
     return outcome
 
 
-DAILY = ("tp2", "ep2-pp2")
+DAILY = ("ep2-shard4",)
 Outcome = Callable[[str], tuple[Path, list[dict[str, Found]]]]
 
 
-@pytest.mark.daily("tp2")
 @pytest.mark.parametrize("case", cases(CASES, daily=DAILY))
 def test_shares_are_slices_of_the_checkpoint(checkpoints: dict[str, Path], outcome: Outcome, case: str) -> None:
     for name in outcome(case)[1][0]:

@@ -135,6 +135,7 @@ def torn(root: str, copies: bool) -> int | None:
     return start(SHARD2, 1, root)[1].load().step
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_torn_state(pools: Pools, tmp_path: Path, copies: bool) -> None:
     assert pools(2).run(torn, str(tmp_path), copies) == [4 if copies else 2] * 2

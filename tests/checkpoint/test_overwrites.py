@@ -115,7 +115,7 @@ def differing(directory: str, layout: hfscale.ParallelConfig, auto_class: Any, *
     return found + [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
 
 
-@pytest.mark.daily("first half-tp2", "second half-dp_shard2", "last-pp2")
+@pytest.mark.daily("last-pp2", "first half-tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pad", [1, VOCABULARY // 2 + 3, VOCABULARY - 1], ids=["first half", "second half", "last"])
 def test_the_padding_row_of_a_whole_embedding(youtu: Any, pools: Any, pad: int, layout: str) -> None:

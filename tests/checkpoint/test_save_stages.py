@@ -53,7 +53,7 @@ def load_and_save(source: str, target: str, layout: Layout) -> None:
     hfscale.save_pretrained(model, target, max_shard_size="12KB")
 
 
-@pytest.mark.daily("gpt2-True-pp2-shard2", "deepseek_v3-False-zbv", "qwen3-True-pp2", "gpt2-True-interleaved")
+@pytest.mark.daily("deepseek_v3-False-zbv", "gpt2-True-pp2-shard2")
 @pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str) -> None:
     parallel = LAYOUTS[layout]
@@ -80,6 +80,7 @@ def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied
         assert json.loads((tmp_path / "out" / file).read_text()) == json.loads((tmp_path / "in" / file).read_text())
 
 
+@pytest.mark.slow
 def test_from_stages_to_tensor_ranks_to_one_process(pools: Pools, tmp_path: Path) -> None:
     stock_model("gpt2", True).save_pretrained(tmp_path / "0")
     steps: list[Layout] = [LAYOUTS["interleaved"], {"tp_size": 2}, {"pp_size": 4}, LAYOUTS["pp2-tp2"]]

@@ -86,6 +86,7 @@ def bytes_read(path: str, layout: Layout) -> tuple[int, int]:
     return runtime_of(model).mesh.ranks["pp"], total
 
 
+@pytest.mark.daily("True-pp2-shard2", "True-interleaved")
 @pytest.mark.parametrize(
     ("layout", "first"),
     [(PP2, (0,)), (INTERLEAVED, (0, 2)), ({**PP2, "dp_shard_size": 2}, (0,))],
@@ -178,7 +179,7 @@ def initialized(family: str, tied: bool, layout: Layout, out: str, seed: int) ->
     return [unit for unit in units if "Layer " in unit or "Block " in unit], held, model.training
 
 
-@pytest.mark.daily("qwen3-True-pp2", "gpt2-True-pp2-tp2", "deepseek_v3-False-zbv", "llama-False-pp2")
+@pytest.mark.daily("gpt2-True-pp2-tp2", "deepseek_v3-False-zbv")
 @pytest.mark.parametrize(("family", "tied", "layout"), FAMILIES_CUT)
 def test_random_weights_do_not_depend_on_stages(
     pools: Pools, tmp_path: Path, family: str, tied: bool, layout: str
@@ -256,13 +257,7 @@ def test_missing_weights_are_what_one_process_makes(pools: Pools, tmp_path: Path
     assert "lm_head" in last[0]
 
 
-@pytest.mark.daily(
-    "gpt2-transformer.wte-pp2-tp2-embedding without prefix",
-    "llama-model.embed_tokens-pp2-both",
-    "llama-model.embed_tokens-pp2-head",
-    "llama-model.embed_tokens-pp2-embedding",
-    "llama-model.embed_tokens-pp2-neither",
-)
+@pytest.mark.daily("llama-model.embed_tokens-pp2-embedding", "llama-model.embed_tokens-pp2-both")
 @pytest.mark.parametrize("names", ["embedding", "head", "both", "neither", "embedding without prefix"])
 @pytest.mark.parametrize(
     ("family", "embedding", "layout"),

@@ -31,6 +31,7 @@ def test_the_last_one_brings_them() -> None:
     }
 
 
+@pytest.mark.daily("tp_size")
 @pytest.mark.parametrize("axis", ["tp_size", "dp_shard_size"])
 def test_ranks_write_what_one_process_does(pools: Pools, axis: str) -> None:
     assert_layout_equal(PictureCase(with_pictures("qianfan_ocr")), ParallelConfig(**{axis: 2}), pools(2))

@@ -37,11 +37,7 @@ def held_to(found: DryRun, traffic: float = 0.02, activations: float = 0.06) -> 
             assert stage.activations.ratio == pytest.approx(1, abs=activations), stage
 
 
-@pytest.mark.daily(
-    "tp_size dp_shard_size-dtype mixed_precision",
-    "tp_size sequence_parallel-memory",
-    "cp_size dp_shard_size cp_method-",
-)
+@pytest.mark.daily("cp_size dp_shard_size cp_method-", "tp_size dp_shard_size-dtype mixed_precision")
 @pytest.mark.parametrize(
     ("sizes", "more"),
     [

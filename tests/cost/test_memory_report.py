@@ -176,7 +176,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.daily("heads_ring4-full", "gather2-full", "ring2-tp2-full", "heads2-lora")
+@pytest.mark.daily("ring2-tp2-full", "heads2-lora")
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", CONTEXT)
 def test_context_ranks(pools: Pools, layout: str, lora: dict[str, Any] | None) -> None:
@@ -216,6 +216,7 @@ def mixed(layout: dict[str, Any], lora: dict[str, Any] | None, precision: str) -
     return estimated.activations + estimated.gathered - head, saved.layers + saved.around
 
 
+@pytest.mark.daily("sequence-bf16_params")
 @pytest.mark.parametrize(
     ("layout", "precision"),
     pairs(

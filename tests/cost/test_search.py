@@ -99,7 +99,7 @@ OTHERS: list[tuple[int, dict[str, int]]] = [(4, {}), (2, {"tp_size": 4}), (2, {"
 SPREAD: tuple[int, dict[str, int]] = (4, {"tp_size": 2, "ep_size": 4})
 
 
-@pytest.mark.daily("gpt2-bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "mixed"), pairs(["mixtral", "gpt2"], ["bf16", "no"], daily=[("mixtral", "no"), ("gpt2", "bf16")])
 )
@@ -198,6 +198,7 @@ def test_offload_agrees_with_the_plan(what: tuple[str, ...]) -> None:
     assert found.needed == pytest.approx(planned.needed, rel=0.12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "elementwise"])
 def test_tiles_agree_with_the_plan(recompute: str) -> None:
     """Of a long sequence over context ranks that exchange heads; without several tiles none are tried."""

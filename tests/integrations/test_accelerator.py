@@ -149,7 +149,7 @@ def train_stages(path: str, layout: dict[str, int], out: str) -> dict[str, Any]:
     return {"norms": norms, "losses": losses, "rows": rows, "epochs": scheduler.scheduler.last_epoch}
 
 
-@pytest.mark.daily("layout2")
+@pytest.mark.daily("layout0")
 @pytest.mark.parametrize("layout", STAGES)
 def test_a_loop_over_stages_equals_one_process(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)

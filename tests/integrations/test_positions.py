@@ -131,6 +131,7 @@ def run_leg(kind: str, root: str, layout: dict[str, Any], steps: range) -> Seen:
     return leg(kind, layout, root, steps)
 
 
+@pytest.mark.daily("counted", "torchdata")
 @pytest.mark.parametrize("kind", ["counted", "datasets", pytest.param("torchdata", marks=needs_torchdata)])
 def test_whole_steps_on_every_rank(pools: Pools, tmp_path: Path, kind: str) -> None:
     batches = whole_steps(kind)[1]
@@ -164,6 +165,7 @@ def prepared_leg(kind: str, root: str, rows_of_rank: int, layout: dict[str, Any]
     return seen
 
 
+@pytest.mark.daily("epochs", "epochs-stream")
 @needs_torchdata
 @pytest.mark.parametrize("kind", ["shuffled", "stream", "epochs", "epochs-stream"])
 def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:

@@ -215,6 +215,7 @@ def work(layout: dict[str, Any], kind: str, only: str = "") -> tuple[int, int, i
     return counter.get_total_flops(), counted.payload["alltoall"], 2 * sum(local_tensor(p).numel() for p in held)
 
 
+@pytest.mark.daily("biased_experts-layout2-1.3", "rows-layout3-1.1")
 @pytest.mark.parametrize(
     ("kind", "layout", "most"),
     [

@@ -107,7 +107,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return of
 
 
-@pytest.mark.daily("ragged-tp2", "fused-pp2")
+@pytest.mark.daily("ragged-tp2")
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

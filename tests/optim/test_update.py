@@ -85,7 +85,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.daily("experts-ep2, tp2", "ragged-pp2, tp2", "fused-shard2")
+@pytest.mark.daily("ragged-pp2, tp2", "fused-shard2")
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

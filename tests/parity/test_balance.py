@@ -215,6 +215,7 @@ def _formula(model: Any, batch: dict[str, Tensor], balance: float, z: float, sco
     return loss
 
 
+@pytest.mark.daily("deepseek_v3-sigmoid")
 @pytest.mark.parametrize(
     ("family", "scores"), [("olmoe", "softmax"), ("qwen2_moe", "softmax"), ("deepseek_v3", "sigmoid")]
 )
@@ -312,7 +313,7 @@ def test_losses_do_not_depend_on_accumulation(pools: Pools) -> None:
     _compare(pools, None, _LOSSES)
 
 
-@pytest.mark.daily("tp2xdp_shard2,sequenceparallel,ep4", "tp2")
+@pytest.mark.daily("tp2xdp_shard2,sequenceparallel,ep4")
 @pytest.mark.parametrize("layout", [*_LAYOUTS, *_WIDE], ids=_name)
 def test_losses_do_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig) -> None:
     _compare(pools, layout, _LOSSES)
@@ -326,14 +327,14 @@ def test_recomputation_counts_once(pools: Pools, layout: ParallelConfig | None, 
     _compare(pools, layout, _LOSSES, checkpointing=reentrant)
 
 
-@pytest.mark.daily("tp2,sequenceparallel,ep2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [_LAYOUTS[0], _LAYOUTS[-1], _WIDE[2]], ids=_name)
 def test_losses_of_a_sigmoid_router_and_updates_of_its_bias(pools: Pools, layout: ParallelConfig) -> None:
     balance = 0.3 if _names_logits("deepseek_v3") else 0.0
     _compare(pools, layout, RoutingConfig(balance_loss=balance, bias_update_rate=0.01), "deepseek_v3")
 
 
-@pytest.mark.daily("tp2xdp_shard2,ep2ofexpertscutovertp2", "tp2,ep2")
+@pytest.mark.daily("tp2xdp_shard2,ep2ofexpertscutovertp2")
 @pytest.mark.parametrize("layout", [None, *_LAYOUTS, _WIDE[1], _WIDE[2]], ids=_name)
 def test_who_is_dropped_does_not_depend_on_the_layout(pools: Pools, layout: ParallelConfig | None) -> None:
     _compare(pools, layout, RoutingConfig(router="switch", capacity_factor=1.0, balance_loss=0.1))

@@ -69,12 +69,22 @@ def test_shards_of_rows(pools: Pools) -> None:
     equal(pools, Case(gpt_oss(num_local_experts=6)), ep_size=2, dp_shard_size=4)
 
 
-def test_shards_without_experts(pools: Pools) -> None:
-    """One expert over two shards, and rows that these do not divide either: a shard is empty."""
-    config, layout = gpt_oss(num_local_experts=2, intermediate_size=15), {"ep_size": 2, "dp_shard_size": 4}
+FEWER: tuple[PreTrainedConfig, dict[str, Any]] = (
+    gpt_oss(num_local_experts=2, intermediate_size=15),
+    {"ep_size": 2, "dp_shard_size": 4},
+)
+"""One expert over two shards, and rows that these do not divide either: a shard is empty."""
+
+
+def test_plans_of_shards_without_experts() -> None:
+    config, layout = FEWER
     planned = hfscale.plan(config, ParallelConfig(**layout)).by_name["model.layers.0.mlp.experts.down_proj"]
     assert planned.local_shape({"ep": 1, "edp_shard": 1}) == (0, 15, 32)
-    equal(pools, Case(config), **layout)
+
+
+@pytest.mark.slow
+def test_shards_without_experts(pools: Pools) -> None:
+    equal(pools, Case(FEWER[0]), **FEWER[1])
 
 
 OVER = {"data": EP2, "sequence": SEQUENCE}
@@ -94,7 +104,7 @@ def test_stages(pools: Pools, over: str, schedule: str) -> None:
     equal(pools, case, **OVER[over], pp_size=2, pipeline_schedule=schedule)
 
 
-@pytest.mark.daily("4-data", "1-sequence")
+@pytest.mark.daily("1-sequence")
 @THREE
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_one_expert_and_all_experts(pools: Pools, layout: dict[str, Any], top_k: int) -> None:
@@ -149,7 +159,7 @@ def test_ties_of_scores(pools: Pools, layout: dict[str, Any]) -> None:
     equal(pools, Case(qwen3_moe(), auto_class=Tied), **layout)
 
 
-@pytest.mark.daily("sequence")
+@pytest.mark.slow
 @THREE
 def test_a_rank_whose_experts_get_no_token(pools: Pools, layout: dict[str, Any]) -> None:
     equal(pools, Case(qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False), auto_class=Crowded), **layout)
@@ -164,7 +174,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.daily("sequence-experts", "data-all but routers", "data-all in front of the last experts")
+@pytest.mark.daily("sequence-experts", "data-all in front of the last experts")
 @pytest.mark.parametrize(
     ("layout", "frozen"),
     pairs(
@@ -323,7 +333,7 @@ def finite(path: str, sizes: dict[str, Any], checkpointing: bool) -> list[float]
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.daily("layout0-False", "layout1-True")
+@pytest.mark.daily("layout1-True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", [EP2, SEQUENCE, CUT])
 def test_uninitialized_memory_is_never_read(
@@ -354,7 +364,7 @@ def trained(path: str, sizes: dict[str, Any], dtype: str, mixed: str) -> tuple[l
     return losses, lengths, still
 
 
-@pytest.mark.daily("float32-bf16-data", "bfloat16-no-sequence")
+@pytest.mark.daily("bfloat16-no-sequence")
 @pytest.mark.parametrize(
     "layout", [EP2, SEQUENCE, {"ep_size": 2, "dp_shard_size": 4}], ids=["data", "sequence", "four"]
 )
@@ -399,7 +409,7 @@ def sent(path: str, sizes: dict[str, Any], checkpointing: bool) -> Traffic:
     return traffic
 
 
-@pytest.mark.daily("sizes2-4-2-True")
+@pytest.mark.daily("sizes0-2-1-True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "senders", "copies"), [(EP2, 2, 1), ({"ep_size": 4, "tp_size": 2}, 4, 1), (CUT, 4, 2)]
@@ -448,7 +458,7 @@ def _stepped(layout: dict[str, Any], options: dict[str, Any]) -> list[torch.Tens
     return [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
 
 
-@pytest.mark.daily("fused-sharded")
+@pytest.mark.daily("fused-alone")
 @pytest.mark.parametrize("layout", [EP2, {"ep_size": 2, "dp_shard_size": 4}], ids=["alone", "sharded"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 def test_optimizers_take_all_parameters_at_once(pools: Pools, layout: dict[str, Any], options: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def case(family: str, layers: int = LAYERS) -> Case:
     return Case(config, hf_kwargs=kwargs)
 
 
-@pytest.mark.daily("gemma3n_text", "minicpm3", "deepseek_v3", "bloom", "phi3")
+@pytest.mark.daily("gemma3n_text", "bloom", "minicpm3")
 @pytest.mark.parametrize("family", TENSOR)
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family), ParallelConfig(tp_size=2), pools(2))
@@ -111,7 +111,7 @@ def test_tensor_ranks_in_stages(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family, layers=4), ParallelConfig(tp_size=2, pp_size=2), pools(4))
 
 
-@pytest.mark.daily("gemma4_text")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["ctrl", "deepseek_v4", "gemma4_text"])
 def test_stages(pools: Pools, family: str) -> None:
     assert_layout_equal(case(family, layers=4), ParallelConfig(pp_size=2), pools(2))

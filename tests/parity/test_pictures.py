@@ -27,7 +27,7 @@ APART = frozenset([(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)])
 NOWHERE = frozenset((step, rank, index) for step in (0, 1) for rank in (0, 1) for index in (0, 1))
 
 
-@pytest.mark.daily("mllama")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "mllama", "gemma4"])
 def test_tensor_ranks(pools: Pools, family: str) -> None:
     assert_layout_equal(PictureCase(with_pictures(family)), ParallelConfig(tp_size=2), pools(2))
@@ -65,7 +65,7 @@ def test_what_all_layers_read_pictures_included_is_on_one_stage() -> None:
         hfscale.plan(with_pictures("inkling2"), ParallelConfig(pp_size=2), auto_class=AutoModelForImageTextToText)
 
 
-@pytest.mark.daily("qwen2_5_vl")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_stages(pools: Pools, family: str) -> None:
     layout = ParallelConfig(pp_size=2, num_microbatches=2)
@@ -211,6 +211,7 @@ def test_pictures_are_not_cut_by_rows(pools: Pools) -> None:
         assert "images cannot be assigned to their rows: pass train_step a list" in said
 
 
+@pytest.mark.slow
 def test_no_pictures_anywhere(pools: Pools) -> None:
     """What nobody's batch went through has no gradient, rather than zeros, which optimizers would decay weights by."""
     case = PictureCase(with_pictures("llava"), text_alone=NOWHERE)

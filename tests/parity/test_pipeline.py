@@ -37,7 +37,7 @@ def _equal(pools: Pools, case: Case, **layout: Any) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size))
 
 
-@pytest.mark.daily("looped_bfs-gpt2", "interleaved_zero_bubble-gpt2", "1f1b-llama", "dualpipev-gpt2")
+@pytest.mark.daily("dualpipev-gpt2")
 @pytest.mark.parametrize(
     ("schedule", "family"),  # gpt2: embedding and head are tied, on two ranks, or on one (V)
     pairs(
@@ -48,7 +48,7 @@ def test_schedule(pools: Pools, schedule: str, family: str) -> None:
     _equal(pools, Case(deep(family), accumulation=4), pp_size=2, pipeline_schedule=schedule)
 
 
-@pytest.mark.daily("gpipe-1", "zbv-2")
+@pytest.mark.daily("zbv-2")
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
     pairs(("gpipe", "1f1b", "zbv"), (1, 2, 3), daily=[("gpipe", 1), ("1f1b", 1), ("1f1b", 3), ("zbv", 2), ("zbv", 3)]),
@@ -138,7 +138,7 @@ def test_with_other_axes(pools: Pools, layout: dict[str, Any], schedule: str) ->
     _equal(pools, case, pp_size=2, pipeline_schedule=schedule, **layout)
 
 
-@pytest.mark.daily("1f1b")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
 def test_key_value_heads_on_several_ranks(pools: Pools, schedule: str) -> None:
     case = Case(deep("llama", num_key_value_heads=1), accumulation=2)
@@ -177,15 +177,19 @@ def _split(directory: str, layout: ParallelConfig, batch: dict[str, torch.Tensor
     return [evaluated, *losses, evaluated_again, norm, total]
 
 
-@pytest.mark.daily("1f1b")
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_one_batch_is_cut_into_microbatches(pools: Pools, tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "numbers"),
+    cases([("1f1b", (None, 4)), ("1f1b", (2, 8)), ("zbv", (None, 2, 4, 8))], daily=[("1f1b", (None, 4))]),
+)
+def test_one_batch_is_cut_into_microbatches(
+    pools: Pools, tmp_path: Path, schedule: str, numbers: tuple[int | None, ...]
+) -> None:
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(deep("gpt2"), dtype=torch.float64).save_pretrained(tmp_path)
     batch = ragged_batch(torch.Generator().manual_seed(2), 67, 8, 9, masked=False)
     batch["position_ids"] = torch.arange(9)[None]  # one row for all samples
     one = _split(str(tmp_path), ParallelConfig(), batch)
-    for number in (None, 2, 4, 8):
+    for number in numbers:
         layout = ParallelConfig(pp_size=2, num_microbatches=number, pipeline_schedule=schedule)
         for rank in pools(2).run(_split, str(tmp_path), layout, batch):
             torch.testing.assert_close(rank, one, rtol=1e-12, atol=1e-12)
@@ -301,7 +305,7 @@ def _frozen_by_a_name(directory: str, word: str, every_name: bool) -> list[tuple
     return found
 
 
-@pytest.mark.daily("wte-False", "lm_head-True")
+@pytest.mark.daily("lm_head-True")
 @pytest.mark.parametrize(("word", "every_name"), [("wte", False), ("lm_head", False), ("lm_head", True)])
 def test_a_tied_tensor_frozen_by_one_name(pools: Pools, tmp_path: Path, word: str, every_name: bool) -> None:
     """Each stage has its own name for it; in one process there is one tensor, listed once, under its first name."""

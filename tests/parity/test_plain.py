@@ -61,9 +61,7 @@ def case(kind: str, **changes: Any) -> plain.PlainCase:
     return plain.PlainCase(config, auto_class=getattr(transformers, name), make_batch=maker)
 
 
-@pytest.mark.daily(
-    "relative biases", "a table of positions that every layer reads", "one layer many times", "two towers"
-)
+@pytest.mark.daily("two towers", "relative biases", "one layer many times")
 @pytest.mark.parametrize("kind", CASES)
 def test_tensor_ranks(pools: Pools, kind: str) -> None:
     assert_layout_equal(case(kind), TP2, pools(2))

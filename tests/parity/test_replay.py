@@ -155,7 +155,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.daily("two batches-pp2", "one batch-cp2", "one batch-capacity")
+@pytest.mark.daily("one batch-cp2")
 @pytest.mark.parametrize("name", cases(LAYOUTS, daily=("cp2", "pp2", "ep2, tp2, sequence", "capacity")))
 @pytest.mark.parametrize("together", [True, False], ids=["one batch", "two batches"])
 def test_recorded_routes_are_those_of_one_process_and_replay_bit_by_bit(

@@ -40,7 +40,7 @@ def started() -> Iterator[Callable[[str, int], RankPool]]:
         each.close()
 
 
-@pytest.mark.daily("ep2-late", "shard2-late", "sequence-late", "1f1b-late")
+@pytest.mark.daily("sequence-late", "1f1b-late")
 @pytest.mark.parametrize(
     ("layout", "backend"),
     pairs(

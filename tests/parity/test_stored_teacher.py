@@ -62,6 +62,7 @@ def batches(case: Stored, world: int) -> list[Batch]:
     return [batch for step in case.batches(world) for rank in step for batch in rank][::-1]
 
 
+@pytest.mark.daily("{'cp_size': 2}-{'dp_shard_size': 2}-5", "{'tp_size': 2}-{'tp_size': 2}-67")
 @pytest.mark.parametrize(
     ("writer", "layout", "top_k"),
     [

@@ -39,8 +39,12 @@ def test_the_report() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "kinds", "steps"),
-    [(1, ("rank",), 8), pytest.param(100, drill.KINDS, 1600, marks=pytest.mark.slow)],
+    ("kills", "kinds", "steps", "ranks"),
+    [
+        (1, ("rank",), 4, 1),  # the fewest processes: each imports everything
+        pytest.param(1, ("rank",), 8, 2, marks=pytest.mark.slow),
+        pytest.param(100, drill.KINDS, 1600, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_is_struck(
     tmp_path: Path,
@@ -49,6 +53,7 @@ def test_a_run_that_is_struck(
     kills: int,
     kinds: tuple[str, ...],
     steps: int,
+    ranks: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(drill, "_imports", lambda _: 0.0)
@@ -61,7 +66,8 @@ def test_a_run_that_is_struck(
         told = random.Random(number)
         Path("text", f"{number}.txt").write_text(" ".join(told.choice(words) for _ in range(1500)))
     Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
-    asked = [f"training.{name}={steps}" for name in ("steps", "evaluate_every")]
+    asked = [f"parallel.dp_shard_size={ranks}"]
+    asked += [f"training.{name}={steps}" for name in ("steps", "evaluate_every")]
     asked += [f"training.save_every={steps // 4}", "training.memory_every=2"]
     assert main(["drill", "tiny.yaml", *asked, "--kills", str(kills), "--seed", "3"]) == 0
     said = capsys.readouterr().out

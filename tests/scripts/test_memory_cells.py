@@ -27,8 +27,9 @@ SMALL = {"llama": llama(128), "mixture": mixture(128), "gpt2": gpt2(128)}
 
 def test_what_was_measured_is_near() -> None:
     assert len(CELLS) >= 240
-    for model, lever, axis in CELLS:
+    for lever, axis in {(lever, axis) for _, lever, axis in CELLS}:
         assert not reason(LEVERS[lever], AXES[axis])
+    for model, lever, axis in CELLS:
         total, kept = FOUND[model][lever][axis]
         assert abs(total - 1) <= 0.03, (model, lever, axis)
         assert abs(kept - 1) <= 0.05, (model, lever, axis)

@@ -104,7 +104,7 @@ def _twice(layout: ParallelConfig, mixture: bool, options: dict[str, Any]) -> li
     return strange
 
 
-@pytest.mark.daily("shard2-fp16", "1f1b-bf16", "one-offload_optimizer")
+@pytest.mark.daily("shard2-fp16", "1f1b-bf16")
 @pytest.mark.parametrize(("layout", "option"), cases(CASES, daily=DAILY))
 def test_steps_compute_what_they_compute_on_the_cpu(started: Started, layout: str, option: str) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])

@@ -73,7 +73,7 @@ def _steps(layout: ParallelConfig, rows: int) -> tuple[Counter[str], Counter[str
 ONE = ("tp2", "sequence", "regather", "ep2")
 
 
-@pytest.mark.daily("ep2, tp2-2", "zbv-2", "1f1b-2")
+@pytest.mark.daily("ep2, tp2-2", "zbv-2")
 @pytest.mark.parametrize(
     ("layout", "rows"),
     pairs(LAYOUTS, (1, 2), daily=[*((at, 1) for at in ONE), *((at, 2) for at in LAYOUTS if at not in ONE)]),

@@ -31,7 +31,7 @@ def test_a_draw_follows_from_seed_and_index_and_can_be_read_back() -> None:
 
 
 def test_draws_reach_every_axis() -> None:
-    draws = [choose(0, index) for index in range(400)]
+    draws = [choose(0, index) for index in range(250)]
     drawn = {name for draw in draws for name in draw.layout}
     options = {f.name for f in fields(ParallelConfig) if not f.name.endswith(("_handler", "_backend"))}
     # one that hfscale does not run
@@ -124,12 +124,12 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
         assert not experts.requires_grad
 
 
-@pytest.mark.timeout(900)  # half a minute alone, several beside another worker's ranks
-@pytest.mark.parametrize("draws", [2, pytest.param(16, marks=pytest.mark.slow)])
-def test_draws_are_equal_or_refused(draws: int) -> None:
+@pytest.mark.timeout(900)  # minutes beside another worker's ranks
+@pytest.mark.parametrize(("seed", "draws"), [(8, 1), pytest.param(13, 16, marks=pytest.mark.slow)])
+def test_draws_are_equal_or_refused(seed: int, draws: int) -> None:
     """In a process of their own, which forks while no thread runs; a few (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
-    command = [sys.executable, str(script), "--seed", "13", "--draws", str(draws), "--jobs", "2"]
+    command = [sys.executable, str(script), "--seed", str(seed), "--draws", str(draws), "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout or done.stderr
     print(done.stdout)

@@ -39,7 +39,7 @@ def _check(pools: Pools, case: Case, layout: str) -> None:
     assert_layout_equal(case, parallel, pools(parallel.total_size) if parallel.total_size > 1 else None)
 
 
-@pytest.mark.daily("ep2-of-tp2", "ep2-tp2-sequence")
+@pytest.mark.daily("ep2-tp2-sequence")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_experts(pools: Pools, layout: str) -> None:
     _check(pools, Case(qwen3_moe(), peft=_lora()), layout)

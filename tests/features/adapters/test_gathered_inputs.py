@@ -80,6 +80,7 @@ def both(asked: dict[str, Any]) -> tuple[Any, Any]:
         return again, trained(asked)
 
 
+@pytest.mark.daily("dropout", "bf16")
 @pytest.mark.parametrize("case", cases(CASES, daily=["plain", "dropout", "bf16"]))
 def test_gathering_again_changes_no_bit(pools: Pools, case: str) -> None:
     asked = CASES[case]

@@ -90,6 +90,7 @@ def _state_dicts(start: str, sizes: dict[str, Any]) -> list[str] | None:
     ]
 
 
+@pytest.mark.daily("tp_size", "dp_shard_size")
 @pytest.mark.parametrize("axis", ["tp_size", "pp_size", "dp_shard_size", "dp_replicate_size"])
 def test_a_part_of_an_adapter_is_not_taken_for_all_of_it(pools: Pools, tmp_path: Path, axis: str) -> None:
     start = _start(tmp_path)

@@ -66,24 +66,26 @@ def start(tmp_path: Path) -> str:
     return str(tmp_path / "start")
 
 
-@pytest.mark.daily("pissa")
+@pytest.mark.daily("tp2-pissa", "one-dora")
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_values_are_pefts(pools: Pools, start: str, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+def test_first_values_are_pefts(pools: Pools, start: str, tmp_path: Path, layout: str, kind: str) -> None:
     config = _lora(**KINDS[kind])
     stock = AutoModelForCausalLM.from_pretrained(start)
     torch.manual_seed(3)
     get_peft_model(stock, copy.deepcopy(config)).save_pretrained(tmp_path / "stock")
     expected = load_file(tmp_path / "stock" / "adapter_model.safetensors")
-    for layout, sizes in {"one": {}, **LAYOUTS}.items():
-        pools(ParallelConfig(**sizes).total_size).run(
-            _saved, start, str(tmp_path / layout), config, sizes, layout == "tp2-shard2"
-        )
-        found = load_file(tmp_path / layout / "adapter_model.safetensors")
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6 if kind == "dora" else 0, msg=name)
+    sizes = LAYOUTS.get(layout, {})
+    pools(ParallelConfig(**sizes).total_size).run(
+        _saved, start, str(tmp_path / layout), config, sizes, layout == "tp2-shard2"
+    )
+    found = load_file(tmp_path / layout / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6 if kind == "dora" else 0, msg=name)
 
 
+@pytest.mark.slow
 def test_decompositions_leave_the_model_as_it_is(pools: Pools, start: str) -> None:
     """PiSSA and OLoRA take out of the weights what they put into the adapters."""
     ids = torch.arange(12).reshape(1, 12)
@@ -107,7 +109,7 @@ MERGED = {
 }
 
 
-@pytest.mark.daily("dora-tp2", "copies-pp2", "loha-tp2", "embedding-pp2", "dora-one")
+@pytest.mark.daily("dora-tp2", "embedding-pp2")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
 @pytest.mark.parametrize("kind", MERGED)

@@ -73,7 +73,7 @@ def _lora(**changes: object) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
 
 
-@pytest.mark.daily("tp2-shard2", "pp2")
+@pytest.mark.daily("pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lora_on_all_linear(pools: Pools, layout: str) -> None:
     _check(pools, Case(tiny("llama"), peft=_lora()), layout)
@@ -85,17 +85,7 @@ def _rough() -> list[Any]:
     return pairs(KINDS, ROUGH, daily=[(k, at) for k in KINDS for at in ROUGH if at == "tp2" or k in often])
 
 
-@pytest.mark.daily(
-    "dora-biases-tp2",
-    "lora-bias-tp2",
-    "conv1d-dora-tp2",
-    "ranks-tp2",
-    "fused-tp2",
-    "copied-row-tp2",
-    "tied-embedding-tp2",
-    "head-tp2",
-    "one-layer-tp2",
-)
+@pytest.mark.daily("ranks-tp2", "conv1d-dora-tp2", "head-tp2", "lora-bias-tp2", "copied-row-tp2", "tied-embedding-tp2")
 @pytest.mark.parametrize(("kind", "layout"), _rough())
 def test_kinds_of_lora(pools: Pools, kind: str, layout: str) -> None:
     family, changes = KINDS[kind]

@@ -53,7 +53,7 @@ def test_a_plain_loop_over_experts(pools: Pools) -> None:
     _check(pools, plain.PlainCase(qwen3_moe(), peft=config, hf_kwargs=EAGER), "tp2")
 
 
-@pytest.mark.daily("classes of texts-tp2", "one layer many times-tp2")
+@pytest.mark.daily("classes of texts-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "sp2"])
 @pytest.mark.parametrize(
     "kind", ["classes of texts", "attention to an encoder", "one layer many times", "relative biases"]
@@ -157,7 +157,7 @@ def _sixteen_bits(start: str, sizes: dict[str, Any], checkpointing: bool) -> dic
     return {"moved": moved, "factors": factors, "types": {p.dtype for _, p in parameters if p.requires_grad}}
 
 
-@pytest.mark.daily("tp2-shard2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "tp2-shard2", "replicate2"])
 def test_sixteen_bit_weights(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Factors are kept in 32 bits and every one of them moves, nothing else does (T14, T15, T27)."""

@@ -87,7 +87,7 @@ def stepped(layout: dict[str, Any], way: dict[str, Any], compress: bool, config:
     return [loss, *(local_tensor(gradient).clone() for gradient in gradients)]
 
 
-@pytest.mark.daily("sequence-recomputed", "zbv-alone", "1f1b-every second")
+@pytest.mark.daily("sequence-recomputed", "1f1b-every second")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [

@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 DATA = [name for name, layout in LAYOUTS.items() if ParallelConfig(**layout).data_world > 1]
 
 
-@pytest.mark.daily("shard2-all", "zbv-activations", "1f1b-inputs")
+@pytest.mark.daily("shard2-all", "zbv-activations")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -93,7 +93,7 @@ def copied(layout: dict[str, Any], memory: MemoryConfig) -> tuple[float, int, li
     return hfscale.metrics(model)["offloaded_activation_bytes"], estimated.activations, list(estimated.notes)
 
 
-@pytest.mark.daily("sequence", "one")
+@pytest.mark.daily("sequence")
 @pytest.mark.parametrize("layout", ["one", "tp2", "sequence"])
 def test_copied_bytes_are_the_formula(pools: Pools, layout: str) -> None:
     """Of recomputed layers their inputs; of others what they keep, each tensor once."""
@@ -114,7 +114,7 @@ def test_copied_bytes_are_the_formula(pools: Pools, layout: str) -> None:
         assert any("of activations; at most two layers'" in note for note in notes)
 
 
-@pytest.mark.daily("tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])
 def test_over_four_bits(pools: Pools, tmp_path: Path, layout: str) -> None:
     path = save(wide("llama"), tmp_path)

@@ -124,9 +124,7 @@ def trained(layout: dict[str, Any], keeps: list[str], change: str, base: str) ->
     return [local_tensor(parameter.detach()).float() for parameter in model.parameters()]
 
 
-@pytest.mark.daily(
-    "ep2-budget-optimizer", "replicate2-activations-compression", "zbv-selective-bf16", "pipedream-full-activations"
-)
+@pytest.mark.daily("zbv-selective-bf16", "ep2-budget-optimizer")
 @pytest.mark.parametrize(
     ("layout", "one", "other"),
     [pytest.param(*case, marks=() if case in DAILY else pytest.mark.slow) for case in PAIRS],

@@ -66,7 +66,7 @@ def case_of(layout: str, way: str) -> Case:
     return Case(config, accumulation=3, hf_kwargs=kwargs, memory=memory, peft=lora)
 
 
-@pytest.mark.daily("ep2-kept", "sequence-full", "zbv-modules", "zbv-selective")
+@pytest.mark.daily("ep2-kept", "sequence-full", "zbv-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -141,7 +141,7 @@ TOKENS, HIDDEN, HEADS, FLOAT = 4 * 32, 32, 4, 4
 ROTARY = 2 * 32 * HIDDEN // HEADS * FLOAT  # sines and cosines of a sequence, which all layers have in common
 
 
-@pytest.mark.daily("sequence", "one")
+@pytest.mark.daily("sequence")
 @pytest.mark.parametrize("layout", ["one", "tp2", "sequence"])
 def test_kept_bytes_are_the_formula(pools: Pools, layout: str) -> None:
     """Recomputed layers keep their input; recomputed attention neither its scores nor what sums them up."""

@@ -72,7 +72,7 @@ DAILY = [("one", "rowwise"), ("tp2", "rowwise"), ("sequence", "tensorwise"), ("1
 DAILY += [("shard2", "tensorwise"), ("cp2", "rowwise")]
 
 
-@pytest.mark.daily("shard2-tensorwise", "tp2-rowwise", "1f1b-tensorwise", "one-rowwise")
+@pytest.mark.daily("tp2-rowwise", "1f1b-tensorwise")
 @pytest.mark.parametrize(("layout", "recipe"), pairs(LAYOUTS, RECIPES, daily=DAILY))
 def test_a_layout_rounds_as_one_process(pools: Pools, layout: str, recipe: str) -> None:
     layers = 4 if layout == "zbv" else 2

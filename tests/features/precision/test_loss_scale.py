@@ -228,7 +228,7 @@ def poisoned(path: str, layout: dict[str, Any], name: str) -> list[tuple[dict[st
     return found
 
 
-@pytest.mark.daily("zbv-adamw_torch", "replicate2-sgd")
+@pytest.mark.daily("zbv-adamw_torch")
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

@@ -129,6 +129,7 @@ EVERY = [
 DAILY = [("sequence", "tied"), ("zbv", "frozen"), ("shard2", "kept in 32 bits"), ("tp2", "blocks"), ("1f1b", "lora")]
 
 
+@pytest.mark.daily("1f1b-lora", "shard2-kept in 32 bits", "sequence-tied")
 @pytest.mark.parametrize(("layout", "case"), cases(EVERY, daily=DAILY))
 def test_every_layout_computes_what_one_process_does(pools: Pools, layout: str, case: str) -> None:
     """Parameters in float32 are cast to float64: only gradients, which are added up in float32, are rounded; beside
@@ -158,6 +159,7 @@ def test_one_step_is_that_of_a_model_in_16_bits_but_for_sums_of_gradients() -> N
         assert torch.allclose(gradient, pure[name].float(), rtol=2**-7, atol=2**-7 * float(gradient.abs().max()))
 
 
+@pytest.mark.daily("elementwise", "blocks")
 @pytest.mark.parametrize("case", ["full", "blocks", "elementwise", "offloaded"])
 def test_memory_options_change_no_bit(case: str) -> None:
     expected, found = stepped(), stepped(case=ASKED[case])

@@ -155,6 +155,7 @@ def compiled(how: bool | str) -> tuple[float, dict[str, Tensor]]:
     return float(loss), {planned.name: p.grad for planned, p in runtime_of(model).parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at the copies'
 def test_compiled_layers_compute_the_same() -> None:
     (expected, gradients), (loss, found) = compiled(False), compiled("aot_eager")

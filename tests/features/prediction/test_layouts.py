@@ -70,11 +70,13 @@ def test_sliding_layers_and_other_names(layout: str, pools: Pools, tmp_path: Pat
     equal(PredictionCase(config_with("mellum")), LAYOUTS[layout], pools, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(["one", "pp2", "cp2"], daily=["cp2"]))
 def test_packed_rows(layout: str, pools: Pools, tmp_path: Path) -> None:
     equal(PredictionCase(config_with(depths=2), packed=True), LAYOUTS[layout], pools, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(["sequence", "pp2", "shard2"], daily=["shard2"]))
 def test_adapters(layout: str, pools: Pools, tmp_path: Path) -> None:
     """Over a base that does not train; the layers' projections have adapters too."""

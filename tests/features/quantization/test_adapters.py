@@ -74,7 +74,7 @@ def first_step(path: str) -> float:
     return float(model(input_ids=tokens(4), labels=tokens(4)).loss.detach())
 
 
-@pytest.mark.daily("late-tp2", "loaded-pp2")
+@pytest.mark.daily("loaded-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("late", [False, True], ids=["loaded", "late"])
 def test_losses_do_not_depend_on_the_layout(pools: Pools, tmp_path: Path, late: bool, layout: str) -> None:
@@ -120,7 +120,7 @@ def experts_trained(path: str, layout: Layout, late: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.daily("loaded-ep2-shard4", "late-tp2")
+@pytest.mark.daily("late-tp2")
 @pytest.mark.parametrize("layout", ["shard2", "tp2", "ep2-shard2", "ep2-shard4"])
 @pytest.mark.parametrize("late", [False, True], ids=["loaded", "late"])
 def test_factors_of_experts(pools: Pools, tmp_path: Path, late: bool, layout: str) -> None:
@@ -153,7 +153,7 @@ def refused_between(path: str, layout: Layout, bits: int, refused: bool) -> list
     return found
 
 
-@pytest.mark.daily("tp2-8", "shard2-4")
+@pytest.mark.daily("tp2-8")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])
 def test_a_refused_adapter_leaves_a_quantized_model_as_it_was(

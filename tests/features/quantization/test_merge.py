@@ -79,7 +79,7 @@ def _check(found: Path, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.daily("llama-shard2", "gpt2-tp2", "gpt2-one")
+@pytest.mark.daily("llama-shard2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged(pools: Pools, tmp_path: Path, family: str, layout: str) -> None:

@@ -52,6 +52,7 @@ def logged(path: str, out: str, family: str, layout: Layout | None) -> list[dict
     return [{name: row[name] for name in SAID if name in row} for row in trainer.state.log_history]
 
 
+@pytest.mark.daily("t5")
 @pytest.mark.parametrize("family", CLASSES)
 def test_logs_equal_one_process(pools: Pools, tmp_path: Path, family: str) -> None:
     """Also where a data rank has no row of the last batch."""

@@ -87,7 +87,7 @@ def expected(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     return find
 
 
-@pytest.mark.daily("plain-layout5", "own-layout7", "loss_only-layout10", "balanced-layout11")
+@pytest.mark.daily("plain-layout5", "balanced-layout11", "own-layout7")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -149,7 +149,7 @@ def run_compiled(case: Case, path: str, out: str, layout: Layout) -> tuple[dict[
     return found
 
 
-@pytest.mark.daily("layout0")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, *(pytest.param(each, marks=pytest.mark.slow) for each in (PP2, DP2))])
 def test_compiled_layers_log_what_plain_ones_do(
     pools: Pools, expected: Any, paths: dict[str, str], layout: Layout, tmp_path: Path

@@ -129,6 +129,7 @@ def trained(path: str, out: str, kind: str) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.daily("workers")
 @pytest.mark.parametrize("kind", ["workers", "stream"])
 def test_ranks_that_share_a_batch_are_given_the_same(pools: Pools, start: str, kind: str, tmp_path: Path) -> None:
     one, other = pools(2).run(trained, start, str(tmp_path), kind)

@@ -90,7 +90,7 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return find
 
 
-@pytest.mark.daily("grpo-layout2-server", "grpo-layout6-colocate")
+@pytest.mark.daily("grpo-layout2-server")
 @pytest.mark.parametrize(("name", "layout", "mode"), RUNS)
 def test_logs_equal_one_process(
     pools: Pools, expected: Callable[[str], Any], path: str, name: str, layout: Layout, mode: str, tmp_path: Path

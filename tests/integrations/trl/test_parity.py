@@ -112,7 +112,7 @@ def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return find
 
 
-@pytest.mark.daily("packed-layout3", "precomputed-layout14", "reward-layout15", "grpo-layout16")
+@pytest.mark.daily("grpo-layout16", "reward-layout15")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -143,7 +143,7 @@ def test_logs_equal_one_process(
         assert_equal(found, stock, layout)
 
 
-@pytest.mark.daily("grpo")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "distillation"])
 def test_data_ranks_generate_each_for_itself(pools: Pools, path: str, name: str, tmp_path: Path) -> None:
     one, other = pools(2).run(run, CASES[name], path, str(tmp_path), DP2)

@@ -54,7 +54,7 @@ SIX = {"hidden_size": 48, "intermediate_size": 160, "num_attention_heads": 6, "n
 """Heads that four ranks cannot share out, and groups of two can."""
 
 
-@pytest.mark.daily("heads_ring-4", "gather-2", "ring-2", "heads-2")
+@pytest.mark.daily("heads_ring-4", "gather-2")
 @pytest.mark.parametrize(("method", "size"), METHODS)
 def test_bytes(pools: Pools, tmp_path: Path, method: str, size: int) -> None:
     """Of tokens: weights and labels are sent as well, whatever the length."""
@@ -107,7 +107,7 @@ def _kept(directory: str, size: int, method: str) -> int:
     return saved.layers + saved.around
 
 
-@pytest.mark.daily("heads_ring-4", "gather-2", "ring-2")
+@pytest.mark.daily("ring-2", "heads_ring-4")
 @pytest.mark.parametrize(("method", "size"), METHODS)
 def test_activations_are_cut(pools: Pools, tmp_path: Path, method: str, size: int) -> None:
     """With a key head for each rank: replicas of heads would be kept too."""

@@ -56,6 +56,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.daily("tp")
 @pytest.mark.parametrize("name", cases(LAYOUTS, daily=["tp", "shard"]))
 def test_decoders_that_label_tokens_without_a_shift(pools: Pools, name: str) -> None:
     """They count positions by themselves; a rank, and a whole microbatch, without any label."""

@@ -40,7 +40,7 @@ def test_methods(pools: Pools, family: str, method: str) -> None:
     equal(pools, Case(tiny(family, **changes), lengths=ODD), cp_size=2, cp_method=method)
 
 
-@pytest.mark.daily("ring", "heads")
+@pytest.mark.daily("heads")
 @pytest.mark.parametrize("method", METHODS)
 def test_four_ranks(pools: Pools, method: str) -> None:
     """More ranks than key/value heads, and pieces of a single token."""
@@ -65,7 +65,7 @@ def test_heads_in_groups_with_other_axes(pools: Pools) -> None:
     equal(pools, Packed(tiny("llama", **heads), lengths=(17, 9)), cp_size=4, cp_method="heads_ring", dp_shard_size=2)
 
 
-@pytest.mark.daily("ring")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_sinks_and_windows_in_a_mixture(pools: Pools, method: str) -> None:
     equal(pools, Case(gpt_oss(), hf_kwargs=EAGER, lengths=ODD), cp_size=2, cp_method=method)
@@ -114,7 +114,7 @@ class Packed(Case):
         return super().reference_step(model, [[{**m, "use_cache": False} for m in rank] for rank in step])
 
 
-@pytest.mark.daily("llama-heads", "mistral-ring")
+@pytest.mark.daily("mistral-ring")
 @pytest.mark.parametrize(
     ("family", "method"),
     pairs(["llama", "mistral"], METHODS, daily=[*(("mistral", method) for method in METHODS), ("llama", "heads")]),
@@ -154,7 +154,7 @@ def _plainly(directory: str, layout: dict[str, Any]) -> list[Tensor]:
     return [logits.detach(), norm, made, hfscale.eval_step(model, {"input_ids": ids, "labels": ids})]
 
 
-@pytest.mark.daily("{'tp_size': 2}")
+@pytest.mark.daily("{}")
 @pytest.mark.parametrize("axes", [{}, {"tp_size": 2}], ids=str)
 def test_whole_sequences_go_through_each_rank_outside_of_steps(
     pools: Pools, tmp_path: Path, axes: dict[str, int]
@@ -169,7 +169,7 @@ def test_whole_sequences_go_through_each_rank_outside_of_steps(
             torch.testing.assert_close(here, one, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.daily("lfm2-axes0-True", "bamba-axes1-False")
+@pytest.mark.daily("lfm2-axes0-True")
 @pytest.mark.parametrize(
     ("family", "axes", "checkpointing"),
     [
@@ -203,6 +203,7 @@ OWN_ATTENTION: dict[str, tuple[str, dict[str, int], bool]] = {
 }
 
 
+@pytest.mark.daily("alibi", "positions from padding")
 @pytest.mark.parametrize("case", cases(OWN_ATTENTION, daily=["alibi", "rotary-tp", "positions from padding"]))
 def test_attention_in_a_familys_own_code(pools: Pools, case: str) -> None:
     """It reads masks and biases by itself, and runs on whole sequences; rows are padded, and layers recomputed."""
@@ -294,7 +295,7 @@ def test_families_that_read_other_tokens_are_refused_by_the_plan(family: str, wo
         hfscale.plan(config_of(family), ParallelConfig(cp_size=2))
 
 
-@pytest.mark.daily("ring", "heads")
+@pytest.mark.daily("ring")
 @pytest.mark.parametrize("method", METHODS)
 def test_rotary_embeddings_that_look_at_the_length(pools: Pools, method: str) -> None:
     """Longer than what the family was trained on, as a whole; a part of it is not."""

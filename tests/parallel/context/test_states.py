@@ -86,6 +86,7 @@ def test_pieces_with_states_are_the_whole(family: str) -> None:
     _assert_close(_gradients(mixer, x), wanted)
 
 
+@pytest.mark.daily("kimi_linear", "bamba")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_begin_with_nothing(family: str) -> None:
     """Other documents in each row, some of one token; a deep copy computes with weights of its own."""
@@ -130,6 +131,7 @@ def test_each_rank_does_its_part_of_the_work(pools: Pools, tmp_path: Path, famil
         assert sent == 2 * state
 
 
+@pytest.mark.daily("bamba-{'lengths': (5, 4), 'frozen': ('layers.0', 'embed')}-{'cp_size': 4}")
 @pytest.mark.parametrize(
     ("family", "changes", "axes"),
     [

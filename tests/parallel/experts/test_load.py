@@ -66,7 +66,7 @@ def test_loads_are_those_of_a_count_by_hand() -> None:
             assert sum(load.layers[0].tokens) == sum(2 * batch["input_ids"].numel() for batch in _microbatches())
 
 
-@pytest.mark.daily("True-tp2, sequence parallel, ep2", "False-dp_shard2 x pp2, ep2", "False-tp2")
+@pytest.mark.daily("True-tp2, sequence parallel, ep2", "False-dp_shard2 x pp2, ep2")
 @pytest.mark.parametrize(
     "layout",
     [

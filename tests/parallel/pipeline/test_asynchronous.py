@@ -122,7 +122,7 @@ def _check(
         pools(layout.total_size).run(run_rank, name, layout, calls, checkpointing, evaluate)
 
 
-@pytest.mark.daily("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("pp_size", [2, 4])
 def test_pipedream(pools: Pools, pp_size: int) -> None:
     layout = ParallelConfig(pp_size=pp_size, pipeline_schedule="pipedream")

@@ -69,6 +69,7 @@ def test_autocast_is_as_near_as_stock(pools: Pools, tmp_path: Path, family: str,
             assert traffic.payload["allreduce"] == B * S * H * (4 * LAYERS * 2 + 2 * 4)
 
 
+@pytest.mark.daily("gpt2")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_is_gathered_again_is_of_the_products_type(pools: Pools, tmp_path: Path, family: str) -> None:
     path = str(tmp_path)

@@ -94,6 +94,7 @@ def test_a_compiled_layer_over_a_cut_stream(
     check(*(pools(2).run(_step, "llama", layout, how, True, *more) for how in (False, True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recipe"),
     cases([(name, recipe) for name in ("tp2", "sequence", "cp2", "shard2") for recipe in ("tensorwise", "rowwise")],

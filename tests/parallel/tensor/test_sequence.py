@@ -36,7 +36,7 @@ def test_share_evenly() -> None:
     assert share_evenly(2, 4) == [1, 1, 0, 0]
 
 
-@pytest.mark.daily("llama-extra1", "gpt2-extra2")
+@pytest.mark.daily("llama-extra1")
 @pytest.mark.parametrize("extra", [{}, {"sequence_regather": True}, {"overlap": False}])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
 def test_equals_one_process(pools: Pools, family: str, extra: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused(family: str, why: str) -> None:
         hfscale.plan(config, ParallelConfig(**WITH))
 
 
-@pytest.mark.daily("gpt2-dp_shard_size")
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_data_axes(pools: Pools, family: str, axis: str) -> None:

@@ -47,7 +47,7 @@ def _roles(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
-@pytest.mark.daily("qwen3", "mpt")
+@pytest.mark.daily("mpt")
 @pytest.mark.parametrize("family", SAME)
 def test_what_is_inferred_is_what_was_written(family: str) -> None:
     model = _on_meta(AutoConfig.for_model(family))
@@ -63,6 +63,7 @@ def test_dropout_of_cut_activations_is_found() -> None:
     assert _inferred(_on_meta(tiny("gpt2"))).blocks["mlp"].dropout == ()
 
 
+@pytest.mark.slow
 def test_matrices_of_unequal_length_in_one() -> None:
     config = AutoConfig.for_model("phi3", num_key_value_heads=8, pad_token_id=0)
     blueprint = _inferred(_on_meta(config))
@@ -102,6 +103,7 @@ def test_a_wrong_blueprint_is_not_proved(family: str, path: str, wrong: dict[str
         prove(clone, replace(good, blocks={**good.blocks, path: replace(good.blocks[path], **wrong)}))
 
 
+@pytest.mark.slow
 def test_no_random_stream_moves_and_the_answer_is_the_same_again() -> None:
     model = _on_meta(tiny("llama", attention_bias=True))
     torch.manual_seed(3)

@@ -61,6 +61,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, bool]] = {
 }
 
 
+@pytest.mark.daily("stages", "sharded data", "experts over data ranks")
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_its_share_is_zero(pools: Pools, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, routing, accumulate = LAYOUTS[kind]

@@ -87,6 +87,7 @@ def refused(layout: dict[str, int]) -> dict[str, str]:
     return said
 
 
+@pytest.mark.daily("layout2-expected2", "layout0-expected0")
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [

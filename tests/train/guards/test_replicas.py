@@ -62,7 +62,7 @@ def train(layout: dict[str, Any], clip: str, steps: int, directory: str) -> str:
     return ""
 
 
-@pytest.mark.daily("2-layout1", "2-layout0")
+@pytest.mark.daily("2-layout0")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2}])
 @pytest.mark.parametrize("steps", [2, 10])
 def test_stock_clipping_is_found(pools: Pools, layout: dict[str, Any], steps: int, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def try_trainers(layout: dict[str, int], directory: str) -> list[str]:
     return [refusal_of(call) for call in calls]
 
 
+@pytest.mark.daily("layout2")
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}])
 def test_several_ranks_are_refused_before_the_first_step(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     for messages in pools(2).run(try_trainers, layout, str(tmp_path)):

@@ -76,6 +76,7 @@ def refused(layout: dict[str, Any]) -> dict[str, list[str]]:
     return said
 
 
+@pytest.mark.daily("{'tp_size': 2, 'sequence_parallel': True}", "{'dp_shard_size': 2}")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_changes_are_refused_in_steps_and_plain_loops(pools: Pools, layout: dict[str, Any]) -> None:
     for rank, said in enumerate(pools(2).run(refused, layout)):
@@ -106,7 +107,7 @@ def saved(layout: dict[str, Any], directory: str) -> list[str]:
     return heard.said
 
 
-@pytest.mark.daily("{'tp_size': 2, 'sequence_parallel': True}", "{'pp_size': 2}")
+@pytest.mark.daily("{'pp_size': 2}")
 @pytest.mark.parametrize("layout", LAYOUTS[:2] + LAYOUTS[3:], ids=str)
 def test_a_save_writes_what_was_trained_and_warns_of_changes(
     pools: Pools, layout: dict[str, Any], tmp_path: Path
@@ -140,6 +141,7 @@ def goes_on(layout: dict[str, Any]) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+@pytest.mark.daily("{'tp_size': 2, 'sequence_parallel': True}", "{'pp_size': 2}")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_use_is_no_change(pools: Pools, layout: dict[str, Any]) -> None:
     for first, second, third in pools(2).run(goes_on, layout):
@@ -215,6 +217,7 @@ def counted(layout: dict[str, Any]) -> list[int]:
     return [*counts, adapted.get_base_model().num_parameters(only_trainable=True)]
 
 
+@pytest.mark.daily("{'dp_shard_size': 2}", "{'tp_size': 2, 'sequence_parallel': True}")
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
 def test_parameters_are_counted_whole(pools: Pools, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
