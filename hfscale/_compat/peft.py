@@ -90,13 +90,6 @@ def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
         return peft.get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)  # type: ignore[arg-type]
 
 
-def no_targets() -> str:
-    """Return the value of a config's targets that means no targets."""
-    from peft.utils.constants import DUMMY_TARGET_MODULES
-
-    return str(DUMMY_TARGET_MODULES)
-
-
 def is_feedforward(config: Any, name: str) -> bool:
     """Return whether IA3 scales the input of a module instead of its output."""
     from peft.tuners.ia3 import IA3Model

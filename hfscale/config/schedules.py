@@ -6,7 +6,9 @@ CP_METHODS = ("auto", "gather", "heads", "ring", "heads_ring")  # how context ra
 
 GRADIENT_COMPRESSIONS = ("no", "bf16", "fp16", "powersgd")
 
-_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+V_SCHEDULES = ("zbv", "dualpipev")
+"""Schedules that place stages down the ranks and up again (Qi et al. 2023; DeepSeek 2025)."""
+_SEVERAL_STAGES = ("interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", *V_SCHEDULES)
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 """Schedules with delayed updates: a step does not wait for its own microbatches."""
 

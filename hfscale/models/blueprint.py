@@ -7,7 +7,7 @@ that, it is inferred from the model itself, and used if it is proved (:mod:`hfsc
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .fields import query_key_value
@@ -140,8 +140,7 @@ def as_data(found: Inference) -> dict[str, Any]:
 
 def given_fields(block: Block) -> dict[str, Any]:
     """Return the fields of a block that differ from their defaults."""
-    given = {field.name: getattr(block, field.name) for field in fields(block)}
-    return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+    return {name: value for name, value in vars(block).items() if value != _DEFAULTS[name]}
 
 
 def block_as_data(block: Block) -> dict[str, Any]:
@@ -159,10 +158,7 @@ def from_data(data: dict[str, Any]) -> Inference:
     return Inference(blueprint, Proof(**data["proof"]), tuple(data["attention"]), tuple(data["whole"]))
 
 
-_DEFAULTS = {
-    field.name: field.default_factory() if field.default_factory is not MISSING else field.default
-    for field in fields(Block)
-}
+_DEFAULTS = {**vars(Block(column=(), row=())), "column": None, "row": None}  # these two are always given
 
 
 def _named(value: Any) -> Any:

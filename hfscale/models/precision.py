@@ -4,8 +4,6 @@ Stock models cast to float32 inside norms, softmax and losses. Two computations 
 rounding, which hides errors up to 1e-7.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +19,8 @@ WIDENS_AROUND = ("xglm",)
 
 
 class _KeepFloat64(TorchFunctionMode):
+    """Ignore casts of float64 tensors to float32 inside the with block."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
@@ -40,8 +40,4 @@ class _KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def keep_float64() -> Iterator[None]:
-    """Ignore casts of float64 tensors to float32 inside the with block."""
-    with _KeepFloat64():
-        yield
+keep_float64 = _KeepFloat64

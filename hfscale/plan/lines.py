@@ -37,9 +37,7 @@ def _roles(block: BlockPlan) -> str:
 
 def _tokens(plan: PlanContents, module: str) -> str:
     weight = plan.by_name[f"{module}.weight"]
-    cut = weight.cut_over("tp")
-    held = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
-    return f"{held:,} of {weight.shape[0]:,} tokens per rank"
+    return f"{weight.model_shape({})[0]:,} of {weight.shape[0]:,} tokens per rank"
 
 
 def describe_sequence(plan: PlanContents) -> list[str]:

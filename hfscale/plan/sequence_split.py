@@ -1,6 +1,6 @@
 """Assign the tokens of a batch's sequences to ranks: pure arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -112,9 +112,11 @@ def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
     return found[:1] if len(set(found)) == 1 else found
 
 
-def tokens_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample; refuse batches without token ids and embeddings."""
-    for name in ("input_ids", "inputs_embeds"):
+def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
+    """Return the number of samples, and of tokens per sample, in the ``first`` inputs or else in token ids or
+    embeddings; refuse batches without these.
+    """
+    for name in (*first, "input_ids", "inputs_embeds"):
         found = batch.get(name)
         if isinstance(found, Tensor) and found.ndim > 1:
             return found.shape[0], found.shape[1]

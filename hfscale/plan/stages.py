@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..config.schedules import V_SCHEDULES
 from ..errors import ConfigError
 from .columns import aligned
 
@@ -38,9 +39,6 @@ class Loan:
         """The name of the module in the model."""
         return ".".join(filter(None, (self.lender, self.owner, self.child)))
 
-
-V_SCHEDULES = ("zbv", "dualpipev")
-"""Schedules that place stages down the ranks and up again (Qi et al. 2023; DeepSeek 2025)."""
 
 _COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs", "of the mean")
 

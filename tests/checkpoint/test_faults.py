@@ -59,7 +59,7 @@ EXPORTING = {
     "train.guards.replicas._checksums": (0, 1),
     "checkpoint.save.tensors_to_save": (0, 1),
     "checkpoint.save.AsStored": (0, 1),
-    "train.runtime.full_tensors._copy": (0, 1),
+    "train.runtime.full_tensors._Gathering._copied": (0, 1),
     "train.runtime.full_tensors.write_share": (0,),
     "train.runtime.writing.NewFiles": (0,),
     "checkpoint.save.CheckpointWriter.add": (0,),
@@ -69,7 +69,7 @@ EXPORTING = {
 }
 ADAPTERS = {
     "features.adapters.storage.stored_names": (0,),
-    "train.runtime.full_tensors._copy": (0, 1),
+    "train.runtime.full_tensors._Gathering._copied": (0, 1),
     "train.runtime.full_tensors.write_share": (0,),
     "features.adapters.storage.save_file": (0,),
     "features.adapters.storage.write_adapter_config": (0,),

@@ -161,8 +161,8 @@ def _rows_of_loss(outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
     return outputs.logits.float().sum(), 3.0
 
 
-@pytest.mark.daily("fp16")
-@pytest.mark.parametrize("case", ["fp16", "num_items_in_batch", "loss_fn", "expert_load"])
+@pytest.mark.daily("fp16", "num_items_on_device")
+@pytest.mark.parametrize("case", ["fp16", "num_items_in_batch", "num_items_on_device", "loss_fn", "expert_load"])
 def test_one_look_at_most(case: str) -> None:
     """fp16 asks whether a gradient overflowed, and a report of experts is read; numbers from the host are filled in."""
     ids = torch.arange(2 * B * S).view(2, B, S) % 500 + 3
@@ -170,6 +170,7 @@ def test_one_look_at_most(case: str) -> None:
     options: dict[str, Any] = {"fp16": {"mixed_precision": "fp16"}, "expert_load": {"routing": RoutingConfig()}}
     given: dict[str, Any] = {
         "num_items_in_batch": {"num_items_in_batch": [3, 5]},
+        "num_items_on_device": {"num_items_in_batch": [torch.ones((), device=GPU), torch.ones(1, device=GPU)]},
         "loss_fn": {"loss_fn": _rows_of_loss},
     }
     with pretended_gpus(2):

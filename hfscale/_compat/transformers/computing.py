@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, masking_utils
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..replaced import attribute_replaced
 from .attention import keep_documents_apart
 from .classes import takes_argument
 
@@ -107,7 +108,6 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     if restarts is None:
         yield
         return
-    token = within_packing.set(True)
     look, masks = masking_utils.find_packed_sequence_indices, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     given = batch.get("position_ids") is not None
 
@@ -116,17 +116,17 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
         other = not restarts and not given and len(position_ids) > 1 and position_ids.stride(0)
         return look(position_ids) if other else None
 
-    masking_utils.find_packed_sequence_indices = known
     made = _DocumentMasks(masks, batch) if restarts else None
-    documents = documents_here.set(None if made is None else made.documents)
-    if made is not None:
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = cast(Any, made)
+    token, documents = within_packing.set(True), documents_here.set(None if made is None else made.documents)
     try:
-        yield
+        with (
+            attribute_replaced(masking_utils, "find_packed_sequence_indices", known),
+            attribute_replaced(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", made or masks),
+        ):
+            yield
     finally:
         within_packing.reset(token)
         documents_here.reset(documents)
-        masking_utils.find_packed_sequence_indices, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS = look, masks
 
 
 class _DocumentMasks:

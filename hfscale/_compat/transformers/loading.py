@@ -60,19 +60,17 @@ def loading_through(
         report["mismatched"] = list(info.mismatched_keys)
         return info, index
 
-    host: Any = PreTrainedModel
-    host._load_pretrained_model = staticmethod(load)
     # One progress bar per machine is enough.
     quiet = local_rank() > 0 and logging.is_progress_bar_enabled()
     if quiet:
         logging.disable_progress_bar()
     try:
-        with without_launcher_switches():
+        replaced = attribute_replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+        with replaced, without_launcher_switches():
             yield report
     finally:
         if quiet:
             logging.enable_progress_bar()
-        host._load_pretrained_model = original
         if "model" in report:
             report["model"].all_tied_weights_keys = report["ties"]
             del report["model"].initialize_weights

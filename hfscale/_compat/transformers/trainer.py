@@ -61,11 +61,8 @@ class TrainerHooks(_Mixin):
             self._push_from_checkpoint(str(target))
 
     def _write_aside(self, aside: AbstractContextManager[Path], model: nn.Module, trial: Any) -> None:
-        with aside as self._aside:
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._aside = None
+        with aside as directory, attribute_replaced(self, "_aside", directory):
+            super()._save_checkpoint(model, trial)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *rest: Any, **more: Any

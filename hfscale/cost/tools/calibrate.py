@@ -6,7 +6,6 @@ launch it. On a CPU device and host are one processor, so their times add up.
 """
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.benchmark.utils.timer import Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 from transformers import LlamaConfig, LlamaModel
 
@@ -193,11 +193,5 @@ class _Meter:
         """Return the median seconds of a call, repeated for the time allowed; one CPU thread's are processor time."""
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.thread_time if alone else default_timer  # which waits for the accelerator
-        call()
-        found: list[float] = []
-        end = time.perf_counter() + self.sizes.seconds / parts
-        while len(found) < 3 or (time.perf_counter() < end and len(found) < 200):
-            start = clock()
-            call()
-            found.append(clock() - start)
-        return statistics.median(found)
+        timer = Timer("call()", timer=clock, globals={"call": call}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=self.sizes.seconds / parts).median)

@@ -147,8 +147,6 @@ class _LayerCounter(SavedCounter):
         self._names = {id(model.get_submodule(name)): name for name in layers}
         self._place, self._done = _BEFORE, False
         self._given = dict[int, Tensor]()  # what several layers read, and is not their stream
-        weight = None if head is None else next(model.get_submodule(head).parameters(recurse=False), None)
-        self._vocabulary = None if weight is None else weight.shape[0]
         super().__init__(model, layers, head, self._count_kind, copies)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -170,7 +168,7 @@ class _LayerCounter(SavedCounter):
         """Return the layer, or the kind of anything outside the layers."""
         if storage_key(tensor) in self._given:
             return _SHARED
-        if self._place == _BEHIND and (self.is_of_head(tensor) or self._vocabulary in tensor.shape[-1:]):
+        if self._place == _BEHIND and (self.is_of_head(tensor) or self.head_shape[:1] == tensor.shape[-1:] != ()):
             return _LOGITS
         return self._place
 

@@ -101,9 +101,7 @@ def _memory_of_rank(
     """Estimate one rank, with the device's loss chunks and the schedule's microbatches in flight."""
     rows = 0
     if plan.head is not None:
-        weight = plan.by_name[f"{plan.head}.weight"]
-        cut = weight.cut_over("tp")
-        width = cut.local_length(weight.shape[0], 0) if cut else weight.shape[0]
+        width = plan.by_name[f"{plan.head}.weight"].model_shape({})[0]
         rows = rows_per_chunk(ceil(tokens / plan.layout.cp), width, device)
     in_flight = in_flight_together(plan, num_microbatches)
     given |= {"in_flight": in_flight, "chunk_rows": rows, "fused": device.type != "cpu", "apart": num_microbatches == 1}

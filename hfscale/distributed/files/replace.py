@@ -55,8 +55,10 @@ class NewFiles:
     def commit(self, stale: Sequence[str]) -> None:
         """Move them into the target, and remove what in it matches the patterns ``stale``."""
         new = sorted(path.name for path in self.path.iterdir())
-        if blocked := [name for name in new if (self.target / name).is_dir() and not (self.path / name).is_dir()]:
-            raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
+        for name in new:
+            there, wanted = self.target / name, _kind_of(self.path / name)
+            if os.path.lexists(there) and _kind_of(there) != wanted:
+                raise CheckpointError(f"{there} is {_kind_of(there)}, and {wanted} is to be written there")
         directories.sync_all(self.path)
         if not self.target.exists():
             self.path.rename(self.target)
@@ -95,19 +97,20 @@ class NewFiles:
         return True
 
     def _move(self, new: list[str], old: list[str]) -> None:
-        inside = self.target / _INSIDE
+        inside, files = self.target / _INSIDE, _files_of(self.path, new)
+        old += sorted({*_files_of(self.target, new)} - {*files})
         if self.path != inside:
             shutil.rmtree(inside, ignore_errors=True)
             inside.mkdir()
             for name in new:
                 shutil.move(self.path / name, inside / name)  # copies between file systems
-        (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
+        (inside / _LIST).write_text(json.dumps({"new": files, "old": old}))
         directories.sync_all(inside)
         shutil.rmtree(self.target / _COMPLETE, ignore_errors=True)
         inside.rename(self.target / _COMPLETE)
         self._placed = self.path == inside
         directories.sync(self.target)
-        for name in {*_DOORS} & {*new}:
+        for name in filter(_is_door, files):
             (self.target / name).unlink(missing_ok=True)
         finish_move(self.target)
 
@@ -120,14 +123,15 @@ def finish_move(directory: str | Path) -> None:
         return
     try:
         told = json.loads((source / _LIST).read_text())
-        doors = {*_DOORS} & {*told["new"]}
+        doors = [*filter(_is_door, told["new"])]
         if doors and all((target / name).exists() for name in doors):
             return  # the move has not begun, or is over, or another save came since
         for name in [*told["old"], *told["new"]]:
             directories.check_inside(name, source / _LIST)
-        for name in (*told["old"], *(name for name in told["new"] if (source / name).is_dir())):
+        for name in told["old"]:
             directories.remove(target / name)
-        for name in sorted(told["new"], key=lambda name: name in _DOORS):
+        for name in sorted(told["new"], key=_is_door):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # moved already
                 (source / name).replace(target / name)
         directories.sync(target)
@@ -139,6 +143,20 @@ def finish_move(directory: str | Path) -> None:
             f"{target}' as a user who may write it"
         ) from error
     shutil.rmtree(source, ignore_errors=True)
+
+
+def _kind_of(path: Path) -> str:
+    return "a directory" if path.is_dir() and not path.is_symlink() else "a file"
+
+
+def _is_door(name: str) -> bool:
+    return os.path.basename(name) in _DOORS
+
+
+def _files_of(directory: Path, names: list[str]) -> list[str]:
+    """Return the paths, from ``directory``, of its files and links ``names``, and of all within those directories."""
+    found = [path for name in names for path in (directory / name, *(directory / name).rglob("*"))]
+    return [str(path.relative_to(directory)) for path in found if path.is_symlink() or path.is_file()]
 
 
 def _stays(target: Path) -> bool:

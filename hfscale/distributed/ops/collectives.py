@@ -118,8 +118,11 @@ def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dis
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x``, contiguous, over the ranks, in place."""
-    return start_all_reduce(x, group).result()
+    """Sum ``x``, contiguous, over the ranks, in place unless ``torch.compile`` traces."""
+    if torch.compiler.is_compiling() or _exchanges(x, group):
+        return start_all_reduce(x, group).result()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -155,8 +158,8 @@ class _Mapping(torch.autograd.Function):
 
 
 def apply_mapping(x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False) -> Tensor:
-    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, which gets ``None`` if none
-    has come and it takes ``undefined`` ones. Saves no tensor.
+    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, which gets ``None`` if
+    none has come and it takes ``undefined`` ones. Saves no tensor.
     """
     return _Mapping.apply(x, forward, backward, undefined)
 

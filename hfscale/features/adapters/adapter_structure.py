@@ -28,9 +28,11 @@ def wrap(model: nn.Module, config: Any, name: str) -> Any:
 
 def narrowed(config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]) -> Any:
     """Return a copy of the config that targets only the given modules, by their full names."""
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
     result = copy.deepcopy(config)
     # PEFT needs a target, but this stage may have none.
-    result.target_modules = list(targets) if targets or parameters else peft.no_targets()
+    result.target_modules = list(targets) if targets or parameters else DUMMY_TARGET_MODULES
     if parameters and not targets:
         result.target_modules = []
     if hasattr(result, "target_parameters"):

@@ -82,7 +82,8 @@ def attach_adapters(
         local.base_model.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, mesh, shares)
         read = partial(dequantized_share, model, planned)
-        made = initialize_adapters(whole, config, name, planned, mesh, shares, seed, read)
+        new = _NewAdapters(config, name, planned, mesh, shares, read)
+        made = new.values(whole.get_base_model(), seed)
         if source is not None:
             with all_or_none(mesh, f"{source} could not be loaded"):
                 made.update(load_adapter(source, whole, name, planned, mesh))
@@ -130,50 +131,95 @@ def _give_local_shapes(model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[st
         setattr(holder, attribute, made[owner])
 
 
-def initialize_adapters(
-    whole: Any,
-    config: Any,
-    name: str,
-    plan: Plan,
-    mesh: Mesh,
-    shares: dict[str, Tensor],
-    seed: int | None,
-    dequantized: Callable[[str], Tensor],
-) -> dict[str, Tensor]:
-    """Return this rank's shards of all of its adapters, and of weights that their initialization has changed: ``whole``
-    is PEFT's model around the full stock model, on the meta device; ``shares`` are this rank's final shards, those of
-    quantized weights by ``dequantized``; without a ``seed`` torch's current RNG state is used.
+@dataclass(frozen=True)
+class _NewAdapters:
+    """Initial values of adapters, by PEFT on one full module at a time; ``shares`` are this rank's final shards, those
+    of quantized weights by ``dequantized``.
     """
-    made: dict[str, Tensor] = {}
-    by_module: dict[str, list[AdapterParameter]] = {}
-    for adapter in plan.adapters:
-        if adapter.kept_in != COPY:
-            by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
-        elif plan.is_local(mesh.pp_rank, adapter.name):
-            made[adapter.name] = shares[plan.by_name[adapter.base].tied_to or adapter.base].clone()
-    stock = whole.get_base_model()
-    with _random_numbers(seed, mesh):
-        for path in sorted(by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])):
-            adapters = by_module[path]
-            module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
-            if not plan.is_local(mesh.pp_rank, adapters[0].name):
-                _draw_alone(module, path, config, name, adapters)
-                continue
-            weights = _fill(module, path, plan, mesh, shares, dequantized) if needs_weights(config) else {}
-            before = {key: getattr(module, key).detach().clone() for key in weights}
-            values = _made_alone(module, path, config, name, adapters)
-            for adapter in adapters:
-                planned = plan.by_name[adapter.name]
-                if planned.tied_to is None:
-                    made[adapter.name] = planned.take(values[adapter.name].detach(), mesh.ranks).clone().to(mesh.device)
-            for key, old in before.items():
-                new = getattr(module, key).detach()
-                if not torch.equal(new, old):
-                    planned = plan.by_name[f"{path}.{key}"]
-                    owner, kept = planned.tied_to or planned.name, weights[key]
-                    changed = kept + (new - old).to(kept.dtype) if new.dtype != kept.dtype else new
-                    made[owner] = planned.take(changed, mesh.ranks).clone().to(mesh.device)
-    return made
+
+    config: Any
+    name: str
+    plan: Plan
+    mesh: Mesh
+    shares: dict[str, Tensor]
+    dequantized: Callable[[str], Tensor]
+
+    def values(self, stock: nn.Module, seed: int | None) -> dict[str, Tensor]:
+        """Return this rank's shards of all of its adapters, and of weights that their initialization has changed;
+        ``stock`` is the full model on the meta device; without a ``seed`` torch's current RNG state is used.
+        """
+        plan, mesh = self.plan, self.mesh
+        made: dict[str, Tensor] = {}
+        by_module: dict[str, list[AdapterParameter]] = {}
+        for adapter in plan.adapters:
+            if adapter.kept_in != COPY:
+                by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+            elif plan.is_local(mesh.pp_rank, adapter.name):
+                made[adapter.name] = self.shares[plan.by_name[adapter.base].tied_to or adapter.base].clone()
+        with _random_numbers(seed, mesh):
+            for path in sorted(by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])):
+                module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
+                if plan.is_local(mesh.pp_rank, by_module[path][0].name):
+                    made |= self._of_module(module, path, by_module[path])
+                else:
+                    self._advance_random(module, path, by_module[path])
+        return made
+
+    def _of_module(self, module: nn.Module, path: str, adapters: list[AdapterParameter]) -> dict[str, Tensor]:
+        weights = self._fill(module, path) if needs_weights(self.config) else {}
+        before = {key: getattr(module, key).detach().clone() for key in weights}
+        values = self._drawn(self.config, module, path, adapters)
+        full = {each.name: values[each.name].detach() for each in adapters if not self.plan.by_name[each.name].tied_to}
+        for key, old in before.items():
+            new = getattr(module, key).detach()
+            if not torch.equal(new, old):
+                owner, kept = self.plan.by_name[f"{path}.{key}"].tied_to or f"{path}.{key}", weights[key]
+                full[owner] = kept + (new - old).to(kept.dtype) if new.dtype != kept.dtype else new
+        ranks, device = self.mesh.ranks, self.mesh.device
+        return {key: self.plan.by_name[key].take(value, ranks).clone().to(device) for key, value in full.items()}
+
+    def _advance_random(self, module: nn.Module, path: str, adapters: list[AdapterParameter]) -> None:
+        """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
+        config = copy.deepcopy(self.config)
+        config.use_dora = False  # computed from weights, without random numbers
+        if getattr(config, "init_lora_weights", True) in ("olora", "pissa"):
+            config.init_lora_weights = False  # the same
+        if needs_weights(config):
+            for parameter in module.parameters():
+                parameter.data.zero_()
+        self._drawn(config, module, path, adapters)
+
+    def _fill(self, module: nn.Module, path: str) -> dict[str, Tensor]:
+        """Gather the real weights into ``module``; return its own parameters among them, in their own dtype."""
+        weights = {}
+        quantized = self.plan.quantized.weights if self.plan.quantized is not None else ()
+        for key, parameter in module.named_parameters(recurse=False):
+            planned = self.plan.by_name[f"{path}.{key}"]
+            name = planned.name
+            share = self.dequantized(name) if name in quantized else self.shares[planned.tied_to or name]
+            weights[key] = gather_full(share.contiguous(), planned.shape, planned.cuts, self.mesh).cpu()
+            # PEFT's decompositions do not support float64.
+            narrow = torch.float32 if share.dtype == torch.float64 else share.dtype
+            parameter.data = weights[key].to(narrow, copy=True)
+        return weights
+
+    def _drawn(
+        self, config: Any, module: nn.Module, path: str, adapters: list[AdapterParameter]
+    ) -> dict[str, nn.Parameter]:
+        """Return PEFT's initial values of the adapters of ``module``, in a model that holds this module alone."""
+        import peft
+
+        root = holder = nn.Module()
+        *owners, child = path.split(".")
+        for owner in owners:
+            holder.add_module(owner, nn.Module())
+            holder = holder.get_submodule(owner)
+        holder.add_module(child, module)
+        modules, parameters, _ = targets_of(adapters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peft.inject_adapter_in_model(narrowed(config, modules, parameters, ()), root, adapter_name=self.name)
+        return dict(root.named_parameters(remove_duplicate=False))
 
 
 @contextmanager
@@ -188,55 +234,3 @@ def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
             own = torch.random.get_rng_state()
     finally:
         torch.random.set_rng_state(own)
-
-
-def _draw_alone(module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]) -> None:
-    """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
-    config = copy.deepcopy(config)
-    config.use_dora = False  # computed from weights, without random numbers
-    if getattr(config, "init_lora_weights", True) in ("olora", "pissa"):
-        config.init_lora_weights = False  # the same
-    if needs_weights(config):
-        for parameter in module.parameters():
-            parameter.data.zero_()
-    _made_alone(module, path, config, name, adapters)
-
-
-def _fill(
-    module: nn.Module,
-    path: str,
-    plan: Plan,
-    mesh: Mesh,
-    shares: dict[str, Tensor],
-    dequantized: Callable[[str], Tensor],
-) -> dict[str, Tensor]:
-    """Gather the real weights into ``module``; return its own parameters among them, in their own dtype."""
-    weights = {}
-    for key, parameter in module.named_parameters(recurse=False):
-        planned = plan.by_name[f"{path}.{key}"]
-        quantized = plan.quantized is not None and planned.name in plan.quantized.weights
-        share = dequantized(planned.name) if quantized else shares[planned.tied_to or planned.name]
-        weights[key] = gather_full(share.contiguous(), planned.shape, planned.cuts, mesh).cpu()
-        # PEFT's decompositions do not support float64.
-        narrow = torch.float32 if share.dtype == torch.float64 else share.dtype
-        parameter.data = weights[key].to(narrow, copy=True)
-    return weights
-
-
-def _made_alone(
-    module: nn.Module, path: str, config: Any, name: str, adapters: list[AdapterParameter]
-) -> dict[str, Tensor]:
-    """Return PEFT's initial values of the adapters of ``module``, in a model that holds this module alone."""
-    import peft
-
-    root = holder = nn.Module()
-    *owners, child = path.split(".")
-    for owner in owners:
-        holder.add_module(owner, nn.Module())
-        holder = holder.get_submodule(owner)
-    holder.add_module(child, module)
-    modules, parameters, _ = targets_of(adapters)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft.inject_adapter_in_model(narrowed(config, modules, parameters, ()), root, adapter_name=name)
-    return dict(root.named_parameters(remove_duplicate=False))

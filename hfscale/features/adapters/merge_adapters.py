@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.peft import COPY, wrapped
@@ -47,45 +48,23 @@ def merge_local_weights(
     with those of the adapters, changed in place; put the stock modules back, and return the stock model, on the meta
     device, and its shards.
     """
-    plan, model = runtime.plan, runtime.model
-    adapted: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
-    for adapter in plan.adapters:
-        if not plan.is_local(runtime.mesh.pp_rank, adapter.name):
+    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
+    merge, here, done = WholeMerge(adapters, plan, model, mesh.tp_group), plan.local_names(mesh.pp_rank), set[str]()
+    for name in here:
+        if name in done or not merge.changes(name):
             continue
-        if adapter.kept_in == COPY:
-            base = plan.by_name[adapter.base]
-            shares[base.tied_to or base.name] = shares[adapter.tied_to or adapter.name]
-        else:
-            adapted.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
-    for path, own in adapted.items():
-        _merge_at(path, own, runtime, shares)
+        parts: dict[str, Tensor] = {}
+        for part in merge.parts(name):
+            planned, share = plan.by_name[part], shares[part].contiguous()
+            parts[part] = gather_full(share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh)
+        for weight, value in merge.merged(name, parts).items():
+            shares[weight] = _cut_over_data(plan.by_name[weight], value, mesh.ranks)
+            parameter_at(model, here[weight]).requires_grad_(False)
+            done.add(weight)
     put_back(model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
     return model, shares
-
-
-def _merge_at(path: str, own: list[AdapterParameter], runtime: Runtime, shares: dict[str, Tensor]) -> None:
-    """Merge the adapters of the module ``path`` into the shards of its weights; the module gets memory meanwhile."""
-    plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
-    group, bias = mesh.tp_group, f"{path}.bias"
-    merged = dict.fromkeys([*(adapter.base for adapter in own), *([bias] if bias in plan.by_name else [])])
-    names = dict.fromkeys([*merged, *(adapter.name for adapter in own)])
-    for name in names:
-        planned = plan.by_name[name]
-        share = shares[planned.tied_to or planned.name].contiguous()
-        local = gather_full(share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh)
-        put_parameter(model, name, nn.Parameter(local.clone(), requires_grad=False))
-    wrapper: Any = model.get_submodule(path)
-    if group is not None and any(path in block.row for block in plan.blocks):
-        sum_norms(wrapper, group)
-    merge_wrapper(wrapper)
-    for name in names:
-        planned = plan.by_name[name]
-        value = parameter_at(model, name)
-        if name in merged:
-            shares[planned.tied_to or name] = _cut_over_data(planned, value.detach(), mesh.ranks)
-        put_parameter(model, name, nn.Parameter(value.to("meta"), requires_grad=value.requires_grad))
 
 
 def dequantized_share(model: nn.Module, plan: Plan, name: str) -> Tensor:
@@ -131,9 +110,8 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 
 
 def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int]) -> Tensor:
-    for cut in planned.data_cuts:
-        local = cut.take(local, ranks.get(cut.axis, 0))
-    return local.clone(memory_format=torch.contiguous_format)
+    own = planned.take(local, ranks, tuple(cut.axis for cut in planned.data_cuts))
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def merge_wrapper(wrapper: Any) -> None:
@@ -154,12 +132,16 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge adapters into full tensors, weight by weight; raise :class:`ConfigError` as :func:`refuse_tied` does."""
+    """Merge all adapters of a module at once, into full tensors; or into a rank's, by the wrappers of its ``model``,
+    whose tensor ranks are ``group``. Raise :class:`ConfigError` as :func:`refuse_tied` does.
+    """
 
-    def __init__(self, adapters: Any, plan: Plan) -> None:
+    def __init__(
+        self, adapters: Any, plan: Plan, model: nn.Module | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         if plan.adapters:
             refuse_tied(adapters, plan)
-        self._adapters, self._plan = adapters, plan
+        self._adapters, self._plan, self._model, self._group = adapters, plan, model, group
         self.factors = {adapter.name for adapter in plan.adapters}  # names of the adapters' own parameters
         self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
@@ -174,6 +156,10 @@ class WholeMerge:
             for name in (adapter.base, f"{path}.bias"):
                 if name in plan.by_name:
                     self._path_of[plan.by_name[name].tied_to or name] = path
+
+    def changes(self, name: str) -> bool:
+        """Return whether the weight ``name`` has an adapter."""
+        return name in self._copies or name in self._path_of
 
     def parts(self, name: str) -> list[str]:
         """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""
@@ -192,7 +178,10 @@ class WholeMerge:
         if name not in self._path_of:
             return {name: parts[name]}
         path = self._path_of[name]
-        wrapper: Any = copy.deepcopy(self._adapters.whole.get_base_model().get_submodule(path))
+        model = self._adapters.whole.get_base_model() if self._model is None else self._model
+        wrapper: Any = copy.deepcopy(model.get_submodule(path))
+        if self._group is not None and any(path in block.row for block in self._plan.blocks):
+            sum_norms(wrapper, self._group)
         bases = {base: base for base, where in self._path_of.items() if where == path and base in parts}
         for base in bases:
             put_parameter(wrapper, self._inside(base, path), nn.Parameter(parts[base].clone(), requires_grad=False))

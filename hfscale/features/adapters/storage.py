@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import input_embedding
 from ..._compat.transformers.saving import AsStored
 from ...distributed.files.replace import finish_move
@@ -227,8 +228,5 @@ def _warn_of_experts(runtime: Runtime) -> None:
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
     """Write ``adapter_config.json``."""
     config = whole.peft_config[name]
-    training, config.inference_mode = config.inference_mode, True
-    try:
+    with attribute_replaced(config, "inference_mode", True):
         config.save_pretrained(str(directory))
-    finally:
-        config.inference_mode = training

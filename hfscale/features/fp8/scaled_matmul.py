@@ -101,7 +101,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def share_weight_scales(weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups) -> None:
-    """Find all scales of weights ``[out, in]`` at once, of which ``groups`` have parts; rowwise, those along cut dims."""
+    """Find all scales of weights ``[out, in]``, of which ``groups`` have parts, at once; rowwise, along cut dims."""
     parts = [
         (made, along, _largest(weight, along))
         for made, weight in weights

@@ -74,7 +74,7 @@ class SavedCounter:
         modules = dict(model.named_modules())
         found = modules.get(head) if head is not None else None
         weight = None if found is None else next(found.parameters(recurse=False), None)
-        self._head = None if weight is None else tuple(weight.shape)  # its shape when gathered over the data ranks
+        self.head_shape = () if weight is None else tuple(weight.shape)  # gathered over the data ranks
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(self._note_parameters))
         names, runtime = [name for name in layers if name in modules], find_runtime(model)
@@ -101,7 +101,7 @@ class SavedCounter:
 
     def is_of_head(self, tensor: Tensor) -> bool:
         """Return whether a tensor has the shape of the head's weight."""
-        return tuple(tensor.shape) == self._head
+        return tuple(tensor.shape) == self.head_shape != ()
 
     def saved_as(self, key: int) -> str | None:
         """Return the kind of a saved storage; ``None`` for a parameter's."""

@@ -11,13 +11,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced
 from ...config.routing import RoutingConfig
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import all_gather, reduce_from_tp_region
@@ -87,15 +88,13 @@ class Routing:
         if self.passes is None:
             yield
             return
+        real = None
         if self.options.has_loss:
             real = torch.stack([real_tokens(microbatch).sum() for microbatch in microbatches]).sum()
             for group in self.mesh.loss_groups:
                 dist.all_reduce(real, group=group)
-            self.passes.tokens = real
-        try:
+        with attribute_replaced(self.passes, "tokens", real):
             yield
-        finally:
-            self.passes.tokens = None
         if train and self.biases:
             self._move_biases()
 
@@ -285,26 +284,18 @@ class LayerCounter:
     """Count a layer's tokens on one rank, without waiting for the device; of equal counts one rank keeps them."""
 
     count: int
-    counts: list[int] = field(init=False)  # routes to each expert that were counted on the host
-    on_device: Tensor | int = 0  # routes to each expert that were counted on the device
+    counts: Tensor | int = 0  # routes to each expert, on the host or on the device, wherever they are counted
     # ``[4]``: dropped routes; the balance loss and the z-loss, each times tokens; real tokens
     numbers: Tensor | None = None
     wanted: Tensor | int = 0  # routes of real tokens to each expert, for the update of its bias
 
-    def __post_init__(self) -> None:
-        self.reset()
-
     def reset(self) -> None:
         """Set all counts to zero."""
-        self.counts = [0] * self.count
-        self.on_device, self.wanted, self.numbers = 0, 0, None
+        self.counts, self.wanted, self.numbers = 0, 0, None
 
     def add(self, counts: Sequence[int] | Tensor) -> None:
         """Add routes to each expert."""
-        if isinstance(counts, Tensor):
-            self.on_device = self.on_device + counts
-        else:
-            self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+        self.counts = self.counts + torch.as_tensor(counts)
 
     def add_numbers(self, place: int, *values: Tensor) -> None:
         """Add to ``numbers``, from ``place`` on."""
@@ -314,5 +305,6 @@ class LayerCounter:
 
     def total(self, device: torch.device) -> Tensor:
         """Return all counts but ``wanted`` as ``[experts + 4]``."""
-        counts = torch.tensor(self.counts, dtype=torch.float64).to(device, non_blocking=True) + self.on_device
+        given = torch.as_tensor(self.counts).to(device, non_blocking=True)
+        counts = torch.zeros(self.count, dtype=torch.float64, device=device) + given
         return torch.cat((counts, counts.new_zeros(NUMBERS) if self.numbers is None else self.numbers))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import is_compiled_in_place
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.prediction import PREDICTION
@@ -121,12 +122,10 @@ class RouteReplay(Part):
             refusal = error
         if runtime.mesh.largest(refusal is not None)[0]:
             raise refusal or ConfigError("another stage's mixtures cannot record routes: see its error")
-        self._recorded, routes = [], list[Tensor]()
-        try:
+        recorded, routes = list[_Pass](), list[Tensor]()
+        with attribute_replaced(self, "_recorded", recorded):
             yield routes
-            whole = [_whole(runtime, each, each.batch) for each in self._recorded if each.batch is not None]
-        finally:
-            self._recorded = None
+            whole = [_whole(runtime, each, each.batch) for each in recorded if each.batch is not None]
         while whole:
             parts = whole[0][1]
             routes.append(torch.cat([each for each, _ in whole[:parts]]).cpu())

@@ -163,7 +163,12 @@ class TiedGradients:
             add_back(parameter, gradient)
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
-        for copy, used in zip(copies, self._used_anywhere(copies, holders), strict=True):
+        key = tuple(map(id, copies))
+        if key not in self._known:  # exchanged once, since it depends only on the model
+            here = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
+            dist.all_reduce(here, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders])
+            self._known[key] = [bool(each) for each in here.tolist()]
+        for copy, used in zip(copies, self._known[key], strict=True):
             if copy.grad is not None and not used:
                 raise ConfigError(
                     "a tied tensor had no gradient in the first step and has one now: build the "
@@ -173,15 +178,6 @@ class TiedGradients:
                 if copy.grad is None:  # the other stage has one
                     copy.grad = torch.zeros_like(copy)
                 dist.all_reduce(local_tensor(copy.grad), group=self._runtime.mesh.ties[holders])
-
-    def _used_anywhere(self, copies: list[Tensor], holders: tuple[int, ...]) -> list[bool]:
-        """Return which tensors have a gradient on any stage; exchanged once, since it depends only on the model."""
-        key = tuple(map(id, copies))
-        if key not in self._known:
-            used = torch.tensor([copy.grad is not None for copy in copies], dtype=torch.int64)
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._runtime.mesh.tie_reports[holders])
-            self._known[key] = [bool(each) for each in used.tolist()]
-        return self._known[key]
 
 
 def list_under_first_names(runtime: Runtime) -> None:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced, entries_replaced
 from ..._compat.torch import own_parameters
 from ..._compat.torch_device import device_module, is_accelerator
 from ...distributed.ops.shared_casts import Casts, sharing
@@ -62,15 +63,8 @@ class _Version:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Make the model compute with these weights inside the with block."""
-        newest = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
-        for parameters, name, leaf in self._places:
-            parameters[name] = leaf
-        try:
-            with sharing(self._casts):
-                yield
-        finally:
-            for parameters, name, parameter in newest:
-                parameters[name] = parameter
+        with entries_replaced(self._places), sharing(self._casts):
+            yield
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that backward passes have made so far."""
@@ -143,11 +137,8 @@ class AsynchronousPipeline(Pipeline):
         the one of ``p - 1`` calls ago (PipeDream), of the last call (2BW); nan while the pipeline fills.
         """
         if not backward:  # with separate workers, so that microbatches in flight stay untouched
-            workers, self.workers = self.workers, self._evaluators
-            try:
+            with attribute_replaced(self, "workers", self._evaluators):
                 return super().run(model, batches, objective, backward=False)
-            finally:
-                self.workers = workers
         loss = self._call(batches, objective)
         self._hand_out()
         return loss

@@ -117,11 +117,7 @@ class _Seen(Exception):
 
 def targets_of(batch: Batch) -> tuple[int, int]:
     """Return samples, and tokens per sample, of the decoder's input; those of the encoder if it has no other."""
-    for name in _GIVEN:
-        found = batch.get(name)
-        if isinstance(found, Tensor) and found.ndim > 1:
-            return found.shape[0], found.shape[1]
-    return tokens_of(batch)
+    return tokens_of(batch, first=_GIVEN)
 
 
 def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:

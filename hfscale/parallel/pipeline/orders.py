@@ -12,7 +12,7 @@ from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.schedules import ASYNCHRONOUS, SCHEDULES
+from ...config.schedules import ASYNCHRONOUS, SCHEDULES, V_SCHEDULES
 from ...errors import ConfigError
 from .csv_table import read_csv
 from .timeline import Action, Kind, Order
@@ -186,7 +186,6 @@ if TYPE_CHECKING:
     from ...config.parallel import ParallelConfig
 
 _SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
-_PAIRS = ("zbv", "dualpipev")
 
 
 def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> Order:
@@ -259,13 +258,13 @@ def allowed_virtual_stages(schedule: str) -> range:
     """Return the numbers of stages per rank that ``schedule`` can run with."""
     if schedule in _SINGLE:
         return range(1, 2)
-    if schedule in _PAIRS:
+    if schedule in V_SCHEDULES:
         return range(2, 3)
     return range(2 if schedule in ("interleaved1f1b", "looped_bfs") else 1, 1 << 16)
 
 
 def _why_virtual(schedule: str) -> str:
-    if schedule in _PAIRS:
+    if schedule in V_SCHEDULES:
         return " (the model goes down the ranks and up again)"
     if schedule in _SINGLE:
         return " (it keeps one stage per rank; interleaved1f1b and looped_bfs take several)"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._compat.replaced import entries_replaced
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...errors import ConfigError
@@ -191,21 +192,18 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
             for stage in own:
                 if stage not in holders:
                     swaps[stage.index].append((children, child, placeholder))
-    _lend(model, stages, own)
+    for loan, stage in product(stages.loans, own):  # to the first layer of its list, unless that is the lender
+        layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
+        if layers and layers[0] != loan.lender:
+            lend(loan, module_at(model, loan.name), module_at(model, layers[0]))
     active: list[Stage] = []
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)
     def stage_forward(*args: Any, **kwargs: Any) -> Any:
         # Inside forward, so that hooks on the model (FSDP's) see all modules of the rank.
-        swapped = [(children, child, children[child]) for children, child, _ in swaps[active[0].index]]
-        for children, child, placeholder in swaps[active[0].index]:
-            children[child] = placeholder
-        try:
+        with entries_replaced(swaps[active[0].index]):
             return forward(*args, **kwargs)
-        finally:
-            for children, child, module in swapped:
-                children[child] = module
 
     model.forward = stage_forward  # type: ignore[method-assign]
     places = stages.places
@@ -227,14 +225,6 @@ def run_stages_apart(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]
             passage.under_way = False
 
     return running
-
-
-def _lend(model: nn.Module, stages: StagePlan, own: tuple[Stage, ...]) -> None:
-    """Lend each loan to the first layer of its list in each stage, unless that layer is the lender."""
-    for loan, stage in product(stages.loans, own):
-        layers = [layer for layer in stage.layers if layer.rpartition(".")[0] == loan.layer_list]
-        if layers and layers[0] != loan.lender:
-            lend(loan, module_at(model, loan.name), module_at(model, layers[0]))
 
 
 def _boundary(stages: StagePlan, passage: StageForward) -> dict[str, Callable[[nn.Module], _Placeholder]]:

@@ -10,8 +10,8 @@ Every stage gets the full batch (ids, masks, positions) and computes masks and r
 are sent between stages, and their gradients back.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import is_compiled
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import encoder_outputs, packing, recomputes
@@ -118,14 +119,9 @@ class Pipeline(Executor):
         wanted = len(given) if self._uncut and accepts(len(given)) else self._layout.num_microbatches
         return share_out(given, wanted, self._layout.pp, accepts, towers)
 
-    @contextmanager
-    def uncut(self) -> Iterator[None]:
+    def uncut(self) -> AbstractContextManager[None]:
         """Leave batches uncut inside the with block, where the schedule can run so few microbatches."""
-        before, self._uncut = self._uncut, True
-        try:
-            yield
-        finally:
-            self._uncut = before
+        return attribute_replaced(self, "_uncut", True)
 
     def fewest_rows(self) -> int:
         """Return the fewest rows of a batch: one per microbatch."""

@@ -1,10 +1,9 @@
 """Simulate an order of actions with given durations, before anything runs."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ...errors import ConfigError
-from .timeline import GRADIENT, Action, Kind, Order, Span, Timeline, play, stage_ranks
+from .timeline import GRADIENT, Action, Kind, Order, Result, Span, Timeline, needs, play, stage_ranks
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Costs:
 
 
 DEFAULT_COSTS = Costs()
-_Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
 
 
 def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microbatches: int = 0) -> Timeline:
@@ -38,7 +36,7 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
     """
     home = stage_ranks(order)
     last = max(home)
-    ready: dict[_Result, float] = {}
+    ready: dict[Result, float] = {}
     spans: list[list[Span]] = [[] for _ in order]
     clock = [0.0] * len(order)
 
@@ -63,7 +61,7 @@ def simulate(order: Order, costs: Costs = DEFAULT_COSTS, name: str = "", microba
 
 
 def _run(
-    piece: list[Action], now: float, costs: Costs, home: dict[int, int], last: int, ready: dict[_Result, float]
+    piece: list[Action], now: float, costs: Costs, home: dict[int, int], last: int, ready: dict[Result, float]
 ) -> list[Span] | None:
     """Return the spans of a piece's actions, or ``None`` if an input does not exist yet."""
     durations = [costs.of(action.kind, action.stage) for action in piece]
@@ -71,9 +69,9 @@ def _run(
         scale = costs.pair / sum(durations)
         durations = [duration * scale for duration in durations]
     spans: list[Span] = []
-    own: dict[_Result, float] = {}  # results of the pair so far
+    own: dict[Result, float] = {}  # results of the pair so far
     for action, duration in zip(piece, durations, strict=True):
-        for need in _needs(action, last):
+        for need in needs(action, last):
             made = own.get(need, ready.get(need))
             if made is None:
                 return None
@@ -84,12 +82,3 @@ def _run(
             own[action.stage, "activation" if action.kind == "forward" else "gradient", action.microbatch] = now
     ready.update(dict.fromkeys(own, now))  # results of a pair are sent when both actions are done
     return spans
-
-
-def _needs(action: Action, last: int) -> list[_Result]:
-    stage, kind, index, _ = action
-    if kind == "forward":
-        return [(stage - 1, "activation", index)] if stage else []
-    if kind in GRADIENT:
-        return [(stage, "activation", index), *([(stage + 1, "gradient", index)] if stage < last else [])]
-    return [(stage, "gradient", index)] if kind == "backward_weight" else []

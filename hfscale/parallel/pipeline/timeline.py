@@ -148,6 +148,19 @@ def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
     return [piece for piece in pieces if piece]
 
 
+Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
+
+
+def needs(action: Action, last: int) -> list[Result]:
+    """Return the results that an action begins with, of stages up to the ``last``."""
+    stage, kind, index, _ = action
+    if kind == "forward":
+        return [(stage - 1, "activation", index)] if stage else []
+    if kind in GRADIENT:
+        return [(stage, "activation", index), *([(stage + 1, "gradient", index)] if stage < last else [])]
+    return [(stage, "gradient", index)] if kind == "backward_weight" else []
+
+
 def play(order: Order, run: Callable[[int, list[Action]], bool]) -> list[list[Action]]:
     """Offer every rank's next piece to ``run``, which returns whether it ran; stop when none runs, return the rest."""
     waiting = [deque(pieces_of(actions)) for actions in order]

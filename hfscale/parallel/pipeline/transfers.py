@@ -15,7 +15,7 @@ from torch import Tensor
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import waiting
 from ...errors import ConfigError
-from .timeline import GRADIENT, Action, Order, play, stage_ranks
+from .timeline import GRADIENT, Action, Order, Result, needs, play, stage_ranks
 
 if TYPE_CHECKING:
     from .worker import StageWorker
@@ -25,6 +25,8 @@ _CALLS = {
     "backward_weight": "backward_weight",
     **{"SEND_F": "send_output", "RECV_F": "receive_input", "SEND_B": "send_gradient", "RECV_B": "receive_gradient"},
 }
+_RESULTS = {"forward": (0, "activation"), "RECV_F": (-1, "activation"), "RECV_B": (1, "gradient")}
+_RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))  # what a step gives its rank: the result of a stage further on
 Step = tuple[str, int, int]
 """Name what a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
 
@@ -38,14 +40,17 @@ def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
         )
     homes = stage_ranks(order)
     programs: list[list[Step]] = [[] for _ in order]
-    done: list[set[Step]] = [set() for _ in order]
+    there: list[set[Result]] = [set() for _ in order]  # what each rank has computed or received
 
     def run(rank: int, piece: list[Action]) -> bool:
-        if not all(_has_input(action, done[rank], len(homes)) for action in piece):
+        inputs = [(action, need) for action in piece for need in needs(action, len(homes) - 1)]
+        if not {need for action, need in inputs if need[0] != action.stage} <= there[rank]:
             return False
-        for where, step in _steps(piece, homes):
-            programs[where].append(step)
-            done[where].add(step)
+        for where, (kind, stage, microbatch) in _steps(piece, homes):
+            programs[where].append((kind, stage, microbatch))
+            if kind in _RESULTS:
+                further, what = _RESULTS[kind]
+                there[where].add((stage + further, what, microbatch))
         return True
 
     if any(play(order, run)):
@@ -71,16 +76,6 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
                 workers[stage - 1].take_gradient(worker, microbatch)
         else:
             getattr(worker, _CALLS[kind])(microbatch)
-
-
-def _has_input(action: Action, done: set[Step], stages: int) -> bool:
-    """Return whether an action's input has been received, or computed on the same rank."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "forward" and stage > 0:
-        return bool(done & {("RECV_F", stage, microbatch), ("forward", stage - 1, microbatch)})
-    if action.kind in GRADIENT and stage < stages - 1:
-        return bool(done & {("RECV_B", stage, microbatch), *((kind, stage + 1, microbatch) for kind in GRADIENT)})
-    return True
 
 
 def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[int, Step]]:

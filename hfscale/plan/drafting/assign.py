@@ -99,8 +99,8 @@ def _named_cost(model: Any, name: str, sequence: int) -> Cost:
     found = getattr(model.get_submodule(owner), child) if name else model
     if not isinstance(found, nn.Module):
         return Cost(0, found.numel())
-    parameters = {id(p): p.numel() for p in found.parameters()}
-    return Cost(_flops(found, text_config(model.config), sequence, (1, 1)), sum(parameters.values()))
+    sizes = {id(p): p.numel() for p in found.parameters()}
+    return Cost(_flops(found, text_config(model.config), sequence, (1, 1)), sum(sizes.values()))
 
 
 def _flops(module: nn.Module, config: Any, sequence: int, share: tuple[int, int]) -> int:
@@ -242,7 +242,6 @@ def _too_many(draft: Draft, layers: int) -> None:
 def _stages(
     draft: Draft, layer_list: str, passage: StageInputs, costs: LayerCosts, counts: Sequence[int], ranks: Ranks
 ) -> StagePlan:
-    sizes = {id(parameter): parameter.numel() for _, parameter in draft.named()}
     stages, start = [], 0
     holders: dict[int, list[int]] = {}
     each = costs.of_stages(counts)
@@ -251,11 +250,12 @@ def _stages(
         before = passage.before if index == 0 else ()
         after = passage.after if index == len(counts) - 1 else ()
         modules = tuple(dict.fromkeys((*passage.shared, *before, *passage.beside_all(own), *after)))
-        held = {tensor for name in (*own, *modules) for tensor in tensors_of(draft.model, name)}
+        held: dict[int, int] = {}
+        for name in (*own, *modules):
+            held |= tensors_of(draft.model, name)
         for tensor in held:
             holders.setdefault(tensor, []).append(index)
-        parameters = sum(sizes[tensor] for tensor in held)
-        stages.append(Stage(index, ranks[index], tuple(own), modules, parameters, cost.flops))
+        stages.append(Stage(index, ranks[index], tuple(own), modules, sum(held.values()), cost.flops))
         start += count
     names: dict[int, list[str]] = {}  # in the model's order
     for name, parameter in draft.named():

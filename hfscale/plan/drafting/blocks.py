@@ -14,7 +14,7 @@ from ..modules import BlockPlan
 from ..parameter import join_path
 from .block_parameters import PlacedBlock, cut_parameters
 from .draft import Draft
-from .layers import has_every_list
+from .layers import find_lists
 
 _GROUPS = "num_key_value_groups"
 
@@ -57,7 +57,9 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
         return
-    for path, role in blueprint.blocks.items() if has_every_list(draft, blueprint) else ():
+    if len(find_lists(draft.model, blueprint)) < len(blueprint.layer_lists):  # a decoder, or one tower, alone
+        return
+    for path, role in blueprint.blocks.items():
         if path and path not in matched and not role.optional:
             draft.problem(
                 f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names a block {path!r} that no "

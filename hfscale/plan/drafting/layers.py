@@ -33,7 +33,7 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
 
 def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
     """Return the names of the blueprint's layer lists in the model; note a problem if tensor ranks need one."""
-    found = [name for path in blueprint.layer_lists if (name := _resolve(draft, path)) is not None]
+    found = find_lists(draft.model, blueprint)
     if not found and draft.tp > 1:
         wanted = " or ".join(repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists)
         draft.problem(
@@ -43,19 +43,15 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
     return found
 
 
-def has_every_list(draft: Draft, blueprint: Blueprint) -> bool:
-    """Return whether the model has all layer lists of its blueprint; a class may have fewer (a decoder, one tower)."""
-    return all(_resolve(draft, path) is not None for path in blueprint.layer_lists)
-
-
-def _resolve(draft: Draft, path: str) -> str | None:
-    """Return the full name of a layer list given relative to the base model, if this class has it."""
-    for name in (base_prefix(draft.model) + path, path):
-        if name in draft.modules:
-            return name
-    # Some classes keep their base model under another name than `base_model_prefix`.
-    ends = [name for name, module in draft.modules.items() if name.endswith(f".{path}") and any(module.children())]
-    return ends[0] if len(ends) == 1 else None
+def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
+    """Return the full names of a blueprint's layer lists, given relative to the base model, that this class has."""
+    modules, found = dict(model.named_modules()), list[str]()
+    for path in blueprint.layer_lists:
+        # Some classes keep their base model under another name than `base_model_prefix`.
+        ends = [name for name, module in modules.items() if name.endswith(f".{path}") and any(module.children())]
+        known = [name for name in (base_prefix(model) + path, path) if name in modules]
+        found += known[:1] or (ends if len(ends) == 1 else [])
+    return found
 
 
 def base_prefix(model: Any) -> str:

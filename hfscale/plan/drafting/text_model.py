@@ -22,7 +22,7 @@ from ..feature_plans import TowersPlan
 from ..parameter import join_path
 from .boundary_modules import items_around, tensors_of
 from .draft import Draft
-from .layers import find_layer_list
+from .layers import find_layer_list, find_lists
 
 _PLAIN = {
     *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
@@ -51,20 +51,13 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
     inner = model.get_submodule(name)
     try:
         found = find(inner, may_infer)
-        lists = [full for path in found.layer_lists if (full := _layer_list(inner, path)) is not None]
+        lists = find_lists(inner, found)
     except PlanError:
         if may_infer:
             raise
         found, lists = Blueprint("", {}), [find_layer_list(inner)]
     blocks = {child: _with_cross_inputs(inner, lists, child, block) for child, block in found.blocks.items()}
     return replace(found, layers=tuple(f"{name}.{path}" for path in lists), blocks=blocks, config_of=text_config)
-
-
-def _layer_list(inner: Any, path: str) -> str | None:
-    """Return the full name of a list that a blueprint names relative to the base model; ``None`` if ambiguous."""
-    names = [name for name, module in inner.named_modules() if any(module.children())]
-    ends = [name for name in names if name == path or name.endswith(f".{path}")]
-    return ends[0] if len(ends) == 1 else None
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
@@ -96,21 +89,23 @@ _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
 def plan_towers(draft: Draft) -> None:
     """Find the modules and parameters that text without images does not use."""
     text = find_text_model(draft.model)
-    if text is None:
-        _plan_beside_tokens(draft)
-        return
+    items = _beside_tokens(draft) if text is None else _around_text(draft, text)
+    sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
+    if sizes:
+        inputs = () if text is None else other_inputs(draft.modules[text])
+        first = _first_layers(draft.config.to_dict()) if set(inputs) == _ADDED_BEHIND_LAYERS else 0
+        draft.features.append(TowersPlan(text or "", tuple(items), sum(sizes.values()), inputs, first))
+
+
+def _around_text(draft: Draft, text: str) -> list[str]:
+    """Return what is around a text model, but the head, and the layers in it that a pass over tokens alone skips."""
     layers: list[str] = []
     if draft.layout.data_world > 1:  # those that a pass over tokens alone skips: they read only a tower's output
         found = ask("reach", draft.model, *dict.fromkeys(map(wild_name, draft.stack)), layers=draft.stack)
         classes, names = set(found["classes"]), set(found["names"])
         layers = [name for name in draft.stack if name in names or type(draft.modules[name]).__name__ in classes]
     around = [item for item in items_around(draft.model, text) if tensors_of(draft.model, item)]
-    items = tuple(item for item in (*around, *layers) if item != draft.head)
-    sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
-    if sizes:
-        inputs = other_inputs(draft.modules[text])
-        first = _first_layers(draft.config.to_dict()) if set(inputs) == _ADDED_BEHIND_LAYERS else 0
-        draft.features.append(TowersPlan(text, items, sum(sizes.values()), inputs, first))
+    return [item for item in (*around, *layers) if item != draft.head]
 
 
 def _first_layers(fields: Mapping[str, Any]) -> int:
@@ -119,13 +114,10 @@ def _first_layers(fields: Mapping[str, Any]) -> int:
     return max([len(fields.get(_FEATURES) or ()), *inside])
 
 
-def _plan_beside_tokens(draft: Draft) -> None:
-    """Find modules that passes over tokens do not use, in an encoder-decoder or a model that is its own text model."""
+def _beside_tokens(draft: Draft) -> list[str]:
+    """Return what passes over tokens do not use, in an encoder-decoder or a model that is its own text model."""
     media = any(takes_argument(draft.model, name) for name in _MEDIA)
     if draft.layout.data_world == 1 or not media or not takes_argument(draft.model, "input_ids"):
-        return
+        return []
     known = {*draft.modules, *(name for name, _ in draft.named())}  # a clone has the same modules, but for its layers
-    items = [item for item in ask("unused", draft.model) if item in known]
-    sizes = {tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()}
-    if sizes:
-        draft.features.append(TowersPlan("", tuple(items), sum(sizes.values())))
+    return [item for item in ask("unused", draft.model) if item in known]

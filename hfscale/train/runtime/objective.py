@@ -1,13 +1,14 @@
 """Define losses that can be normalized for a whole step, and the objective of its microbatches."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import takes_argument
 from ...distributed.ops.divergence import TaughtRows
 from ...errors import ConfigError
@@ -54,14 +55,9 @@ class KeepsOutputs:
 
     _kept: list[Any] | None = None
 
-    @contextmanager
-    def keeping_outputs(self) -> Iterator[list[Any]]:
+    def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
         """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
-        self._kept = []
-        try:
-            yield self._kept
-        finally:
-            self._kept = None
+        return attribute_replaced(self, "_kept", [])
 
     def _keep(self, output: Any) -> None:
         if self._kept is not None:

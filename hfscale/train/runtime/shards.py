@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import all_gather
-from ...plan import Cut, Plan
+from ...plan import Cut, Plan, write_share
 from ...plan.cut import cut_shape
 
 
@@ -70,11 +69,8 @@ def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: 
             whole = every
             continue
         whole = every.new_empty([length if dim == cut.dim else size for dim, size in enumerate(every.shape)])
-        offset = 0
-        for rank in range(dist.get_world_size(group)):
-            for start, stop in cut.spans(length, rank):
-                whole.narrow(cut.dim, start, stop - start).copy_(every.narrow(cut.dim, offset, stop - start))
-                offset += stop - start
+        for rank, piece in enumerate(every.split(lengths, cut.dim)):
+            write_share(whole, piece, [cut], {cut.axis: rank})
     return whole
 
 
