@@ -157,11 +157,9 @@ class _Mapping(torch.autograd.Function):
         return ctx.of_gradient(grads[0]), None, None, None
 
 
-def apply_mapping(
-    x: Tensor, forward: Map, backward: Map | Callable[[Tensor | None], Tensor], undefined: bool = False
-) -> Tensor:
-    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, also, if it may be
-    ``undefined``, where none has come. Saves no tensor.
+def apply_mapping(x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False) -> Tensor:
+    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, which gets ``None`` if
+    none has come and it takes ``undefined`` ones. Saves no tensor.
     """
     return _Mapping.apply(x, forward, backward, undefined)
 

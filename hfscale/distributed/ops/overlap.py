@@ -147,8 +147,7 @@ class Entry:
 
     def __init__(self) -> None:
         self.agrees = False  # whether one of them asks other ranks first; else each computes its own
-        # by their products, the gradient of the output [n, out], and the weight [out, in]; the second half of a split
-        # backward pass leaves them here
+        # by their products, d output [n, out] and weight [out, in]; a split backward's second half leaves them here
         self.left: dict[Products, tuple[Tensor, Tensor]] = {}
 
     def to_input(self, total: Tensor | None) -> Tensor:

@@ -101,9 +101,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def share_weight_scales(weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups) -> None:
-    """Find the scales of weights ``[out, in]``, of which the ranks of ``groups`` have parts, with one all-reduce over
-    each. Rowwise, those along dims that are not cut are left to the passes.
-    """
+    """Find all scales of weights ``[out, in]``, of which ``groups`` have parts, at once; rowwise, along cut dims."""
     parts = [
         (made, along, _largest(weight, along))
         for made, weight in weights
