@@ -205,7 +205,7 @@ class SequenceRegion:
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
-        """Return starts of the all-gather of tensors like ``x``, and of their reduce-scatter, and all entries gathered."""
+        """Return starts of the all-gather of tensors like ``x`` and of its reverse, and the number of all entries."""
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
         entries = sum(how["lengths"]) * math.prod(size for dim, size in enumerate(x.shape) if dim != how["dim"])
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
