@@ -39,8 +39,10 @@ def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
         tensor.record_stream(stream or device_module(tensor.device).current_stream(tensor.device))
 
 
-def pinned_bytes(size: int) -> Tensor:
-    """Return ``size`` bytes of pinned host memory, whole pages. Torch's own is rounded to powers of two, and kept."""
+def pinned_bytes(size: int, device: torch.device) -> Tensor:
+    """Return ``size`` bytes of host memory, for a GPU pinned whole pages: torch's own are powers of two, and kept."""
+    if device.type != ACCELERATOR:
+        return torch.empty(size, dtype=torch.uint8)
     pages, runtime = -(-size // PAGESIZE) * PAGESIZE, accelerators().cudart()
     found = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
     found = found[-found.data_ptr() % PAGESIZE :][:pages]

@@ -214,8 +214,8 @@ class ManagedPlace:
     def has_its_own(self) -> bool:
         """Return whether one of FSDP2's own tensors is there."""
         found, managed = self.module._parameters.get(self.name), self._parameter
-        own = (self.first, managed.sharded_param, getattr(managed, "_unsharded_param", None))
-        return any(found is each for each in own)
+        known = found is self.first or found is managed.sharded_param
+        return known or found is getattr(managed, "_unsharded_param", None)
 
     def put_back(self) -> None:
         """Put the shard back, unless one of FSDP2's own tensors is there."""

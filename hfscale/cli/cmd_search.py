@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     mixed, found = _best(searched, precisions)
     training["mixed_precision"] = mixed
     if arguments.json:
-        print_json(found.to_dict())
+        print_json({**found.to_dict(), **training})
     else:
         print(found)
         print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}. {MEASURED}.")

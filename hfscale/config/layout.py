@@ -39,7 +39,7 @@ class LayoutFields:
             2022).
         sequence_regather: under ``sequence_parallel``, gather a block's input once more in the backward pass instead of
             keeping it: all activations of a layer are then cut, for half as much communication again.
-        overlap: overlap the backward collectives of tensor parallelism with the gradients of weights.
+        overlap: overlap the backward collectives of tensor parallelism with the gradients of weights, from 1 MiB on.
         pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
             those of :data:`hfscale.config.schedules.SCHEDULES`.
         num_microbatches: microbatches of one step; ``None`` lets the schedule choose.

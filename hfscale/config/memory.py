@@ -49,8 +49,9 @@ class MemoryConfig(Spelled):
             the default of ``True``. Gradients are rounded; the forward pass is not.
         offload_parameters: keep this rank's shards of parameters and gradients on the CPU, and update them there
             (FSDP2's ``CPUOffloadPolicy``); layers are gathered to the device one by one. Needs data ranks.
-        offload_optimizer: keep the optimizer's state on the CPU and step there, one parameter at a time (Ren et al.
-            2021, ZeRO-Offload): for optimizers made by :func:`hfscale.create_optimizer`; others are refused.
+        offload_optimizer: keep the optimizer's state on the CPU and step there, while the next weights and gradients
+            are copied (Ren et al. 2021, ZeRO-Offload): for optimizers made by :func:`hfscale.create_optimizer`; others
+            are refused.
 
     Raises:
         ConfigError: a value is unknown or impossible.

@@ -17,6 +17,7 @@ from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .eight_bit import by_size, stock_class, without_paging
+from .offloaded import OffloadedStepper
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
@@ -140,15 +141,13 @@ class _Order:
     runtime: Runtime
     aside: Aside | None = None
 
-    def local(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
-        """Return a stepper of shards by ``stock``."""
-        if self.aside is None:
-            return LocalStepper(stock, members, groups, self.runtime.mesh)
-        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full=False)
-
-    def whole(self, stock: Stock, members: Sequence[Member], groups: Groups) -> Stepper:
-        """Return a stepper of full parameters by ``stock``."""
-        return OneByOneStepper(stock, members, groups, self.runtime.mesh, self.aside, full=True)
+    def stepper(self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False) -> Stepper:
+        """Return a stepper by ``stock``, of shards or of ``full`` parameters."""
+        mesh = self.runtime.mesh
+        if self.aside is None and not full:
+            return LocalStepper(stock, members, groups, mesh)
+        kind = OffloadedStepper if offloaded(self.runtime.plan).optimizer else OneByOneStepper
+        return kind(stock, members, groups, mesh, self.aside, full)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
@@ -161,7 +160,7 @@ class _Order:
 def _torch(order: _Order) -> ShardedOptimizer:
     stock = partial(getattr(torch.optim, order.choice.stock), lr=order.lr, **order.options)
     defaults = stock([{"params": []}]).defaults
-    return order.made(order.groups, defaults, lambda members, groups: [order.local(stock, members, groups)])
+    return order.made(order.groups, defaults, lambda members, groups: [order.stepper(stock, members, groups)])
 
 
 def _bitsandbytes(order: _Order) -> ShardedOptimizer:
@@ -174,9 +173,9 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
     def steppers(members: Sequence[Member], groups: Groups) -> list[Stepper]:
         in_place, apart, wide = by_size(order.name, members, options, mesh)
         return [
-            order.local(eight, in_place, groups),
-            order.whole(eight, apart, groups),
-            order.local(partial(stock, **{**rest, "optim_bits": 32}), wide, groups),
+            order.stepper(eight, in_place, groups),
+            order.stepper(eight, apart, groups, full=True),
+            order.stepper(partial(stock, **{**rest, "optim_bits": 32}), wide, groups),
         ]
 
     return order.made(order.groups, stock([{"params": []}], **options).defaults, steppers)

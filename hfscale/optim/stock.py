@@ -1,18 +1,20 @@
 """Steps with a stock optimizer class, of torch or bitsandbytes, on plain tensors.
 
 All shards in place by one optimizer; or one parameter at a time, by an optimizer each, on its shard or on the gathered
-full tensor. Then a step may be on copies: on the CPU (offload), or in float32 for stochastic rounding::
+full tensor. Then a step may be on copies: on the CPU (offload: :mod:`.offloaded`), or in float32 for stochastic
+rounding::
 
     weight, gradient --copy--> CPU and / or float32 --stock optimizer--> copy --written back, rounded--> weight
                                                           |
                                                         state   stays where the copies were
 
-Besides the state no memory is kept: at most one copy of the largest of these, and of its gradient.
+Besides the state no memory is kept on the device: at most one copy of the largest of these, and of its gradient.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -38,39 +40,26 @@ Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes the sto
 
 @dataclass(frozen=True)
 class Aside:
-    """Define where weights are copied to be stepped, and how results are written back."""
+    """Define where weights are copied to be stepped, and by which seed bfloat16 ones are rounded when written back;
+    ``None``: copies keep the weight's dtype.
+    """
 
-    device: torch.device  # device of the copies
-    # seed of the stochastic rounding of bfloat16 weights; ``None``: copies keep the weight's dtype
+    device: torch.device
     seed: int | None = None
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a weight or gradient for the optimizer, in float32 if the weight is to be rounded."""
-        wide = self.seed is not None and tensor.dtype == torch.bfloat16
-        return tensor.to(self.device, torch.float32 if wide else tensor.dtype, copy=True)
-
-    def write(self, member: Member, stepped: Tensor, mesh: Mesh, update: int) -> None:
-        """Write this rank's updated shard ``stepped`` into the member's weight."""
-        share = member.weight
-        if self.seed is None or share.dtype != torch.bfloat16:
-            share.copy_(stepped)
-            return
-        places = places_of(member.planned, mesh.ranks, share.device)
-        write_rounded(share, stepped.to(share.device), places, key_of(self.seed, update, member.planned.name))
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of a copy of a weight or gradient: float32 if the weight is to be rounded."""
+        return torch.float32 if self.seed is not None and tensor.dtype == torch.bfloat16 else tensor.dtype
 
 
 class StockOverStandIns:
     """Run a stock optimizer over placeholder parameters, which get memory, gradient and state for one step."""
 
     def __init__(
-        self,
-        stock: Stock,
-        members: Sequence[Member],
-        groups: Groups,
-        copied: Callable[[Tensor], Tensor] = lambda weight: weight,
+        self, stock: Stock, members: Sequence[Member], groups: Groups, copied: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Make the optimizer; ``copied`` copies a weight if the optimizer steps a copy."""
-        self.pairs = [(member, nn.Parameter(copied(member.weight))) for member in members]
+        self.pairs = [(member, nn.Parameter(copied(member.weight) if copied else member.weight)) for member in members]
         of_groups = [[each for member, each in self.pairs if member.group == index] for index in range(len(groups))]
         self.optimizer = stock([{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)])
 
@@ -149,7 +138,7 @@ class OneByOneStepper(LocalStepper):
     ) -> None:
         Stepper.__init__(self, members, mesh)
         self._aside, self._full = aside, full
-        self._inners = [StockOverStandIns(stock, [member], groups, self._copy) for member in members]
+        self._inners = [StockOverStandIns(stock, some, groups, self._copy) for some in self._divided(members)]
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
@@ -157,33 +146,45 @@ class OneByOneStepper(LocalStepper):
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
 
+    def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
+        """Return the members in parts that are stepped together."""
+        return [[member] for member in members]
+
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
-        if self._full:
-            steps = gradients_present(self.members, self._mesh)
-        else:
-            steps = [each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members]
-        for member, inner, makes_step in zip(self.members, self._inners, steps, strict=True):
-            if makes_step:
-                pair = self._taken(member, member.weight), self._taken(member, member.gradient)
-                inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
-                self._write(member, pair[0], groups[member.group].get(UPDATES, 0))
-                inner.release()
-                del pair  # or both would stay while the next ones are gathered
+        for inner, (member, *_) in self._with_gradients():
+            pair = self._copy(self._whole(member, member.weight)), self._copy(self._whole(member, member.gradient))
+            inner.step(groups, state, lambda _, pair=pair: pair)  # type: ignore[misc]
+            self._write(member, pair[0], groups)
+            inner.release()
+            del pair  # or both would stay while the next ones are gathered
+
+    def _with_gradients(self) -> list[tuple[StockOverStandIns, list[Member]]]:
+        """Return those of an optimizer's members that have gradients, for each that has any."""
+        local = (each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members)
+        flags = gradients_present(self.members, self._mesh) if self._full else local
+        present = set(compress(self.members, flags))
+        found = [(inner, [member for member, _ in inner.pairs if member in present]) for inner in self._inners]
+        return [(inner, members) for inner, members in found if members]
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor if self._aside is None else self._aside.copy(tensor)
+        aside = self._aside
+        return tensor if aside is None else tensor.to(aside.device, aside.dtype_of(tensor), copy=True)
 
-    def _taken(self, member: Member, tensor: Tensor) -> Tensor:
+    def _whole(self, member: Member, tensor: Tensor) -> Tensor:
         planned = member.planned
-        return self._copy(gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor)
+        return gather_full(tensor, planned.shape, planned.cuts, self._mesh) if self._full else tensor
 
-    def _write(self, member: Member, stepped: Tensor, update: int) -> None:
-        share = member.planned.take(stepped, self._mesh.ranks) if self._full else stepped
-        if self._aside is None:
-            member.weight.copy_(share)
-        else:
-            self._aside.write(member, share, self._mesh, update)
+    def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
+        """Write this rank's shard of ``stepped`` into the weight; from pinned memory without waiting for it."""
+        planned, weight, aside = member.planned, member.weight, self._aside
+        share = planned.take(stepped, self._mesh.ranks) if self._full else stepped
+        if aside is None or aside.seed is None or weight.dtype != torch.bfloat16:
+            weight.copy_(share, non_blocking=True)
+            return
+        key = key_of(aside.seed, groups[member.group].get(UPDATES, 0), planned.name)
+        places = places_of(planned, self._mesh.ranks, weight.device)
+        write_rounded(weight, share.to(weight.device, non_blocking=True), places, key)
 
 
 class CountUpdates(Stepper):

@@ -103,6 +103,15 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
     return "heads" if fewer and heads_fit(heads, key_heads, size) else "gather"
 
 
+def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return where documents ``[b, s]``, counted in each row, begin, by row or once for all; wait for their device."""
+    rows: list[list[int]] = [[] for _ in documents]
+    for row, place in documents.diff(dim=-1).nonzero().tolist():
+        rows[row].append(place + 1)
+    found = tuple(map(tuple, rows))
+    return found[:1] if len(set(found)) == 1 else found
+
+
 def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
     """Return the number of samples, and of tokens per sample, in the ``first`` inputs or else in token ids or
     embeddings; refuse batches without these.

@@ -45,13 +45,14 @@ class RankPool(AbstractContextManager["RankPool"]):
         threads: torch threads per rank.
         preload: modules that are imported once for all ranks.
         backend: called on every rank, registers another backend than gloo and returns its name.
+        as_large: let small tensors take the paths of large ones, which tests are about.
     """
 
     def __init__(
         self, world: int, timeout: float = 120.0, threads: int = 1, preload: Sequence[str] = PRELOADED,
-        backend: Callable[[], str] | None = None,
+        backend: Callable[[], str] | None = None, as_large: bool = True,
     ) -> None:  # fmt: skip
-        self.world, self.timeout, self.threads = world, timeout, threads
+        self.world, self.timeout, self.threads, self.as_large = world, timeout, threads, as_large
         self._preload, self.backend = list(preload), backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -102,7 +103,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         if forks:
             context.set_forkserver_preload(self._preload)
         self._directory = tempfile.TemporaryDirectory(prefix="hfscale-ranks-")
-        take_over = partial(_take_over, list(sys.path), dict(os.environ), os.getcwd())
+        take_over = partial(_take_over, list(sys.path), dict(os.environ), os.getcwd(), self.as_large)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -153,12 +154,16 @@ class RankPool(AbstractContextManager["RankPool"]):
         return RankError("\n".join(lines))
 
 
-def _take_over(path: list[str], environment: dict[str, str], directory: str) -> None:
+def _take_over(path: list[str], environment: dict[str, str], directory: str, as_large: bool) -> None:
     """Make a rank's path, environment and directory those of the calling process; the server's are outdated."""
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    if as_large:
+        from ..distributed.ops import overlap
+
+        overlap.OVERLAPPED_FROM = 0
 
 
 def _serve(

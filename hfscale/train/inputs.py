@@ -1,17 +1,15 @@
 """Prepare a step: check its microbatches, compare them between ranks, count valid labels, and copy to the device."""
 
 import difflib
-import inspect
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from .._compat.transformers.classes import class_name, stock_class, takes_argument
+from .._compat.transformers.classes import class_name, forward_arguments, stock_class, takes_argument
 from .._compat.transformers.computing import begins_anew, text_positions, uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import IDS, ROUTES, TARGETS
@@ -50,7 +48,7 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
 
 def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
     """Raise :class:`ConfigError`, naming the argument, if the model or the step's loss cannot read a microbatch."""
-    names, takes_more = forward_arguments(stock_class(runtime.model))
+    names, takes_more = forward_arguments(stock_class(runtime.model).forward)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(f"a step needs 'labels' in every batch, and found only {', '.join(batch)}")
     _check_names(batch, names, takes_more or not loss.needs_labels)
@@ -76,14 +74,6 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
         raise ConfigError(f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()")
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
-
-
-@lru_cache(maxsize=64)
-def forward_arguments(kind: type) -> tuple[frozenset[str], bool]:
-    """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
-    found = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
-    named = frozenset(each.name for each in found if each.kind != each.VAR_KEYWORD)
-    return named, len(named) < len(found)
 
 
 def _check_names(batch: Mapping[str, Any], names: frozenset[str], takes_more: bool) -> None:
@@ -227,8 +217,13 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
             "= model(**batch).loss and loss.backward() instead"
         )
     known = runtime.plan.by_name  # and not parameters that were added since the model was built
-    trains = (name for name, parameter in runtime.model.named_parameters() if parameter.requires_grad)
-    if unknown := [name for name in trains if name not in known and stock_name(name) not in known]:
+
+    def added(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+        trained = (name for name, parameter in named if parameter.requires_grad)
+        return [name for name in trained if name not in known and stock_name(name) not in known]
+
+    # second names, which cost less to find, may be of parameters in the plan
+    if added(runtime.live_parameters().items()) and (unknown := added(runtime.model.named_parameters())):
         raise ConfigError(
             f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
             "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "

@@ -187,13 +187,24 @@ def _divisors(count: Tensor, asked: float | Sequence[float] | None, microbatches
             f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
             "for each batch of the list"
         )
-    numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
-    for each in numbers:
-        check_number("num_items_in_batch", each, least=0)
-    if numbers == [0] and count > 1:
-        raise ConfigError(f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out")
-    values = [torch.full((), float(each) or 1.0, device=count.device) for each in numbers]
+    values = [_divisor(each, count, len(given) == 1) for each in given]
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
+
+
+def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
+    """Return one divisor, and 1 for a zero, which is refused where it is ``alone`` for several labels. A number on a
+    device is not waited for: nan stands for what would be refused.
+    """
+    if isinstance(asked, Tensor) and asked.numel() == 1:
+        if asked.device.type != "cpu":
+            number = asked.detach().reshape(()).to(count.device, torch.get_default_dtype())
+            zero = (number == 0) & (count <= 1) if alone else number == 0
+            return torch.where((number > 0) & number.isfinite(), number, torch.where(zero, 1.0, torch.nan))
+        asked = asked.item()
+    check_number("num_items_in_batch", asked, least=0)
+    if alone and asked == 0 and count > 1:
+        raise ConfigError(f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out")
+    return torch.full((), float(asked) or 1.0, device=count.device)
 
 
 def _prepared(

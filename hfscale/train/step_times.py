@@ -62,17 +62,17 @@ class StepTimes(Part):
         now, most = time.time(), _CALLS // mesh.layout.total_size
         calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][-most:]
         waits = [(begin - now, end - now) for begin, end in past_waits() if begin >= starts[0]]
-        found = compared(mesh.all_gather_object(([start - now for start in starts], calls, waits)))
+        step, works = compared(mesh.all_gather_object(([start - now for start in starts], calls, waits)))
         self._starts, self._length = starts[-1:], _MOST  # where nothing was recorded
-        if found:
-            self._found = dict(found)
-            self._length = int(min(max(_SECONDS / found["step_seconds"], _LEAST), _MOST))
-            if mesh.rank == 0 and (words := in_a_line(found)):
+        if works:
+            self._found = {"step_seconds": step, **{f"work_seconds/rank_{rank}": own for rank, own in enumerate(works)}}
+            self._length = int(min(max(_SECONDS / step, _LEAST), _MOST))
+            if mesh.rank == 0 and (words := in_a_line(step, works)):
                 _log.warning(words)
 
 
-def compared(every: Sequence[Told]) -> dict[str, float]:
-    """Return medians over steps: their seconds, and those that each rank worked; empty where nothing was recorded."""
+def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
+    """Return medians over steps: their seconds, and those that each rank worked, none where nothing was recorded."""
     last: dict[Any, float] = {}
     for _, calls, _ in every:
         for key, at in calls:
@@ -84,10 +84,10 @@ def compared(every: Sequence[Told]) -> dict[str, float]:
         spans = sorted([*((at, last[key]) for key, at in calls), *receives])
         steps = [(a, b) for a, b in zip(starts[-count:], starts[-count + 1 :], strict=False) if a >= begin]
         if not steps or not spans:
-            return {}
+            return 0.0, []
         seconds.append(median(b - a for a, b in steps))
         works.append(median(b - a - _covered(spans, a, b) for a, b in steps))
-    return {"step_seconds": median(seconds), **{f"work_seconds/rank_{rank}": each for rank, each in enumerate(works)}}
+    return median(seconds), works
 
 
 def _covered(spans: Iterable[Span], begin: float, end: float) -> float:
@@ -100,11 +100,10 @@ def _covered(spans: Iterable[Span], begin: float, end: float) -> float:
     return total
 
 
-def in_a_line(found: Mapping[str, float]) -> str:
+def in_a_line(step: float, works: Sequence[float]) -> str:
     """Return which rank is slow, in words; empty if none is."""
-    works = {int(name.rpartition("_")[2]): seconds for name, seconds in found.items() if "/rank_" in name}
-    slow, step = max(works, key=works.__getitem__), found["step_seconds"]
-    others = median(seconds for rank, seconds in works.items() if rank != slow)
+    slow = works.index(max(works))
+    others = median([*works[:slow], *works[slow + 1 :]])
     waited = works[slow] - others
     if works[slow] < _SLOW * others or waited < _SHARE * step:
         return ""

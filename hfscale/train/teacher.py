@@ -45,9 +45,8 @@ class TeacherWriter:
             raise ConfigError(f"top_k={top_k} is more than the vocabulary of {known['vocabulary']} tokens: use fewer")
         self._runtime, self._batches, self._directory, self._each = runtime, batches, directory, each
         self._top_k, self._temperature = top_k, temperature
-        digests = "".join(digest for batch in batches for _, digest, _ in _texts(batch))
-        texts, count = hashlib.sha256(digests.encode()).hexdigest(), -(-len(batches) // each)
-        self._about = {**known, "top_k": top_k, "temperature": temperature, "shards": count, "texts": texts}
+        count = -(-len(batches) // each)
+        self._about = {**known, "top_k": top_k, "temperature": temperature, "shards": count}
 
     @torch.no_grad()
     def write(self) -> None:
@@ -74,15 +73,19 @@ class TeacherWriter:
         """Return the shards to write, or why the directory is not to be written."""
         path = self._directory / _ABOUT
         try:
+            digests = "".join(digest for batch in self._batches for _, digest, _ in _texts(batch))
+            about = {**self._about, "texts": hashlib.sha256(digests.encode()).hexdigest()}
             self._directory.mkdir(parents=True, exist_ok=True)
-            then = json.loads(path.read_text()) if path.is_file() else self._about
-            apart = [f"{name}={then.get(name)!r}" for name, value in self._about.items() if then.get(name) != value]
+            then = json.loads(path.read_text()) if path.is_file() else about
+            apart = [f"{name}={then.get(name)!r}" for name, value in about.items() if then.get(name) != value]
             if apart:
                 return f"{self._directory} holds another teacher ({', '.join(apart)}): write to another directory"
             if not path.is_file():
                 part = path.with_suffix(".part")
-                part.write_text(json.dumps(self._about, indent=2) + "\n")
+                part.write_text(json.dumps(about, indent=2) + "\n")
                 part.replace(path)
+        except ConfigError as error:  # a batch that no stored teacher knows
+            return str(error)
         except (OSError, ValueError) as error:
             return f"{self._directory} cannot be written: {error}"
         return [shard for shard in range(self._about["shards"]) if not _shard_file(self._directory, shard).is_file()]
@@ -96,7 +99,7 @@ class TeacherWriter:
             counts = shard is not None and place < len(self._batches)
             batch = self._batches[place if counts else 0]
             made = scored(self._runtime, batch, self._read)[0]
-            for row, digest, places in _texts(batch) if counts else ():
+            for row, digest, places in _texts(batch) if counts and self._runtime.mesh.speaks_for_batch else ():
                 digests.append(digest)
                 lengths.append(len(places))
                 for name, parts in found.items():

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
-from .._compat.transformers.classes import class_name, stock_class
+from .._compat.transformers.classes import class_name, forward_arguments, stock_class
 from .._compat.transformers.computing import packing
 from ..config.schedules import ASYNCHRONOUS
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
-from .inputs import forward_arguments, prepare
+from .inputs import prepare
 from .outputs import KeptOutputs, from_last_stage
 from .runtime import Batch, Objective, Runtime, local_tensor, runtime_of
 from .runtime.batches import BORDERS, Microbatch
@@ -200,7 +200,7 @@ class UserLoss:
         self._runtime, self._kept = runtime, kept
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
-        forward, takes_more = forward_arguments(stock_class(runtime.model))
+        forward, takes_more = forward_arguments(stock_class(runtime.model).forward)
         self._taken = {ROUTES, *forward, *(BORDERS if takes_more else ())} - set(_LABELS)
 
     def run(self, model: nn.Module, batch: Batch | Sequence[Batch], train: bool, routes: Any = None) -> Tensor:

@@ -11,11 +11,13 @@ time of a step over that of the same rows without padding, spread evenly. Two ki
 - packed: rows lie behind each other, without padding, each attending to itself; dealt round-robin, or by
   ``share_by_cost``.
 
-With ``--sleep`` four processes run steps of a tiny model, two data ranks of two stages each, whose layers sleep for as
-long as their microbatch would take: real schedules and waits, rows by ``hfscale.balanced_batches`` or as they come.
+With ``--sleep chat code`` four processes run steps of a tiny model, two data ranks of two stages each, whose layers
+sleep for as long as their microbatch would take: real schedules and waits, rows by ``hfscale.balanced_batches`` or as
+they come.
 """
 
 import argparse
+import bisect
 import json
 import random
 import time
@@ -37,16 +39,53 @@ from hfscale.plan.cost_shares import share_by_cost
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
-LONGEST = 8192
+LONGEST = 8192  # of lognormal lengths
+# Shares of published rows that are no longer than so many tokens; between them lengths are spread evenly.
+QUANTILES: dict[str, tuple[tuple[float, ...], tuple[int, ...]]] = {
+    # Tokens of requests and answers in Azure's traces of 2023, 19,366 of chats and 8,819 of code (Patel et al. 2024,
+    # github.com/Azure/AzurePublicDataset, data/AzureLLMInferenceTrace_{conv,code}.csv).
+    "azure chat": (
+        (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1),
+        (64, 296, 368, 473, 506, 800, 1412, 1469, 1522, 1628, 2820, 4136, 4259, 6345, 14089),
+    ),
+    "azure code": (
+        (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1),
+        (12, 95, 167, 411, 798, 1099, 1493, 1937, 2455, 3224, 5223, 7343, 7462, 7841),
+    ),
+    # 13.5 million documents, as MagiAttention's benchmark draws them, without the 0.44 % beyond 32,768 tokens
+    # (github.com/SandAI-org/MagiAttention, exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv).
+    "documents": (
+        (0, 0.0023, 0.0314, 0.0836, 0.1864, 0.4695, 0.7170, 0.8741, 0.9479, 0.9785, 0.9914, 1),
+        (1, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768),
+    ),
+}
+
+
+def spread(table: tuple[tuple[float, ...], tuple[int, ...]], draw: random.Random) -> float:
+    """Return a length drawn from a table of quantiles."""
+    shares, lengths = table
+    share = draw.random()
+    above = bisect.bisect_right(shares, share)
+    (low, high), (short, long) = shares[above - 1 : above + 1], lengths[above - 1 : above + 1]
+    return short + (share - low) / (high - low) * (long - short)
+
+
 LENGTHS: dict[str, Callable[[random.Random], float]] = {
     "chat": lambda draw: draw.lognormvariate(6.2, 0.9),  # median 490 tokens
     "web": lambda draw: draw.lognormvariate(6.9, 1.1),  # median 990
     "code": lambda draw: draw.lognormvariate(7.2, 1.4),  # median 1340, a tenth is longest
     "mixed": lambda draw: draw.choice((draw.lognormvariate(5, 0.5), draw.lognormvariate(8.5, 0.4))),  # short and long
+    **{kind: partial(spread, table) for kind, table in QUANTILES.items()},
 }
 SHRUNK, TOKENS = 64, 10_000  # tokens that stand for one in a sleeping stage, and that take it a second
 NAMES = ("padded random", "padded cost", "packed random", "packed cost")
 RUNS = [(8, 1, 8), (8, 4, 4), (32, 4, 4)]  # data ranks, microbatches, rows of a microbatch
+
+
+def length_of_row(kind: str, draw: random.Random, least: int) -> int:
+    """Return a length between ``least`` and the longest of its kind."""
+    longest = QUANTILES[kind][1][-1] if kind in QUANTILES else LONGEST
+    return min(longest, max(least, int(LENGTHS[kind](draw))))
 
 
 def llama_cost() -> float:
@@ -61,7 +100,7 @@ def simulate(kind: str, ranks: int, microbatches: int, rows: int, steps: int, co
     """Return the time of all steps over the ideal one, by how rows are shared out."""
     draw = random.Random(f"{kind} {ranks} {microbatches}")
     bins, size = ranks * microbatches, ranks * microbatches * rows
-    lengths = [min(LONGEST, max(8, int(LENGTHS[kind](draw)))) for _ in range(size * steps)]
+    lengths = [length_of_row(kind, draw, 8) for _ in range(size * steps)]
     samplers = [BatchRebalanceSampler(lengths, size, ranks, microbatches, shuffle=False, rank=r) for r in range(ranks)]
     for sampler in samplers:
         sampler.QUADRATIC_COST_COEF = cost
@@ -137,7 +176,7 @@ def sleep_through(kind: str, padded: bool, balanced: bool, steps: int, cost: flo
     for layer in filter(runtime.is_local, runtime.plan.layers):
         Sleeps(model.get_submodule(layer), cost)
     draw = random.Random(kind)
-    lengths = [min(LONGEST, max(2 * SHRUNK, int(LENGTHS[kind](draw)))) // SHRUNK for _ in range(size * steps)]
+    lengths = [length_of_row(kind, draw, 2 * SHRUNK) // SHRUNK for _ in range(size * steps)]
     given: Any = hfscale.balanced_batches(model, lengths, size, microbatches, padded=padded, shuffle=False)
     given.QUADRATIC_COST_COEF = cost * SHRUNK
     if not balanced:
@@ -159,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--sleep", nargs="+", default=[], choices=LENGTHS, metavar="LENGTHS")
     arguments = parser.parse_args()
     cost, table = llama_cost(), []
     print(f"a pair of tokens costs {cost:.2e} of a token: as much as the rest at {1 / cost:,.0f} tokens")
@@ -171,8 +210,8 @@ def main() -> None:
             print(kind, ranks, microbatches, rows, *(f"{name} {ratio:.2f}" for name, ratio in found.items()), sep="  ")
     slept = dict[str, dict[str, float]]()
     if arguments.sleep:
-        with RankPool(4) as pool:
-            for kind in LENGTHS:
+        with RankPool(4, timeout=600) as pool:
+            for kind in arguments.sleep:
                 how = [(padded, balanced) for padded in (True, False) for balanced in (False, True)]
                 taken = [max(pool.run(sleep_through, kind, *each, 3, cost)) for each in how]
                 slept[kind] = dict(zip(NAMES, taken, strict=True))

@@ -119,7 +119,7 @@ def main() -> None:
     for name in arguments.layouts:
         ranks, _, goal = LAYOUTS[name]
         profile = f"{arguments.profile}-{name}.prof" if arguments.profile else None
-        with RankPool(ranks, timeout=600) as pool:
+        with RankPool(ranks, timeout=600, as_large=False) as pool:
             found = pool.run(measure, name, arguments.rounds, profile)[0]
         results.append({"layout": name, "goal": goal, **found})
         print({key: round(value, 4) if isinstance(value, float) else value for key, value in results[-1].items()})

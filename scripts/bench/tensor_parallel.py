@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="run only the size with this hidden width")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    pools = {world: RankPool(world, timeout=600) for world in (1, 2)}
+    pools = {world: RankPool(world, timeout=600, as_large=False) for world in (1, 2)}
     results = []
     for size in SIZES:
         if arguments.only in (None, size.hidden):

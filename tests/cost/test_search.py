@@ -223,11 +223,12 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     recipe = tmp_path / "recipe.yaml"
     argv = ["search", str(tmp_path / "model"), "--gpus", "8", "--tokens-per-step", "256K"]
     assert main([*argv, "--lora", "--rank", "4", "--out", str(recipe), "--json"]) == 0
-    best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
-    read = read_recipe(recipe)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    best, read = found["best"][0], read_recipe(recipe)
     assert ParallelConfig(**read.parallel).total_size == 8
     assert (read.training.batch_size, read.data.sequence_length) == (64, 4096)
     assert (read.adapter["r"], read.training.dtype, read.training.mixed_precision) == (4, "bfloat16", "no")
+    assert (found["dtype"], found["mixed_precision"]) == ("bfloat16", "no")
     assert best["microbatches"] * best["batch"] * best["shard"] * best["replicate"] == 64
     assert main([*argv, "--learning-rate", "1e-4", "--its-tokens-per-step", "64K"]) == 0
     said = capsys.readouterr().out
@@ -266,9 +267,14 @@ def test_its_recipes_are_recipes(config: Any, argv: str, wanted: set[str], tmp_p
 def test_it_tries_parameters_in_16_bits_beside_autocast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They keep less, and so the winner recomputes nothing; where memory is not short autocast is as fast."""
     SMALL.save_pretrained(tmp_path)
-    for budget, wanted in (("16GiB", "bf16_params"), ("18GiB", "bf16")):
-        assert main(["search", str(tmp_path), *f"--gpus 1 --tokens-per-step 64K --max-memory {budget}".split()]) == 0
-        assert f"mixed precision {wanted}," in capsys.readouterr().out
+    for budget, more, wanted in (
+        ("16GiB", "", "mixed precision bf16_params,"),
+        ("16GiB", "--json", '"mixed_precision": "bf16_params"'),
+        ("18GiB", "", "mixed precision bf16,"),
+    ):
+        argv = f"--gpus 1 --tokens-per-step 64K --max-memory {budget} {more}"
+        assert main(["search", str(tmp_path), *argv.split()]) == 0
+        assert wanted in capsys.readouterr().out
 
 
 def test_amounts_and_rules() -> None:

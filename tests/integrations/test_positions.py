@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hfscale
-from hfscale import CheckpointError, ParallelConfig
+from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale._compat.accelerate import _Position
 from hfscale.testing import RankPool
 
@@ -173,6 +173,15 @@ def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
     assert over(pools, prepared_leg, kind, str(tmp_path / "parts"), 0) == [sorted(step) for step in expected]
     if kind == "epochs":
         assert expected[:3] != expected[3:6]
+
+
+def test_a_shuffle_without_a_seed() -> None:
+    """Of which a state would not tell the order of an epoch."""
+    accelerator = hfscale.Accelerator(cpu=True)
+    accelerator.dataloader_config.use_stateful_dataloader = True  # which needs torchdata in its constructor
+    accelerator.prepare(model_in({}))
+    with pytest.raises(ConfigError, match="RandomSampler must have use_seedable_sampler=True"):
+        accelerator.prepare(DataLoader(list(range(8)), shuffle=True))
 
 
 def test_the_order_of_an_epoch_goes_on() -> None:

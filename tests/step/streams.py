@@ -7,7 +7,7 @@ are vector clocks, and every operator is a use of its tensors on the stream that
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -170,7 +170,6 @@ def lifetimes() -> Iterator[Lifetimes]:
         for module in (torch_fsdp, eight_bits, on_host):
             stack.enter_context(patch.object(module, "keep_for_stream", seen.record))
         stack.enter_context(patch.object(on_host, "is_accelerator", lambda _: True))
-        stack.enter_context(patch.object(on_host, "pinned_bytes", partial(torch.empty, dtype=torch.uint8)))
         stack.enter_context(patch.object(on_host, "buffers_of", cache(on_host.buffers_of.__wrapped__)))
         stack.enter_context(patch.object(torch, "empty_like", _empty_like))
         stack.enter_context(seen)

@@ -11,6 +11,7 @@ import hfscale
 from hfscale import MemoryConfig, ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
+from hfscale.train.step import _divisor
 
 from ..layouts import LAYOUTS
 from ..mixtures import qwen3_moe
@@ -109,6 +110,18 @@ def test_steps_compute_what_they_compute_on_the_cpu(started: Started, layout: st
     parallel = ParallelConfig(**LAYOUTS[layout])
     given = (parallel, "ep2" in layout, OPTIONS[option])
     assert started(parallel.total_size).run(_twice, *given) == [[]] * parallel.total_size
+
+
+def _divisors() -> list[float]:
+    with elsewhere() as device:
+        given = ((5.0, True), (0.0, False), (0.0, True), (-1.0, False), (torch.inf, False))
+        count = torch.tensor(7, device=device)
+        return [float(_divisor(torch.tensor([each], device=device), count, alone)) for each, alone in given]
+
+
+def test_divisors_that_the_host_does_not_see(started: Started) -> None:
+    """What it would refuse is nan."""
+    assert started(1).run(_divisors) == [pytest.approx([5, 1, torch.nan, torch.nan, torch.nan], nan_ok=True)]
 
 
 def _mixes() -> list[str]:

@@ -101,6 +101,34 @@ def test_context_ranks(method: str, microbatches: int) -> None:
     assert not _step(ParallelConfig(cp_size=4, cp_method=method), microbatches).looks
 
 
+def _in_documents(found: torch.Tensor) -> torch.Tensor:
+    """Of the tokens, which document each is in."""
+    return (torch.arange(found.numel()) % S >= 11).to(found.dtype).view(found.shape)
+
+
+@pytest.mark.daily("gather-llama-on the host-0")
+@pytest.mark.parametrize(
+    ("family", "where", "looks"),
+    [("llama", "on the host", 0), ("llama", "on the device", 1), ("mistral", "on the host", 1)],
+)
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_context_ranks_with_packed_rows(method: str, family: str, where: str, looks: int) -> None:
+    """Which pairs of intervals are skipped follows from where documents begin; with a window, from one look a pass."""
+    sizes: dict[str, Any] = {"sliding_window": 7} if family == "mistral" else {}
+    with pretended_gpus(4):
+        layout = ParallelConfig(cp_size=4, cp_method=method)
+        model = hfscale.from_config(tiny(family, **sizes), parallel=layout, dtype=torch.bfloat16).train()
+        runtime_of(model).part(RandomStreams).agreed = True
+        ids, positions = torch.ones(B, S, dtype=torch.long), torch.cat((torch.arange(11), torch.arange(S - 11)))
+        batch = {"input_ids": ids, "labels": ids, "position_ids": positions.expand(B, -1).contiguous()}
+        batches = [batch, batch] if where == "on the host" else [{k: v.to(GPU) for k, v in batch.items()}] * 2
+        with watched(model, _in_documents) as seen:
+            hfscale.train_step(model, batches)
+    here = [where for _, where in seen.looks.elements() if "/parallel/context/" in where]
+    assert len(here) == 2 * looks, seen.looks
+    assert not seen.faults
+
+
 def test_weights_of_the_next_mixture_are_asked_for_before_the_host_looks() -> None:
     seen = _step(ParallelConfig(dp_shard_size=4, ep_size=2), mixture=True)
     before = seen.order[: seen.order.index("look")]
@@ -133,8 +161,8 @@ def _rows_of_loss(outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
     return outputs.logits.float().sum(), 3.0
 
 
-@pytest.mark.daily("fp16")
-@pytest.mark.parametrize("case", ["fp16", "num_items_in_batch", "loss_fn", "expert_load"])
+@pytest.mark.daily("fp16", "num_items_on_device")
+@pytest.mark.parametrize("case", ["fp16", "num_items_in_batch", "num_items_on_device", "loss_fn", "expert_load"])
 def test_one_look_at_most(case: str) -> None:
     """fp16 asks whether a gradient overflowed, and a report of experts is read; numbers from the host are filled in."""
     ids = torch.arange(2 * B * S).view(2, B, S) % 500 + 3
@@ -142,6 +170,7 @@ def test_one_look_at_most(case: str) -> None:
     options: dict[str, Any] = {"fp16": {"mixed_precision": "fp16"}, "expert_load": {"routing": RoutingConfig()}}
     given: dict[str, Any] = {
         "num_items_in_batch": {"num_items_in_batch": [3, 5]},
+        "num_items_on_device": {"num_items_in_batch": [torch.ones((), device=GPU), torch.ones(1, device=GPU)]},
         "loss_fn": {"loss_fn": _rows_of_loss},
     }
     with pretended_gpus(2):

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
+from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,15 @@ def is_causal_lm(name: str) -> bool:
 
 def takes_argument(model: nn.Module, name: str) -> bool:
     """Return whether a model's forward has a parameter of that name."""
-    return name in signature(stock_class(model).forward).parameters
+    return name in forward_arguments(stock_class(model).forward)[0]
+
+
+@lru_cache(maxsize=64)
+def forward_arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Return the names of the arguments of a class's forward pass, and whether it also takes others."""
+    found = signature(forward).parameters.values()
+    named = frozenset(each.name for each in found if each.kind != each.VAR_KEYWORD)
+    return named, len(named) < len(found)
 
 
 def input_embedding(model: Any) -> Any:

@@ -45,7 +45,6 @@ class Job:
     gathered_bytes: float = 2  # of a weight as data ranks gather it
     unpacked: float = 0.0  # bytes moved for every weight of a quantized base, to have it in 16 bits in both passes
     offloaded: float = 0.0  # bytes to the host and from it beside a step's passes: activations, or shards
-    handed: float = 0.0  # likewise when the passes have ended: gradients for an optimizer there, and its weights
     steps_on_host: bool = False  # whether the optimizer steps in the host's memory
 
     @property
@@ -76,9 +75,7 @@ class Job:
         """Return the job with ``activations`` bytes and a shard of ``entries`` weights offloaded to the host."""
         shards = self.gradient_bytes * ((2 * self.microbatches if self.gathers else 1) + self.trained)
         moved = activations * ("activations" in what) + shards * entries * ("parameters" in what)
-        handed = (self.gradient_bytes + self.gathered_bytes) * self.trained * entries * ("optimizer" in what)
-        steps = "optimizer" in what or "parameters" in what
-        return replace(self, offloaded=moved, handed=handed, steps_on_host=steps)
+        return replace(self, offloaded=moved, steps_on_host="optimizer" in what or "parameters" in what)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def estimate_memory(
     state = optimizer_bytes(training, here, optimizer, options, plan.layers, [each.name for each in plan.mixtures])
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
-        notes += [f"on the host: the optimizer's state of {human(state)}, and its copies of the largest parameter"]
+        notes += [f"on the host: the optimizer's state of {human(state)}, and two buffers of the largest parameter"]
     trains, (older, waiting) = sum(weight_bytes(plan, p, here) for p in training), _under_way(plan, pp_rank)
     found = MemoryEstimate(
         weights=sum(weight_bytes(plan, p, here) for p in held if p.name not in adapters) + older * trains,

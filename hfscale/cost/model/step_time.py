@@ -188,7 +188,7 @@ def step_time(
         bubble=bubble,
         data=_data_seconds(weights[most], spread[most], 2 / 3 * taken[slowest], job, machine, constants),
         update=moved / (to_host if job.steps_on_host else constants.memory * machine.memory_bandwidth),
-        offload=max(0.0, job.offloaded / to_host - many * taken[slowest]) + job.handed / to_host,
+        offload=max(0.0, job.offloaded / to_host - many * taken[slowest]),
         other=constants.step,
     )
 

@@ -118,8 +118,11 @@ def start_reduce_scatter(x: Tensor, lengths: Sequence[int], dim: int, group: dis
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x``, contiguous, over the ranks, in place."""
-    return start_all_reduce(x, group).result()
+    """Sum ``x``, contiguous, over the ranks, in place unless ``torch.compile`` traces."""
+    if torch.compiler.is_compiling() or _exchanges(x, group):
+        return start_all_reduce(x, group).result()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -143,19 +146,24 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: di
 
 class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Any, undefined: bool) -> Tensor:
         ctx.of_gradient = backward
+        ctx.set_materialize_grads(not undefined)
         return forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.of_gradient(grads[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.of_gradient(grads[0]), None, None, None
 
 
-def apply_mapping(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``. Saves no tensor."""
-    return _Mapping.apply(x, forward, backward)
+def apply_mapping(
+    x: Tensor, forward: Map, backward: Map | Callable[[Tensor | None], Tensor], undefined: bool = False
+) -> Tensor:
+    """Return ``forward(x)``, a new tensor or a view; its gradient goes through ``backward``, also, if it may be
+    ``undefined``, where none has come. Saves no tensor.
+    """
+    return _Mapping.apply(x, forward, backward, undefined)
 
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

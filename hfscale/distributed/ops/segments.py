@@ -61,15 +61,6 @@ class Segments:
         return partial(_scanned, function, SCANS[name], self)
 
 
-def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return :attr:`Segments.starts` of the documents ``[b, s]``, counted in each row; waits for their device."""
-    rows: list[list[int]] = [[] for _ in documents]
-    for row, place in documents.diff(dim=-1).nonzero().tolist():
-        rows[row].append(place + 1)
-    found = tuple(map(tuple, rows))
-    return found[:1] if len(set(found)) == 1 else found
-
-
 class Replacing(Protocol):
     """Replace the functions by which mixers read other tokens: :class:`Segments`."""
 

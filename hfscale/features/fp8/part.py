@@ -27,7 +27,8 @@ from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import computing, module_at
 from ...train.runtime.shards import LocalWeights
-from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, Float8Weight, compiled_linear, weight_scales
+from .gathered_weight import Float8Weight
+from .scaled_matmul import FORWARD, Float8Groups, Float8Projection, compiled_linear, share_weight_scales
 
 
 class Float8(Part):
@@ -54,22 +55,21 @@ class Float8(Part):
 
     @contextmanager
     def around_step(self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool) -> Iterator[None]:
-        """Compute the weights' scales once per step, since weights do not change within it: tensorwise ones at its
-        beginning, by one all-reduce for all. Not with schedules without a flush, which compute with several
-        versions of the weights.
+        """Compute the weights' scales once per step, since weights do not change within it: at its beginning, by one
+        all-reduce for all, but those of rows of sharded weights when these are gathered. Not with schedules without a
+        flush, which compute with several versions of the weights.
         """
         layout = runtime.mesh.layout
         if not self._projections or (layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS):
             yield
             return
         runtime.release()  # gathered weights would be taken for shards
-        for _, made in self._projections:
-            made.shared = {}
-        if not self._projections[0][1].rowwise:
-            held = [local_tensor(projection.weight.detach()) for projection, _ in self._projections]  # type: ignore[arg-type, operator]
-            scales = weight_scales(held, runtime.mesh.groups("dp_shard", "tp"))
-            for (_, made), scale in zip(self._projections, scales, strict=True):
-                made.shared = {None: scale}
+        weights = []
+        for projection, made in self._projections:
+            weight, made.shared = local_tensor(projection.weight.detach()), {}  # type: ignore[arg-type, operator]
+            weights.append((made, weight.t() if is_transposed(projection) else weight))
+        if not weights[0][0].rowwise or (train and not runtime.mesh.groups("dp_shard")):
+            share_weight_scales(weights, runtime.mesh.groups("dp_shard", "tp"))
         try:
             yield
         finally:

@@ -24,67 +24,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import as_plain_tensors, scaled_mm, tensor_without_memory
+from ..._compat.torch import scaled_mm, version_of
 from ...distributed.ops.fused import fused
 from ...distributed.ops.overlap import Products
-from ...errors import ConfigError
-
-_aten = torch.ops.aten
-_SAME = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.as_strided.default)
-_LIKE = (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.new_empty.default)
-
-
-class Float8Weight(Tensor):
-    """A tensor in place of a parameter ``[out, in]`` while it is gathered; autograd sees the type of its gradient."""
-
-    entries: Tensor  # the weight times its scale, rounded to 8 bits
-    scale: Tensor  # a scalar tensor that views of the weight share, so that it can be renewed with the entries
-
-    def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
-        """Make a tensor that reports ``dtype`` as its own."""
-        made: Float8Weight = tensor_without_memory(cls, tuple(entries.shape), dtype, entries.device)
-        made.entries, made.scale = entries, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors, in torch's protocol for tensor subclasses."""
-        return ["entries", "scale"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(made_of: dict[str, Tensor], dtype: Any, *_: Any) -> "Float8Weight":
-        """Rebuild the weight from its inner tensors."""
-        return Float8Weight(made_of["entries"], made_of["scale"], dtype)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run torch's own functions, down to :meth:`__torch_dispatch__`."""
-        return as_plain_tensors(func, *args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Return views, or plain tensors of its shape and type; raise :class:`ConfigError` if entries would be read."""
-        weight = args[0]
-        if func is _aten.t.default:
-            return cls(weight.entries.t(), weight.scale, weight.dtype)
-        if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(weight.shape)):
-            return cls(weight.entries, weight.scale, weight.dtype)
-        if func in _LIKE:
-            plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            return func(plain, *args[1:], **{"device": weight.device, **(kwargs or {})})
-        raise ConfigError(
-            f"{func} reads a weight that data ranks have gathered in 8 bits, for products of mixed_precision='fp8' and "
-            "nothing else: use float8=hfscale.Float8Config(fp8_all_gather=False), or read weights between steps"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Float8Weight({tuple(self.shape)}, dtype={self.dtype})"
-
+from .gathered_weight import Float8Weight
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
+_SCALES = "_hfscale_scales"  # attribute of an input with its scales
+_Groups = Sequence[dist.ProcessGroup]
+_ByDim = dict[int | None, Tensor]  # scales by the dim they are along; ``None``: a tensor's only one
 _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 
 
@@ -92,9 +42,15 @@ _LEAST = 1e-12  # lower bound of a largest entry: a tensor of zeros stays zero
 class Float8Groups:
     """Hold the groups of ranks with other shards of a projection's tensors, per dim; empty for an uncut dim."""
 
-    tokens: Sequence[dist.ProcessGroup] = ()
-    inputs: Sequence[dist.ProcessGroup] = ()
-    outputs: Sequence[dist.ProcessGroup] = ()
+    tokens: _Groups = ()
+    inputs: _Groups = ()
+    outputs: _Groups = ()
+
+    def sharing(self, name: str, along: int | None) -> list[dist.ProcessGroup]:
+        """Return the ranks that share the scales ``along`` a dim of an operand, or its only scale."""
+        by_dim = {"x": (self.tokens, self.inputs), "grad": (self.tokens, self.outputs)}
+        groups = by_dim.get(name, (self.outputs, self.inputs))
+        return [*groups[0], *groups[1]] if along is None else list(groups[along])
 
 
 @dataclass(frozen=True)
@@ -119,9 +75,8 @@ class Float8Projection:
 
     def __init__(self, groups: Float8Groups, rowwise: bool = False) -> None:
         self.groups, self.rowwise = groups, rowwise
-        # scales of the weight kept between passes that find it unchanged, by the dim they are along (``None``: the
-        # tensorwise one). ``None`` where the weight may have changed since the last pass
-        self.shared: dict[int | None, Tensor] | None = None
+        # scales of the weight that passes share; ``None`` where it may have changed since the last pass
+        self.shared: _ByDim | None = None
 
     def __call__(self) -> "Float8Products":
         """Return the products of the pass that begins."""
@@ -131,12 +86,12 @@ class Float8Projection:
         """Return a projection over the same ranks, with a weight of its own."""
         return Float8Projection(self.groups, self.rowwise)
 
-    def encode(self, shard: Tensor, owners: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
+    def encode(self, shard: Tensor, owners: _Groups) -> tuple[Tensor, Tensor]:
         """Return a data rank's shard in 8 bits, and the full weight's scale, with the ranks of ``owners``."""
         matrix = shard.to(computed_in(shard.dtype))
-        everyone = (*owners, *self.groups.inputs, *self.groups.outputs)
+        everyone = (*owners, *self.groups.sharing("weight", None))
         scale = None if self.shared is None else self.shared.get(None)
-        scale = _scale_for(_largest(matrix, None, everyone), FORWARD) if scale is None else scale
+        scale = _scale_for(_over_ranks(_largest(matrix, None), everyone), FORWARD) if scale is None else scale
         return _rounded(matrix, scale, FORWARD), scale
 
 
@@ -145,27 +100,54 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
-def weight_scales(weights: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
-    """Return the scale of each full weight, given this rank's shards, with one all-reduce over each of ``groups``."""
-    largest = torch.stack([_largest(weight, None, ()) for weight in weights])
-    for group in groups:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return list(_scale_for(largest.to(computed_in(weights[0].dtype)), FORWARD).unbind())
+def share_weight_scales(weights: Sequence[tuple[Float8Projection, Tensor]], groups: _Groups) -> None:
+    """Find the scales of weights ``[out, in]``, of which the ranks of ``groups`` have parts, with one all-reduce over
+    each. Rowwise, those along dims that are not cut are left to the passes.
+    """
+    parts = [
+        (made, along, _largest(weight, along))
+        for made, weight in weights
+        for along in ((0, 1) if made.rowwise else (None,))
+        if along is None or made.groups.sharing("weight", along)
+    ]
+    if not parts:
+        return
+    (first, weight), largest = weights[0], [own for _, _, own in parts]
+    scales = first().find("weight", largest, groups, computed_in(weight.dtype))
+    for (made, along, _), scale in zip(parts, scales, strict=True):
+        assert made.shared is not None
+        made.shared[along] = scale
 
 
 class Float8Products(Products):
     """Compute the products in 8 bits of one pass of a :class:`Float8Projection`, whose attributes the arguments are."""
 
-    def __init__(
-        self, groups: Float8Groups, rowwise: bool = False, shared: dict[int | None, Tensor] | None = None
-    ) -> None:
-        self.groups, self.rowwise, self._of_weight = groups, rowwise, shared
-        self.scales: dict[str, Tensor] = {}
+    agrees = True
+
+    def __init__(self, groups: Float8Groups, rowwise: bool = False, shared: _ByDim | None = None) -> None:
+        self.groups, self.rowwise = groups, rowwise
+        self.scales: dict[str, Tensor] = {}  # of this pass
+        # scales that others need too: of the weight in other passes, and of the input
+        self._shared: dict[str, _ByDim] = {} if shared is None else {"weight": shared}
         self.dtype = torch.float32
+
+    @staticmethod
+    def agree(asked: Sequence[tuple["Float8Products", Tensor]]) -> None:
+        """Find the scales of the gradients of several outputs, of which the same ranks have shards, by one question."""
+        first, along = asked[0][0], 1 if asked[0][0].rowwise else None
+        largest = [_largest(grad, along) for _, grad in asked]
+        scales = first.find("grad", largest, first.groups.sharing("grad", along), largest[0].dtype)
+        for (products, _), scale in zip(asked, scales, strict=True):
+            products.scales["grad"] = scale
+
+    def reads(self, x: Tensor, dtype: torch.dtype) -> None:
+        """Share the scale of ``x`` with the other projections that read it; see :class:`Products`."""
+        found = x.__dict__.setdefault(_SCALES, {})  # lives as long as the input
+        self._shared["x"] = found.setdefault((version_of(x), dtype, *self.groups.sharing("x", None)), {})
 
     def of_weight(self) -> Tensor | None:
         """Return the weight's tensorwise scale, where a pass of this step has it."""
-        return None if self._of_weight is None else self._of_weight.get(None)
+        return self._shared.get("weight", {}).get(None)
 
     def kept(self, weight: Tensor) -> Tensor:
         """Return the parameter itself, or the 8 bits in which it was gathered: no copy in another type."""
@@ -177,20 +159,20 @@ class Float8Products(Products):
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output in the type of ``x``, to which autocast has brought it."""
         self.dtype = x.dtype
-        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1, self.groups.tokens, self.groups.inputs)
+        rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1)
         found = _product(rows, self._weight(weight, 1).t(), x.dtype, fast=True)
         found = found.view(*x.shape[:-1], found.shape[-1])
         return found if bias is None else found + bias.to(found.dtype)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input; see :class:`Products`."""
-        rows = self._scaled("grad", grad, 1, self.groups.tokens, self.groups.outputs)
+        rows = self._scaled("grad", grad, 1)
         return _product(rows, self._weight(weight, 0), grad.dtype)
 
     def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
         """Return the gradient of the weight; see :class:`Products`."""
-        outputs = self._scaled("grad", grad, 0, self.groups.tokens, self.groups.outputs, by_columns=True)
-        inputs = self._scaled("x", x, 0, self.groups.tokens, self.groups.inputs, by_columns=True)
+        outputs = self._scaled("grad", grad, 0, by_columns=True)
+        inputs = self._scaled("x", x, 0, by_columns=True)
         found = _product(outputs.t(), inputs, grad.dtype)
         return found.t() if transposed else found
 
@@ -198,35 +180,37 @@ class Float8Products(Products):
         if weight.dtype == FORWARD:  # gathered in 8 bits
             return _Scaled(weight, self.scales["weight"])
         # Through the input's type, as data ranks gather it: the backward pass, which has no autocast, rounds alike.
-        groups = self.groups.outputs, self.groups.inputs
-        return self._scaled("weight", weight.to(self.dtype), along, *groups, by_columns=along == 0)
+        return self._scaled("weight", weight.to(self.dtype), along, by_columns=along == 0)
 
-    def _scaled(
-        self,
-        name: str,
-        matrix: Tensor,
-        along: int,
-        *groups_by_dim: Sequence[dist.ProcessGroup],
-        by_columns: bool = False,
-    ) -> _Scaled:
-        """Return ``matrix`` in 8 bits, whose other shards ``groups_by_dim`` have; rowwise, ``along`` is contracted."""
-        dtype = GRADIENT if name == "grad" and not self.rowwise else FORWARD
-        shared = self._of_weight if name == "weight" else None
-        of = along if self.rowwise else None
-        if shared is not None and of in shared:
-            scale = shared[of]
-        elif self.rowwise:
-            scale = _scale_for(_largest(matrix, along, groups_by_dim[along]), dtype)
-            scale = torch.exp2(torch.floor(torch.log2(scale)))
-        else:
-            if name not in self.scales:
-                both = [group for groups in groups_by_dim for group in groups]
-                self.scales[name] = _scale_for(_largest(matrix, None, both), dtype)
-            scale = self.scales[name]
-        if shared is not None:
-            shared[of] = scale
+    def _scaled(self, name: str, matrix: Tensor, along: int, by_columns: bool = False) -> _Scaled:
+        """Return ``matrix`` in 8 bits; rowwise, ``along`` is contracted."""
+        scale, dtype = self._scale(name, matrix, along if self.rowwise else None), self._dtype_of(name)
         data = _rounded(matrix.t(), scale.t(), dtype).t() if by_columns else _rounded(matrix, scale, dtype)
         return _Scaled(data, scale)
+
+    def _scale(self, name: str, matrix: Tensor, along: int | None) -> Tensor:
+        """Return the scale of an operand; tensorwise, it is that of the whole pass."""
+        shared = self._shared.get(name, {})
+        scale = self.scales.pop(name, shared.get(along))
+        if scale is None:
+            scale = self._scale_for(name, _over_ranks(_largest(matrix, along), self.groups.sharing(name, along)))
+        shared[along] = scale
+        if along is None:
+            self.scales[name] = scale
+        return scale
+
+    def find(self, name: str, largest: Sequence[Tensor], groups: _Groups, dtype: torch.dtype) -> list[Tensor]:
+        """Return the scales for the largest entries, as of ``dtype``, of several operands that ``groups`` share."""
+        every = torch.cat([each.flatten() for each in largest]).to(dtype)
+        scales = self._scale_for(name, _over_ranks(every, groups)).split([each.numel() for each in largest])
+        return [scale.view_as(own) for scale, own in zip(scales, largest, strict=True)]
+
+    def _scale_for(self, name: str, largest: Tensor) -> Tensor:
+        scale = _scale_for(largest, self._dtype_of(name))
+        return torch.exp2(torch.floor(torch.log2(scale))) if self.rowwise else scale
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return GRADIENT if name == "grad" and not self.rowwise else FORWARD
 
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products") -> Tensor:
@@ -265,17 +249,20 @@ def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.to(torch.float32) * scale).clamp(-most, most).to(dtype).contiguous()
 
 
-def _largest(matrix: Tensor, along: int | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return a matrix's largest absolute value, or ``along`` a dim of it, over this rank and those of ``groups``."""
+def _largest(matrix: Tensor, along: int | None) -> Tensor:
+    """Return a matrix's largest absolute value, or ``along`` a dim of it."""
     if along is None:
-        found = torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
-    elif matrix.shape[along]:
-        found = torch.linalg.vector_norm(matrix, math.inf, along, keepdim=True)
-    else:
-        found = matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
+        return torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
+    if matrix.shape[along]:
+        return torch.linalg.vector_norm(matrix, math.inf, along, keepdim=True)
+    return matrix.new_zeros([1 if dim == along else size for dim, size in enumerate(matrix.shape)])
+
+
+def _over_ranks(largest: Tensor, groups: _Groups) -> Tensor:
+    """Return the largest entries, replaced by those of all ranks of ``groups``, which is one all-reduce over each."""
     for group in groups:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def _scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,55 +14,18 @@ for whom, by events::
     inward waits for    the copy out that filled the buffer
     compute waits for   the copy back, when the tensor is read
 
-A buffer is free once its tensor has been read for the last time. It is as large as its first tensor, not rounded up to
-a power of two as torch's own pinned memory is; free ones go, the oldest first, while all together are more than a
-quarter larger than the most that was ever needed at once. On a CPU the same copies are made at once.
+A buffer is free once its tensor has been read for the last time (:class:`HostBuffers`). On a CPU the same copies are
+made at once.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._compat.torch_device import device_module, is_accelerator, keep_for_stream, pinned_bytes
+from ..._compat.torch_device import is_accelerator, keep_for_stream
+from ...distributed.host_buffers import buffers_of, views_of
 from .compressed import Stored
-
-_SPARE = 1.25  # a tensor takes a buffer that is larger by this at most, and all buffers are of what was needed
-
-
-class HostBuffers:
-    """Hold the pinned buffers of a device, and its streams outward and inward."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.module, self.total, self.most = device_module(device), 0, 0
-        self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
-        self._free: list[tuple[Tensor, Any]] = []  # and the event of the copy that read it last; the oldest first
-
-    def take(self, size: int) -> Tensor:
-        """Return a buffer of at least ``size`` bytes; what is written to it outward waits for its last reader."""
-        sizes = [(len(each), place) for place, (each, _) in enumerate(self._free)]
-        if fitting := [each for each in sizes if size <= each[0] <= _SPARE * size]:
-            buffer, read = self._free.pop(min(fitting)[1])
-            self.outward.wait_event(read)
-        else:
-            buffer, self.total = pinned_bytes(size), self.total + size
-        self.most = max(self.most, self.total - sum(len(each) for each, _ in self._free))
-        while self._free and self.total > _SPARE * self.most:
-            old, read = self._free.pop(0)
-            read.synchronize()
-            self.total -= len(old)
-        return buffer
-
-    def give(self, buffer: Tensor, read: Any) -> None:
-        """Take back a buffer that the copy before the event ``read`` reads last; on any thread."""
-        self._free.append((buffer, read))
-
-
-@cache
-def buffers_of(device: torch.device) -> HostBuffers:
-    """Return the buffers of a device."""
-    return HostBuffers(device)
 
 
 class OnHost(Stored):
@@ -78,14 +41,10 @@ class OnHost(Stored):
             self._host = tensor.detach().clone()
             return
         lanes = buffers_of(tensor.device)
-        buffer = lanes.take(self.size)
-        self._host = buffer[: self.size].view(tensor.dtype).view(tensor.shape)
-        lanes.outward.wait_stream(lanes.module.current_stream(tensor.device))
-        with lanes.module.stream(lanes.outward):
-            self._host.copy_(tensor.detach(), non_blocking=True)
-            self._copied = lanes.outward.record_event()
+        self._buffer = lanes.take(self.size)
+        (self._host,) = views_of(self._buffer, [(tensor.shape, tensor.dtype)])
+        self._copied = lanes.copy_out([self._host], [tensor.detach()])
         keep_for_stream(tensor, lanes.outward)
-        self._buffer = buffer
 
     def fetch(self) -> None:
         """Begin to copy it back."""
@@ -98,7 +57,7 @@ class OnHost(Stored):
         with lanes.module.stream(lanes.inward):
             lanes.inward.wait_event(self._copied)
             self._here = torch.empty_like(self._host, device=self.device).copy_(self._host, non_blocking=True)
-            self._copied = lanes.inward.record_event()
+            self._copied = lanes.mark(lanes.inward)
 
     def read(self) -> Tensor:
         """Return the tensor, on its device; the last reader frees it there."""
@@ -107,7 +66,7 @@ class OnHost(Stored):
         found = self._here
         assert found is not None
         if is_accelerator(self.device):
-            current = device_module(self.device).current_stream(self.device)
+            current = buffers_of(self.device).module.current_stream(self.device)
             current.wait_event(self._copied)
             keep_for_stream(found, current)
         self.readers -= 1

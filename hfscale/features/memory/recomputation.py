@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
@@ -42,6 +43,7 @@ class Recomputation(Part):
     def __init__(self) -> None:
         # the layers that are recomputed; ``None`` while a memory budget has not chosen yet
         self.chosen: frozenset[str] | None = None
+        self._wanted = dict[str, Wanted]()  # by layer
         self._attention: list[tuple[Any, str]] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
@@ -52,11 +54,12 @@ class Recomputation(Part):
         elif planned.tokens is not None:
             self._choose(runtime, ceil(planned.tokens / runtime.mesh.layout.cp), 0, None)
         for name in filter(runtime.is_local, planned.modules):
-            recompute(model.get_submodule(name), lambda: True, tile=planned.tile)
+            recompute(model.get_submodule(name), Wanted(True), tile=planned.tile)
         for name in filter(runtime.is_local, runtime.plan.layers if planned.elementwise else ()):
             rematerialize(model.get_submodule(name))
         for name in filter(runtime.is_local, planned.layers):
-            recompute(model.get_submodule(name), lambda name=name: name in (self.chosen or ()), planned.keep)  # type: ignore[misc]
+            self._wanted[name] = Wanted(name in (self.chosen or ()))
+            recompute(model.get_submodule(name), self._wanted[name], planned.keep)
         if self.chosen is None and runtime.plan.stages is None:  # for users' own loops
             model.register_forward_pre_hook(partial(self._before, runtime), with_kwargs=True)
         if planned.attention:
@@ -104,15 +107,24 @@ class Recomputation(Part):
             sequence_length=sequence,
         )
         self.chosen = layers_to_recompute(runtime.plan, situation)
+        for name, wanted in self._wanted.items():
+            wanted.now = name in self.chosen
 
 
-def recompute(module: nn.Module, wanted: Callable[[], bool], keep: Sequence[str] = (), tile: int = 0) -> None:
-    """Recompute ``module`` in backward if ``wanted()``, in tiles of ``tile`` tokens, but not the operators ``keep``."""
+@dataclass
+class Wanted:
+    """Hold whether a module is recomputed: compiled layers share the graphs of those that have the same answer."""
+
+    now: bool
+
+
+def recompute(module: nn.Module, wanted: Wanted, keep: Sequence[str] = (), tile: int = 0) -> None:
+    """Recompute ``module`` in backward if ``wanted``, in tiles of ``tile`` tokens, but not the operators ``keep``."""
     forward = module.forward
     operators = frozenset(operator for name in keep for operator in operators_named(name) or ())
 
     def forward_recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not (module.training and torch.is_grad_enabled() and wanted()):
+        if not (module.training and torch.is_grad_enabled() and wanted.now):
             return forward(*args, **kwargs)
         args, kwargs = without_cache(args, kwargs)
         run = partial(_checkpointed, forward, operators=operators)

@@ -312,8 +312,13 @@ class Accelerator(accelerate.Accelerator):
         sampler = get_sampler(data_loader)
         if not hasattr(sampler, "generator"):
             return
-        handled = self.use_stateful_dataloader or (self.use_seedable_sampler and isinstance(sampler, RandomSampler))
-        if isinstance(sampler, self._listed) and not handled:
+        seeded = self.use_seedable_sampler and isinstance(sampler, RandomSampler)
+        if isinstance(sampler, self._listed) and not seeded:
+            if self.use_stateful_dataloader:
+                raise ConfigError(
+                    f"use_stateful_dataloader=True with a {type(sampler).__name__} must have use_seedable_sampler=True "
+                    "and shuffle=True: a state of a later epoch would go on in the order of the first"
+                )
             self._orders.append(OneOrder(sampler, self.mesh))
             by_batches = isinstance(data_loader.sampler, BatchSampler)
             (data_loader.sampler if by_batches else data_loader.batch_sampler).sampler = self._orders[-1]

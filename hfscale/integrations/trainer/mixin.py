@@ -240,17 +240,17 @@ class TrainerMixin(Checkpoints, DataHooks):
         with cut_by_schedule(self.runtime.executor, batches, args, ignores) as microbatches:
             return train_step(model, microbatches, **given)
 
-    def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
+    def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> Any:
         """Return Trainer's divisor of a summed loss: one per batch for means of means; ``None``: the labels."""
         loss = self.runtime.loss
         assert loss is not None  # or the step would not be train_step's
         given = items is not None and self.model_accepts_loss_kwargs
         if given and loss.divides:
-            return float(items) if loss.shift else None
+            return items if loss.shift else None
         counts = torch.stack([loss.look(batch)[0].cpu() for batch in batches]).double()
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
-        return [max(count, 1.0) * (1 if given else len(batches)) for count in counts.tolist()]
+        return [*counts.clamp(min=1.0) * (1 if given else len(batches))]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, with generated predictions in any layout."""

@@ -5,7 +5,8 @@ gets all ids and pictures, computes the embeddings of all tokens, and is cut at 
 (:mod:`.inner_hooks`).
 """
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from ..._compat.transformers.attention import and_masks, causal_mask_function, k
 from ..._compat.transformers.computing import begins_anew, text_positions
 from ...errors import ConfigError
 from ...plan.feature_plans import IDS, ROUTES, TARGETS
-from ...plan.sequence_split import Interval, Split, tokens_of
+from ...plan.sequence_split import Interval, Split, starts_of, tokens_of
 
 # Along which dim the tokens of a whole sequence lie; by name, since other inputs may have as many entries by chance.
 _TOKENS_ALONG = {
@@ -47,7 +48,7 @@ class CutBatch:
     position_ids: Tensor | None = None
     # ``[b, s]``: which example of a packed row each token is in; ``None`` where rows hold one each
     documents: Tensor | None = None
-    # where those begin, for each row, or once for rows that are alike; ``None`` where nothing looks at it
+    # where those begin, for each row, or once for rows that are alike
     starts: tuple[tuple[int, ...], ...] | None = None
 
     def places(self, device: torch.device | None = None) -> Tensor:
@@ -94,16 +95,19 @@ def cut_batch(
     split = Split(total, size)
     padding, positions = _padding(batch.get("attention_mask")), batch.get("position_ids")
     of_text = None if positions is None else text_positions(positions)
-    documents = None  # every row is one
+    documents = starts = None  # every row is one
     if of_text is not None:
         begins = begins_anew(of_text.expand(samples, -1), batch.get("attention_mask"))
-        documents = F.pad(begins.cumsum(-1), (1, 0)) if bool(begins.any()) else None
+        documents = F.pad(begins.cumsum(-1), (1, 0))
+        starts = starts_of(documents.cpu())  # the host waits here, once, for a batch that is on the device
+        if not any(starts):
+            documents = starts = None
     whole = dict(batch)
     if padding is None:
         whole.pop("attention_mask", None)
     if whole.get("labels") is not None and shift:
         whole["labels"] = F.pad(whole["labels"], (0, shift), value=-100)[..., shift:]
-    known = CutBatch(split, rank, padding, positions, documents)
+    known = CutBatch(split, rank, padding, positions, documents, starts)
     if inside:
         return known, {**whole, **cut_inputs(known, {name: whole[name] for name in CUT_FIRST if name in whole})}
     if counted is not None and positions is None:
@@ -176,19 +180,22 @@ class MaskBlocks:
     host: Callable[[Callable[..., Tensor]], Any]
     # ``[b, s]``: queries without any key, which read all keys alike; ``None`` where such queries read nothing
     idle: Tensor | None = None
+    # where documents begin, if queries read what is before them in their document and nothing else is hidden
+    starts: tuple[tuple[int, ...], ...] | None = None
     _kinds: dict[tuple[Interval, Interval], str] = field(default_factory=dict)
     _others: dict[int, "MaskBlocks"] = field(default_factory=dict)
 
     def of_examples(self) -> "MaskBlocks":
         """Return this mask without padding, and separate for each document."""
         function, batch = self.function, self.batch
+        starts = batch.starts if function is causal_mask_function and batch.padding is None else None
         if batch.documents is not None:
             positions = text_positions(batch.whole_positions(self.device))
             assert positions is not None  # in which the documents were found
             function = keep_documents_apart(function, positions.expand(self.samples, -1), batch.documents)
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))
-        return replace(self, function=function)
+        return replace(self, function=function, starts=starts)
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
@@ -229,28 +236,28 @@ class MaskBlocks:
         """Return how queries in ``rows`` read keys in ``columns``: skipped, full, causal or masked."""
         if rows[0] == rows[1] or columns[0] == columns[1]:
             return SKIPPED
-        if self.function is causal_mask_function:
-            if rows == columns:
-                return CAUSAL
-            return SKIPPED if columns[0] >= rows[1] else FULL if columns[1] <= rows[0] + 1 else MASKED
+        starts = ((),) if self.function is causal_mask_function else self.starts
+        if starts is not None:
+            return _causal_kind(rows, columns, starts)
         if (rows, columns) not in self._kinds:
-            self._kinds[rows, columns] = self._look(rows, columns)
+            split = self.batch.split
+            every = [(a, b) for a in split.pieces(self.batch.rank) for r in range(split.size) for b in split.pieces(r)]
+            self._look([(rows, columns), *every])
         return self._kinds[rows, columns]
 
-    def _look(self, rows: Interval, columns: Interval) -> str:
-        some, every, triangle = False, True, rows == columns
-        for start in range(rows[0], rows[1], _ROWS):
-            stop = min(start + _ROWS, rows[1])
-            found = self.block((start, stop), columns)
-            flags = [found.any(), found.all()]
-            if triangle:  # a window or a document that is no shorter than the interval hides nothing else
+    def _look(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
+        """Find the kinds of all pairs that a pass asks for, with one look of the host at the device."""
+        flags = dict[tuple[Interval, Interval], Tensor]()
+        for rows, columns in ((rows, columns) for rows, columns in pairs if columns[0] < columns[1]):
+            for start in range(*rows, _ROWS):
+                found = self.block((start, min(start + _ROWS, rows[1])), columns)
+                # a window or a document that is no shorter than the interval hides nothing else
                 below = torch.ones_like(found[0, 0]).tril(start - columns[0])
-                flags.append((found == below).all())
-            here, all_here, *same = torch.stack(flags).tolist()
-            some, every, triangle = some or here, every and all_here, triangle and all(same)
-            if some and not every and not triangle:
-                return MASKED
-        return FULL if every else CAUSAL if triangle else SKIPPED
+                here = torch.stack([found.any(), ~found.all(), (found != below).any()])
+                flags[rows, columns] = flags.get((rows, columns), here) | here
+        for pair, (some, hidden, other) in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True):
+            causal = pair[0] == pair[1] and not other
+            self._kinds[pair] = FULL if not hidden else CAUSAL if causal else MASKED if some else SKIPPED
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
@@ -269,3 +276,15 @@ class MaskBlocks:
         """Return the mask of a block as a bias to add to scores: 0 or minus infinity."""
         found = self.block(rows, columns)
         return torch.zeros((), dtype=dtype, device=found.device).masked_fill(~found, float("-inf"))
+
+
+def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[int]]) -> str:
+    """Return the kind of a causal mask that keeps documents apart, which begin at ``starts``: arithmetic."""
+    if rows != columns and columns[0] < rows[1] and rows[0] < columns[1]:
+        return MASKED
+    if rows[0] < columns[0]:
+        return SKIPPED
+    if not any(bisect_right(each, columns[0]) < bisect_right(each, rows[1] - 1) for each in starts):
+        return CAUSAL if rows == columns else FULL
+    apart = all(bisect_right(each, columns[1] - 1) < bisect_right(each, rows[0]) for each in starts)
+    return SKIPPED if apart else MASKED

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.rank_chain import RankChain
-from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
+from ...distributed.ops.segments import Segments, keep_states_apart
 from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
 from ...train.inputs import look_ahead
@@ -106,8 +105,6 @@ class ContextParallel(Part, ContextAxis):
             )
         shift, counted = runtime.loss.shift, self._count(batch)
         whole, part = cut_batch(batch, size, rank, shift, counted, inside, self._planned.whole_mask)
-        if self._passes is not None and whole.documents is not None:
-            whole = replace(whole, starts=starts_of(whole.documents))
         if whole.padding is not None and not self._planned.pads:
             raise ConfigError(
                 f"{runtime.plan.family!r} counts positions from the end of padding, which a rank with a part of a "

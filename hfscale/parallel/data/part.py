@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..._compat.torch import has_backward_hook
 from ..._compat.torch_fsdp import add_up_gradients
@@ -24,6 +25,7 @@ class DataParallel(Part, DataAxes):
 
     _model: nn.Module
     _layout: ParallelConfig
+    _wrapped: list[FSDPModule]
 
     def __init__(self) -> None:
         self._compressing: list[PowerSGD] = []
@@ -33,6 +35,7 @@ class DataParallel(Part, DataAxes):
         model, plan, mesh = runtime.model, runtime.plan, runtime.mesh
         runtime.data, self._model, self._layout = self, model, mesh.layout
         shard.apply_data_axes(model, plan, mesh, runtime.options)
+        self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
             shard.install_local_weights(model, weights.tensors, plan, mesh)
         if plan.stages is None:  # stages say it themselves, and look for targets past the model
@@ -77,7 +80,8 @@ class DataParallel(Part, DataAxes):
         return float(runtime.mesh.data_world)
 
     def before_backward(self, last: bool) -> None:
-        shard.set_gradient_sync(self._model, last or bool(self._layout.reduce_each_microbatch))
+        for module in self._wrapped:
+            module.set_requires_gradient_sync(last or bool(self._layout.reduce_each_microbatch), recurse=False)
 
     def accumulate_late_gradients(self) -> None:
         if self._layout.data_world > 1:
@@ -88,4 +92,5 @@ class DataParallel(Part, DataAxes):
             shard.reduce_microbatch(self._model)
 
     def release(self) -> None:
-        shard.reshard(self._model)
+        for module in self._wrapped:
+            module.reshard()

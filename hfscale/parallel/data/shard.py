@@ -36,11 +36,15 @@ from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, 
 from .gradient_compression import compresses
 
 
+def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP2 wraps, ``model`` first."""
+    return [each for each in model.modules() if isinstance(each, FSDPModule)] if isinstance(model, FSDPModule) else []
+
+
 def reshard(model: nn.Module) -> None:
     """Free all gathered weights, also those that a forward pass without a backward pass has kept."""
-    for module in model.modules() if isinstance(model, FSDPModule) else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in wrapped_modules(model):
+        module.reshard()
 
 
 def refuse_calls_past_the_model(model: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
 from ...distributed.mesh import Mesh
-from ...distributed.ops import collectives
+from ...distributed.ops import collectives, overlap
 from ...distributed.ops.overlap import (
     DeferredWeightGrad,
     Regather,
@@ -34,16 +34,14 @@ from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from .random import cut_region
 from .sequence_hooks import draw_sums_alike
-from .sequence_region import SequenceRegion
+from .sequence_region import RUNNING, SequenceRegion
 
 
 class Overlap:
     """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
 
-    def __init__(
-        self, columns: list[nn.Module], group: dist.ProcessGroup, stream: SequenceRegion | None, regather: bool
-    ) -> None:
-        self.group, self.stream, self.regather = group, stream, regather
+    def __init__(self, columns: list[nn.Module], group: dist.ProcessGroup, regather: bool) -> None:
+        self.group, self.regather = group, regather
         # exact types: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
@@ -53,19 +51,22 @@ class Overlap:
         for module in self.columns:
             self._take_apart(module)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input as its projections read it."""
+    def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
+        """Return the block's input as its projections read it, gathered from ``stream`` where that is cut."""
         self.gathered = None
-        stream = self.stream if self.stream is not None and self.stream.cut else None
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
-            return collectives.copy_to_tp_region(x, self.group) if stream is None else stream.enter(x)
-        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
-        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
-        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
-        gather, reduce = (None, self._start_sum) if stream is None else stream.collectives(x)
+            return _entered(x, self.group, stream)
+        gather, reduce, entries = (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
+        self._waiting = {}
+        if not self.regather and entries * x.element_size() < overlap.OVERLAPPED_FROM:
+            enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
+            return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
+        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
+        reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
+        weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
         x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
@@ -85,7 +86,7 @@ class Overlap:
         forward = module.forward
 
         def forward_apart(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            later = self._waiting.pop(module, None)
+            later = self._waiting.pop(module, None) if self._waiting else None
             return forward(x, *args, **kwargs) if later is None else column_parallel_linear(x, later, module.bias)
 
         module.forward = forward_apart
@@ -123,20 +124,25 @@ def install_block_edges(
         model.register_forward_pre_hook(lambda *_: restore())
 
 
+def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None) -> Tensor:
+    return collectives.copy_to_tp_region(x, group) if stream is None else stream.enter(x)
+
+
 class _BlockEnds:
     """Run the collectives at a block's entry and exit; with ``overlap``, the entry's overlap with weight gradients."""
 
     def __init__(self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None) -> None:
         self.group, self.stream, self.overlap = group, stream, overlap
+        self._flat = False  # whether the block's input is ``[b s, h]``
         self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
-        if self.overlap is not None:
-            x = self.overlap.enter(x)
-        else:
-            x = collectives.copy_to_tp_region(x, self.group) if self._cut_stream is None else self._cut_stream.enter(x)
-        self._tokens = tuple(x.shape[:-1])
+        stream = self._cut_stream
+        x = _entered(x, self.group, stream) if self.overlap is None else self.overlap.enter(x, stream)
+        self._flat = x.ndim == 2
+        if not torch.compiler.is_compiling():  # the graph of a checkpoint may change nothing outside of it
+            self._tokens = tuple(x.shape[:-1])
         return x
 
     def leave(self, x: Tensor) -> Tensor:
@@ -144,8 +150,10 @@ class _BlockEnds:
         stream = self._cut_stream
         if stream is None:
             return collectives.reduce_from_tp_region(x, self.group)
-        if x.ndim == 2 and len(self._tokens) == 2:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
-            return stream.leave(x.unflatten(0, self._tokens)).flatten(0, 1)
+        told = RUNNING.told if torch.compiler.is_compiling() else None
+        tokens = self._tokens if told is None else (told.samples, told.total)
+        if x.ndim == 2 and len(tokens) == 2 and not self._flat:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
+            return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
         return stream.leave(x)
 
     @property

@@ -11,8 +11,8 @@ labels, or in evaluation, the head runs as always, and its slices of the logits 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import packing
 from ...distributed.mesh import Mesh
@@ -112,19 +113,11 @@ class VocabParallelLoss(KeepsOutputs):
 
     def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Scoring]:
         """Score every token in a forward pass with labels, inside the with block: see ``Scoring``."""
-        return self._holding("_scoring", Scoring(temperature, read))
+        return attribute_replaced(self, "_scoring", Scoring(temperature, read))
 
     def distilling(self, teacher: TaughtRows) -> AbstractContextManager[TaughtRows]:
         """Compute the divergence from a teacher, in place of the cross entropy, inside the with block."""
-        return self._holding("_teacher", teacher)
-
-    @contextmanager
-    def _holding(self, name: str, value: Any) -> Iterator[Any]:
-        setattr(self, name, value)
-        try:
-            yield value
-        finally:
-            setattr(self, name, None)
+        return attribute_replaced(self, "_teacher", teacher)
 
     def __call__(
         self,

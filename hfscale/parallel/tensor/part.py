@@ -122,7 +122,7 @@ class TensorParallel(Part, SequenceAxis):
         # The gradient of a replicated weight is summed inside backward, so it cannot be computed later.
         columns = [name for name in block.column if plan.by_name[f"{name}.weight"].replicas == 1]
         modules, regather = [runtime.model.get_submodule(name) for name in columns], bool(plan.layout.sequence_regather)
-        return Overlap(modules, sums.group, self.region_of(block.name), regather)
+        return Overlap(modules, sums.group, regather)
 
     def region_of(self, name: str) -> SequenceRegion | None:
         """Return the sequence-parallel region that a module in the layers belongs to; ``None`` if it is in none."""

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_parameters
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import apply_mapping, copy_to_tp_region
@@ -49,12 +50,8 @@ class PartialSums:
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Sum the gradients of ``parameters``, in one order on all ranks, after the with block, apart from earlier."""
-        with gradients_aside(parameters) as held:
-            self.deferred = True
-            try:
-                yield
-            finally:
-                self.deferred = False
+        with gradients_aside(parameters) as held, attribute_replaced(self, "deferred", True):
+            yield
         grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         with torch.no_grad():
             for dtype in dict.fromkeys(grad.dtype for grad in grads):
@@ -117,8 +114,10 @@ def read_through(module: nn.Module, holder: nn.Module, reads: dict[str, Callable
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
         # Only during the forward: FSDP, optimizers and state dicts must see the leaf.
         leaves = {name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None}
-        for name, leaf in leaves.items():
-            own_parameters(holder)[name] = reads[name](leaf)
+        values = {name: reads[name](leaf) for name, leaf in leaves.items()}
+        if all(values[name] is leaf for name, leaf in leaves.items()):
+            return forward(*args, **kwargs)
+        own_parameters(holder).update(values)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -14,6 +14,7 @@ runs on the full sequence, and the rank keeps its own tokens of the result.
 Lengths differ by at most one token. A pass without gradients (evaluation, generation) is not sharded.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -203,10 +204,11 @@ class SequenceRegion:
         """All-gather ``[b, s/t, h]`` or ``[b s/t, h]`` to all tokens; reduce-scatter the gradient."""
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
-    def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started]]:
-        """Return functions that start to all-gather tensors like ``x``, and to reduce-scatter sums of all tokens."""
+    def collectives(self, x: Tensor) -> tuple[Callable[[Tensor], Started], Callable[[Tensor], Started], int]:
+        """Return starts of the all-gather of tensors like ``x`` and of their reduce-scatter, and entries of all tokens."""
         how: dict[str, Any] = {"lengths": self.lengths(x), "dim": _dim(x), "group": self.group}
-        return partial(start_all_gather, **how), partial(start_reduce_scatter, **how)
+        entries = sum(how["lengths"]) * math.prod(size for dim, size in enumerate(x.shape) if dim != how["dim"])
+        return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
 
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter partial sums of all tokens to the sums of this rank's tokens."""

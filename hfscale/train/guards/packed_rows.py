@@ -25,10 +25,11 @@ from ..._compat.transformers.computing import (
     uses_flash_attention,
     within_packing,
 )
-from ...distributed.ops.segments import Segments, keep_states_apart, starts_of
+from ...distributed.ops.segments import Segments, keep_states_apart
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
+from ...plan.sequence_split import starts_of
 from ..runtime import Part, Runtime
 from ..runtime.batches import with_borders
 from ..runtime.forward_passes import ForwardPasses, recomputing

@@ -5,8 +5,8 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..._compat.bitsandbytes import misreads_rows
+from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name, empty_copy
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
@@ -140,14 +141,9 @@ class StockCode(Part):
         if self._looks and self.structure is not None and not torch.compiler.is_compiling():
             self.structure.check()
 
-    @contextmanager
-    def around_gradients(self, runtime: Runtime) -> Iterator[None]:
+    def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
         """Do not look again at each microbatch of a step, which :func:`before_step` has checked."""
-        self._looks = False
-        try:
-            yield
-        finally:
-            self._looks = True
+        return attribute_replaced(self, "_looks", False)
 
 
 def check_model(runtime: Runtime) -> None:

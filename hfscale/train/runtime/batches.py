@@ -12,7 +12,6 @@ import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.computing import holds_documents, told_apart_by
+from ...distributed.host_buffers import packed, views_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
 from .writing import sum_or_raise
@@ -28,7 +28,6 @@ from .writing import sum_or_raise
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
-_ALIGNED = 256  # bytes: alignment of the tensors in the buffer that is copied to a device
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _PLAIN = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache", "num_items_in_batch"}
 _PLAIN |= {*BORDERS, ROUTES}
@@ -225,22 +224,11 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
                 together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:
                 batch[name] = value.to(device, non_blocking=away)
-    sent = _sent([value for value, _ in together.values()], device) if together else []
-    for (_, places), value in zip(together.values(), sent, strict=True):
-        for batch, name in places:
-            batch[name] = value
+    if together:
+        tensors = [value for value, _ in together.values()]
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        sent = packed(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
+        for (_, places), value in zip(together.values(), views_of(sent, forms), strict=True):
+            for batch, name in places:
+                batch[name] = value
     return moved
-
-
-def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors to the device through one buffer, pinned if the device is an accelerator."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_accelerator(device))
-    for tensor, start, size in zip(tensors, starts, sizes, strict=False):
-        packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
-    there = packed.to(device, non_blocking=True)
-    return [
-        there[start : start + size].view(tensor.dtype).view(tensor.shape)
-        for tensor, start, size in zip(tensors, starts, sizes, strict=False)
-    ]

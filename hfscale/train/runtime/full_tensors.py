@@ -4,21 +4,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.saving import never_stored
+from ...distributed.host_buffers import Form, buckets, bytes_before, packed, views_of
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan, write_share
 from ...plan.quantized import coordinates
 from .runtime import Runtime
 from .shards import local_tensor
 from .writing import Attempt, plainly
-
-_ALIGNED = 16  # bytes; views of any dtype begin at a multiple
 
 
 @dataclass(frozen=True)
@@ -113,21 +114,8 @@ def full_tensors(
     one rank alone: after a failure shards are still exchanged, so that no rank waits, and values mean nothing.
     """
     gathering = _Gathering(runtime.mesh, share_of or shares(runtime), to, attempt)
-    for bucket in _buckets(entries):
+    for bucket in buckets(entries, attrgetter("nbytes"), max((entry.nbytes for entry in entries), default=0)):
         yield from gathering.full(bucket)
-
-
-def _buckets(entries: list[SavedTensor]) -> Iterator[list[SavedTensor]]:
-    """Split tensors into runs of consecutive ones, no run larger than the largest tensor."""
-    most, bucket, filled = max((entry.nbytes for entry in entries), default=0), list[SavedTensor](), 0
-    for entry in entries:
-        if bucket and filled + entry.nbytes > most:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(entry)
-        filled += entry.nbytes
-    if bucket:
-        yield bucket
 
 
 def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
@@ -142,19 +130,11 @@ def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One rank's shard of a tensor, and its place among the bytes that this rank sends of a bucket."""
+_Piece = tuple[SavedTensor, dict[str, int]]  # a shard of a tensor: at these ranks of the axes that cut it
 
-    entry: SavedTensor
-    ranks: dict[str, int]
-    start: int
-    stop: int
 
-    def view(self, sent: Tensor) -> Tensor:
-        """Return the shard as a view of the bytes."""
-        shape = self.entry.planned.local_shape(self.ranks) if self.entry.planned else self.entry.shape
-        return sent[self.start : self.stop].view(self.entry.dtype).view(shape)
+def _forms(pieces: Sequence[_Piece]) -> list[Form]:
+    return [(each.planned.local_shape(at) if each.planned else each.shape, each.dtype) for each, at in pieces]
 
 
 def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[int, list[_Piece]]:
@@ -164,13 +144,9 @@ def _pieces(bucket: list[SavedTensor], mesh: Mesh, to: Sequence[int]) -> dict[in
         cuts = entry.planned.cuts if entry.planned else ()
         for ranks in coordinates(cuts):
             source = mesh.rank_at(cuts, ranks, entry.home)
-            if not cuts and tuple(to) == (source,):
-                continue
-            pieces = result.setdefault(source, [])
-            start = -(-pieces[-1].stop // _ALIGNED) * _ALIGNED if pieces else 0
-            shape = entry.planned.local_shape(ranks) if entry.planned else entry.shape
-            pieces.append(_Piece(entry, ranks, start, start + prod(shape) * entry.dtype.itemsize))
-    return {source: pieces for source, pieces in result.items() if pieces[-1].stop}
+            if cuts or tuple(to) != (source,):
+                result.setdefault(source, []).append((entry, ranks))
+    return {source: pieces for source, pieces in result.items() if bytes_before(_forms(pieces))[-1]}
 
 
 @dataclass(frozen=True)
@@ -187,8 +163,8 @@ class _Gathering:
         shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
         pieces = {} if self.mesh.control is None else _pieces(bucket, self.mesh, self.to)
         for source, flat in self._exchanged(pieces).items():
-            for piece in pieces[source]:
-                shards.setdefault(id(piece.entry), []).append((piece.ranks, piece.view(flat)))
+            for (entry, ranks), share in zip(pieces[source], views_of(flat, _forms(pieces[source])), strict=True):
+                shards.setdefault(id(entry), []).append((ranks, share))
         for entry in bucket:
             wanted = self.mesh.control is None or self.mesh.rank in self.to
             yield entry, self._put_together(entry, shards.get(id(entry), [])) if wanted else _nothing(entry)
@@ -196,7 +172,7 @@ class _Gathering:
     def _exchanged(self, pieces: dict[int, list[_Piece]]) -> dict[int, Tensor]:
         """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
         rank, group = self.mesh.rank, self.mesh.control
-        sizes = {source: own[-1].stop for source, own in pieces.items()}
+        sizes = {source: bytes_before(_forms(own))[-1] for source, own in pieces.items()}
         wanted = [source for source in sizes if source != rank] if rank in self.to else []
         sent = {source: torch.empty(sizes[source], dtype=torch.uint8) for source in wanted}
         works = [dist.irecv(flat, src=source, group=group) for source, flat in sent.items()]
@@ -205,19 +181,18 @@ class _Gathering:
             flat = torch.empty(sizes[rank], dtype=torch.uint8) if own is None else own
             works += [dist.isend(flat, dst=other, group=group) for other in self.to if other != rank]
             sent |= {rank: flat} if rank in self.to else {}
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         return sent
 
     def _copied(self, pieces: list[_Piece]) -> Tensor:
-        """Return the bytes of this rank's shards on the CPU: one copy off the device."""
-        filled = [piece for piece in pieces if piece.stop > piece.start]  # an optimizer has no state of an empty shard
-        found = [share for piece in filled if (share := self.share_of(piece.entry)) is not None]
-        flat = torch.empty(pieces[-1].stop, dtype=torch.uint8, device=found[0].device)
-        for piece, share in zip(filled, found, strict=True):
-            piece.view(flat).copy_(share)
-        return flat.cpu()
+        """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
+        filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]  # an optimizer has no state of empty shards
+        found = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
+        flat = packed(found, _forms(filled))
+        if not is_accelerator(flat.device):
+            return flat
+        return torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat)
 
     def _put_together(self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]) -> Tensor:
         """Return a full tensor from the shards that ranks sent; if none did, this rank has all of it."""

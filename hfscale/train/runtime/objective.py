@@ -1,7 +1,7 @@
 """Define losses that can be normalized for a whole step, and the objective of its microbatches."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,12 +55,9 @@ class KeepsOutputs:
 
     _kept: list[Any] | None = None
 
-    @contextmanager
-    def keeping_outputs(self) -> Iterator[list[Any]]:
+    def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
         """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
-        kept = list[Any]()
-        with attribute_replaced(self, "_kept", kept):
-            yield kept
+        return attribute_replaced(self, "_kept", [])
 
     def _keep(self, output: Any) -> None:
         if self._kept is not None:

@@ -17,6 +17,31 @@ def stock_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
+class LiveParameters:
+    """Find a model's parameters by name; names are made anew once a module or a parameter was put in or taken out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # every module under each of its names, with its children and the names of its own parameters
+        self._seen: list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]] = []
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by stock names and by names with PEFT's wrappers, tied ones by all of them."""
+        changed = (own_modules(it) != inside or [*own_parameters(it)] != names for it, inside, names in self._seen)
+        if not self._seen or any(changed):
+            self._look()
+        places = self._places.items()
+        return {name: held for name, (it, own) in places if (held := own_parameters(it)[own]) is not None}
+
+    def _look(self) -> None:
+        self._seen, full = [], dict[str, tuple[nn.Module, str]]()
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            self._seen.append((module, dict(own_modules(module)), [*own_parameters(module)]))
+            full.update({f"{prefix}.{own}" if prefix else own: (module, own) for own in own_parameters(module)})
+        self._places = {stock_name(name): place for name, place in full.items()} | full
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the stock module under any number of wrappers."""
     while (inner := wrapped(module)) is not None:

@@ -25,7 +25,7 @@ from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
 from .objective import Objective, OwnLoss, StepLoss
-from .parameter_names import stock_name
+from .parameter_names import LiveParameters
 from .shards import LocalWeights
 from .snapshot import Undo
 
@@ -241,7 +241,7 @@ class Runtime:
     stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
 
     def __post_init__(self) -> None:
-        self.executor = Executor(self)
+        self.executor, self._live = Executor(self), LiveParameters(self.model)
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
@@ -288,14 +288,12 @@ class Runtime:
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Return every owned parameter that this rank holds, with its plan, in plan order."""
         self.release()  # or weights that FSDP2 has gathered would be returned instead of shards
-        live = self.live_parameters()
-        held = self.plan.local_names(self.mesh.pp_rank)
+        live, held = self.live_parameters(), self.plan.local_names(self.mesh.pp_rank)
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
 
     def live_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their stock names and by their names with PEFT's wrappers."""
-        here = dict(self.model.named_parameters(remove_duplicate=False))
-        return {**{stock_name(name): parameter for name, parameter in here.items()}, **here}
+        return self._live.by_name()
 
     @property
     def shares_casts(self) -> bool:

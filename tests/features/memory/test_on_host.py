@@ -8,6 +8,7 @@ import torch
 
 import hfscale
 from hfscale import MemoryConfig
+from hfscale.distributed import host_buffers
 from hfscale.features.memory import on_host
 
 from ...tiny_models import tiny
@@ -27,15 +28,15 @@ class Recorded:
     def wait_event(self, event: "Event") -> None:
         self._log.append((self.name, f"after {event.name}"))
 
-    def record_event(self) -> "Event":
+    def recorded(self) -> str:
         self._count += 1
         self._log.append((self.name, f"copies {self._count}"))
-        return Event(f"{self.name} {self._count}")
+        return f"{self.name} {self._count}"
 
 
 class Event:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def record(self, stream: Recorded) -> None:
+        self.name = stream.recorded()
 
     def synchronize(self) -> None:
         """Nothing is late here."""
@@ -49,6 +50,8 @@ class Streams:
         self._names = iter(("outward", "inward"))
         self._compute = Recorded("compute", self.log)
 
+    Event = Event
+
     def Stream(self, device: torch.device) -> Recorded:
         return Recorded(next(self._names), self.log)
 
@@ -58,7 +61,7 @@ class Streams:
     def stream(self, stream: Recorded) -> Any:
         return nullcontext()
 
-    def bytes(self, size: int) -> torch.Tensor:
+    def bytes(self, size: int, device: torch.device) -> torch.Tensor:
         self.pinned.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
@@ -67,11 +70,11 @@ class Streams:
 def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Streams()
     monkeypatch.setattr(on_host, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(on_host, "device_module", lambda device: found)
-    monkeypatch.setattr(on_host, "pinned_bytes", found.bytes)
-    on_host.buffers_of.cache_clear()
+    monkeypatch.setattr(host_buffers, "device_module", lambda device: found)
+    monkeypatch.setattr(host_buffers, "pinned_bytes", found.bytes)
+    host_buffers.buffers_of.cache_clear()
     yield found
-    on_host.buffers_of.cache_clear()
+    host_buffers.buffers_of.cache_clear()
 
 
 def step(model: Any, tokens: int = 32) -> list[torch.Tensor]:
@@ -114,7 +117,7 @@ def test_buffers_are_exact_reused_and_bounded(streams: Streams) -> None:
     assert streams.pinned == [stream] * 4
     step(model)
     assert len(streams.pinned) == 4
-    buffers = on_host.buffers_of(torch.device("cpu"))
+    buffers = host_buffers.buffers_of(torch.device("cpu"))
     for tokens in (16, 48, 20):
         step(model, tokens)
         assert buffers.total == sum(len(each) for each, _ in buffers._free)

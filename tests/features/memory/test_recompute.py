@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig, PlanError
 from hfscale._compat.torch import tree_leaves
-from hfscale.features.memory.recomputation import Recomputation, recompute
+from hfscale.features.memory.recomputation import Recomputation, Wanted, recompute
 from hfscale.features.memory.saved import count_saved
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.train.runtime import runtime_of
@@ -304,7 +304,7 @@ def test_random_state_of_the_device_is_kept_for_every_module(monkeypatch: pytest
     for name, module in model.named_modules():
         if re.search(r"\.\d+\.", f"{name}."):  # a layer, or within one
             module.register_forward_pre_hook(lambda *_, name=name: called.append(name))  # type: ignore[misc]
-            recompute(module, lambda: True)
+            recompute(module, Wanted(True))
 
     def device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args)):

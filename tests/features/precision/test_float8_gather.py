@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig
-from hfscale.features.fp8.scaled_matmul import Float8Weight
+from hfscale.features.fp8.gathered_weight import Float8Weight
+from hfscale.features.fp8.scaled_matmul import Float8Products
 from hfscale.testing import RankPool, Traffic, count_traffic
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
@@ -102,17 +104,43 @@ def test_weights_are_those_without_bit_by_bit(pools: Pools, layout: str, besides
             assert gathered < whole
 
 
-@pytest.mark.daily("shard2")
-@pytest.mark.parametrize("layout", ["shard2", "tp2"])
-def test_scales_of_weights_are_found_once_a_step(pools: Pools, layout: str) -> None:
-    """By one reduction for all of them over each axis: where tensor ranks have parts, those of the rest come once a
-    microbatch.
-    """
-    sizes = {"tp2": {"tp_size": 2}, **SHARDED}[layout]
-    for (fp8, *_), (bf16, *_) in zip(pools(2).run(run, sizes), pools(2).run(run, sizes, precision="bf16"), strict=True):
-        more = fp8.calls["allreduce"] - bf16.calls["allreduce"]
-        # Of a layer over tensor ranks: gradients of 5 column projections' outputs, and inputs of two row projections.
-        assert more == 1 + (7 * LAYERS * MICROBATCHES if layout == "tp2" else 0)
+ROWS, SEQUENCE = Float8Config("rowwise"), {"tp_size": 2, "sequence_parallel": True}
+# Of a layer: inputs of two row projections, and the gradients at the entries of two blocks, of outputs of five column
+# projections. A base is frozen: the first layer's input has no gradient. What is recomputed is asked for again.
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "shard2": ({"dp_shard_size": 2}, {}, 0),
+    "tp2": ({"tp_size": 2}, {}, 4 * LAYERS),
+    "tp2, by rows": ({"tp_size": 2}, {"float8": ROWS}, 4 * LAYERS),
+    "sequence": (SEQUENCE, {}, 4 * LAYERS),
+    "regather": ({**SEQUENCE, "sequence_regather": True}, {}, 4 * LAYERS),
+    "lora": ({"tp_size": 2}, WITH["lora"], 4 * LAYERS - 1),
+    "recomputed": ({"tp_size": 2}, WITH["recomputed"], 6 * LAYERS),
+    # inputs of four kinds, and the gradients of seven outputs: context ranks have no entry
+    "cp2": ({"cp_size": 2}, {}, 11 * LAYERS),
+}
+
+
+@pytest.mark.daily("shard2", "tp2")
+@pytest.mark.parametrize("case", cases(ASKED, daily=["shard2", "tp2", "tp2, by rows", "lora"]))
+def test_scales_are_asked_for_once_for_all_that_are_known(pools: Pools, case: str) -> None:
+    """Those of all weights once a step, those at a block's entry together: with the bits of one question for each."""
+    layout, asked, questions = ASKED[case]
+    wide = {name: value for name, value in asked.items() if name != "float8"}
+    runs = (pools(2).run(run, layout, **asked), pools(2).run(run, layout, precision="bf16", **wide))
+    for (fp8, found, _), (bf16, *_), (each, expected, _) in zip(
+        *runs, pools(2).run(alone, layout, **asked), strict=True
+    ):
+        assert fp8.calls["allreduce"] - bf16.calls["allreduce"] == 1 + questions * MICROBATCHES
+        saved = ("tp_size" in layout) * 3 * LAYERS - 2 * (case == "lora")
+        assert each.calls["allreduce"] - fp8.calls["allreduce"] == saved * MICROBATCHES
+        if case != "lora":  # whose factors read the input too: their gradients are added in another order
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def alone(*args: Any, **kwargs: Any) -> tuple[Traffic, list[Tensor], dict[str, int]]:
+    """As :func:`run`, where each projection asks for the scale of its own gradient."""
+    with patch.object(Float8Products, "agrees", False):
+        return run(*args, **kwargs)
 
 
 def test_a_plain_loop_finds_them_as_it_gathers(pools: Pools) -> None:

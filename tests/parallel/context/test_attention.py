@@ -1,5 +1,6 @@
 """Attention over parts of sequences: the arithmetic, in one process."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from hfscale._compat.torch_attention import flash_takes
 from hfscale.parallel.context import kernels
 from hfscale.parallel.context.attention_override import AttentionCall
-from hfscale.parallel.context.cut_batch import CAUSAL, FULL, MASKED, SKIPPED, CutBatch, MaskBlocks
+from hfscale.parallel.context.cut_batch import CAUSAL, FULL, MASKED, SKIPPED, CutBatch, MaskBlocks, cut_batch
 from hfscale.parallel.context.engine import OwnBlocks, Reading, attend
 from hfscale.parallel.context.kernels import FlashOnCpu, ScoreBlock, ScoreKernel
 from hfscale.parallel.context.methods import read
@@ -233,6 +234,37 @@ def test_kinds_of_pairs() -> None:
     assert window.kind((9, 12), (0, 3)) == SKIPPED
     assert window.kind((3, 6), (3, 6)) == CAUSAL
     assert window.kind((3, 7), (3, 7)) == MASKED
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kinds_of_packed_rows_follow_from_where_documents_begin(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that a look at the mask finds, of which there is one for all pairs of a pass."""
+    generator = torch.Generator().manual_seed(seed)
+    total, size = (int(torch.randint(least, most, (), generator=generator)) for least, most in ((6, 70), (1, 5)))
+    begins = torch.rand(2, total - 1, generator=generator) < (0.02, 0.1, 0.6)[seed % 3]
+    documents = torch.cat((torch.zeros(2, 1, dtype=torch.long), begins.cumsum(-1)), -1)
+    positions = torch.stack(
+        [torch.cat([torch.arange(n) for n in row.unique(return_counts=True)[1]]) for row in documents]
+    )
+    ids = torch.zeros(2, total, dtype=torch.long)
+    looks = list[Tensor]()
+    monkeypatch.setattr(Tensor, "tolist", lambda x, original=Tensor.tolist: (looks.append(x), original(x))[1])
+    for rank in range(size):
+        batch, _ = cut_batch({"input_ids": ids, "position_ids": positions}, size, rank, 1, None)
+        if batch.documents is None:
+            continue
+        mask = MaskBlocks(batch, causal_mask_function, 2, torch.device("cpu"), print, print).of_examples()
+        seen = replace(mask, starts=None, _kinds={})
+        every = [piece for other in range(size) for piece in batch.split.pieces(other)]
+        pairs = [(rows, columns) for rows in batch.split.pieces(rank) for columns in every]
+        looks.clear()
+        found = [mask.kind(*pair) for pair in pairs]
+        assert not looks
+        wanted = [seen.kind(*pair) for pair in pairs]
+        assert len(looks) == 1
+        for (rows, columns), kind, want in zip(pairs, found, wanted, strict=True):
+            alone = rows == columns and rows[1] - rows[0] == 1  # one token, for which both say the same
+            assert kind == want or (alone and (kind, want) == (CAUSAL, FULL))
 
 
 @pytest.mark.parametrize("total", [4, 7, 16, 33])

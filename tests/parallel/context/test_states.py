@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.transformers.recurrences import reads_by_functions
-from hfscale.distributed.ops.segments import Segments, keep_states_apart, starts_of
+from hfscale.distributed.ops.segments import Segments, keep_states_apart
 from hfscale.models.precision import keep_float64
-from hfscale.plan.sequence_split import Split
+from hfscale.plan.sequence_split import Split, starts_of
 from hfscale.testing import Case, RankPool, assert_layout_equal, count_traffic
 from hfscale.testing.proofs.probe import perturb
 

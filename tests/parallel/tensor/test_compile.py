@@ -86,13 +86,12 @@ def test_a_compiled_layer(pools: Pools, family: str, sequence: bool) -> None:
 def test_a_compiled_layer_over_a_cut_stream(
     pools: Pools, recompute: Any, regather: bool, adapters: bool, lengths: tuple[int, ...]
 ) -> None:
-    """With shares of uneven and of several lengths; what is recomputed inside may break the graph."""
+    """One graph (``fullgraph``), with shares of uneven and of several lengths, also where it is recomputed inside."""
     layout, memory = ParallelConfig(tp_size=2, sequence_parallel=True, sequence_regather=regather), None
     if recompute != "none":
         memory = MemoryConfig(recompute=recompute)
-    whole = recompute in ("none", "selective")
     more = "aot_eager", False, memory, adapters, lengths
-    check(*(pools(2).run(_step, "llama", layout, how, whole, *more) for how in (False, True)))
+    check(*(pools(2).run(_step, "llama", layout, how, True, *more) for how in (False, True)))
 
 
 @pytest.mark.slow
@@ -130,20 +129,17 @@ def test_compiled_blocks(pools: Pools) -> None:
     ),
 )  # fmt: skip
 def test_compiled_blocks_of_every_layout(pools: Pools, layout: str, recompute: Any) -> None:
-    """With adapters: one graph each (``fullgraph``), but where the block as a whole is recomputed inside of it: torch
-    takes no factors that are read through a sum over ranks into the graph of a checkpoint.
-    """
+    """With adapters: one graph each (``fullgraph``)."""
     sizes, run, memory = ParallelConfig(**LAYOUTS[layout]), pools(2).run, MemoryConfig(recompute=recompute)
-    whole = recompute != ["mlp"]
-    check(*(run(_step, "llama", sizes, how, whole, "aot_eager", True, memory) for how in (False, True)))
+    check(*(run(_step, "llama", sizes, how, True, "aot_eager", True, memory) for how in (False, True)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [[], ["aten.mm"]])
 def test_compiled_layers_that_are_recomputed(pools: Pools, keep: list[str]) -> None:
-    """In several graphs: what layers note for their backward pass is not taken into that of a checkpoint."""
+    """One graph (``fullgraph``): layers note nothing outside of it for their backward pass."""
     layout, run, memory = ParallelConfig(tp_size=2), pools(2).run, MemoryConfig(recompute="full", recompute_keep=keep)
-    check(*(run(_step, "llama", layout, how, False, "aot_eager", False, memory) for how in (False, True)))
+    check(*(run(_step, "llama", layout, how, True, "aot_eager", False, memory) for how in (False, True)))
 
 
 def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | None, lora: bool) -> Any:
@@ -170,15 +166,18 @@ def _built(sizes: dict[str, Any], compiled: bool | str, memory: MemoryConfig | N
     ("name", "recompute", "lora"),
     cases(
         [*((name, None, False) for name in ("tp2", "sequence", "1f1b", "zbv", "cp2", "shard2")),
-         ("tp2", "full", True), ("shard2", None, True)],
-        daily=[("sequence", None, False)],
+         *((name, "full", lora) for name in ("tp2", "sequence", "shard2") for lora in (False, True)),
+         ("shard2", None, True)],
+        daily=[("sequence", "full", False)],
     ),
 )  # fmt: skip
 def test_a_model_of_compiled_layers(pools: Pools, name: str, recompute: Any, lora: bool) -> None:
-    """By ``compile=``: what plain layers compute, in one graph, and no more for a third length than for two."""
+    """By ``compile=``: what plain layers compute, in one graph, and no more for a third length than for two; also where
+    they are recomputed.
+    """
     memory = None if recompute is None else MemoryConfig(recompute=recompute)
     plain, compiled = (pools(2).run(_built, LAYOUTS[name], how, memory, lora) for how in (False, "aot_eager"))
     check([found for found, _ in plain], [found for found, _ in compiled])
     for _, graphs in compiled:
         assert graphs[1] == graphs[2]
-        assert recompute or lora or graphs == [1, 2, 2]
+        assert lora or graphs == [1, 2, 2]

@@ -1,6 +1,7 @@
 """Backward collectives hidden behind weight gradients: the same bits, in another order."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale._compat.replaced import attribute_replaced
 from hfscale._compat.transformers.computing import enable_checkpointing
+from hfscale.distributed.ops import overlap
 from hfscale.testing import RankPool
 from hfscale.train.runtime.shards import local_tensor
 from tests.tiny_models import tiny
@@ -20,14 +23,22 @@ from tests.tiny_models import tiny
 Pools = Callable[[int], RankPool]
 
 
-def gradients(path: str, layout: dict[str, Any], frozen: str, checkpointing: bool) -> dict[str, Tensor | None]:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout)).train()
+def overlapped_from(size: int) -> AbstractContextManager[int]:
+    """Overlap collectives of at least so many bytes; in the pools otherwise all."""
+    return attribute_replaced(overlap, "OVERLAPPED_FROM", size)
+
+
+def gradients(
+    path: str, layout: dict[str, Any], frozen: str, checkpointing: bool, precision: str = "no", size: int = 0
+) -> dict[str, Tensor | None]:
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), mixed_precision=precision).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
     if checkpointing:
         enable_checkpointing(model)
-    ids = torch.arange(42).view(3, 14)
-    hfscale.train_step(model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids[:2], "labels": ids[:2]}])
+    ids = torch.arange(39).view(3, 13)
+    with overlapped_from(size):
+        hfscale.train_step(model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids[:2], "labels": ids[:2]}])
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {name: None if grad is None else local_tensor(grad).clone() for name, grad in grads.items()}
 
@@ -55,12 +66,42 @@ def test_bit_equal(
         pool.run(gradients, str(tmp_path), {**layout, "overlap": overlap}, frozen, checkpointing)
         for overlap in (True, False)
     )
+    same_bits(late, plain)
+
+
+def same_bits(late: list[dict[str, Tensor | None]], plain: list[dict[str, Tensor | None]]) -> None:
     for found, expected in zip(late, plain, strict=True):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             other = found[name]
             assert (other is None) == (gradient is None), name
             assert gradient is None or torch.equal(gradient, other), name
+
+
+@pytest.mark.daily("fp8-layout0", "bf16-layout1", "no-layout1")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "sequence_parallel": True},
+        {"tp_size": 2, "pp_size": 2, "pipeline_schedule": "interleaved_zero_bubble"},
+    ],
+)
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp8"])
+def test_small_messages_have_the_same_bits(
+    pools: Pools, tmp_path: Path, layout: dict[str, Any], precision: str
+) -> None:
+    """The second microbatch is the smaller one: one step takes both ways."""
+    wide = {"hidden_size": 64, "intermediate_size": 64} if precision == "fp8" else {}
+    config = tiny("llama", **wide, **({"num_hidden_layers": 4} if "pp_size" in layout else {}))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    between = 3 * 13 * config.hidden_size * 4
+    late, both, small = (
+        pools(ParallelConfig(**layout).total_size).run(gradients, str(tmp_path), layout, "", False, precision, size)
+        for size in (0, between, 1 << 20)
+    )
+    same_bits(late, small)
+    same_bits(late, both)
 
 
 class Log(TorchDispatchMode):
@@ -79,10 +120,11 @@ class Log(TorchDispatchMode):
         return result
 
 
-def backward_order(path: str, overlap: bool) -> list[Any]:
-    model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2, overlap=overlap)).train()
-    ids = torch.arange(42).view(3, 14)
-    loss = model(input_ids=ids, labels=ids).loss
+def backward_order(path: str, tokens: int = 14, size: int = 0, **layout: Any) -> list[Any]:
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(tp_size=2, **layout)).train()
+    ids = torch.arange(3 * tokens).view(3, tokens)
+    with overlapped_from(size):
+        loss = model(input_ids=ids, labels=ids).loss
     with Log() as log, torch.autograd.set_multithreading_enabled(False):
         loss.backward()
     return log.events
@@ -92,13 +134,24 @@ def test_the_collective_starts_before_the_weight_gradients(pools: Pools, tmp_pat
     config = tiny("llama", num_hidden_layers=1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     tokens, gate, query, keys = (42, 32), (25, 32), (16, 32), (8, 32)
-    for events in pools(2).run(backward_order, str(tmp_path), True):
+    for events in pools(2).run(backward_order, str(tmp_path)):
         mlp, attention = (index for index, event in enumerate(events) if event == "allreduce" and index > 1)
         assert events[mlp - 2 : mlp + 3] == [tokens, tokens, "allreduce", gate, gate]
         assert events[attention - 3 : attention + 1] == [tokens, tokens, tokens, "allreduce"]
         assert sorted(events[attention + 1 :]) == [keys, keys, query]
-    for events in pools(2).run(backward_order, str(tmp_path), False):
-        assert events[-1] == "allreduce"
+    for how in ({"overlap": False}, {"size": 3 * 14 * 32 * 4 + 1}):
+        for events in pools(2).run(backward_order, str(tmp_path), **how):
+            assert events[-1] == "allreduce"
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_ranks_with_uneven_tokens_decide_alike(pools: Pools, tmp_path: Path, more: int) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama", num_hidden_layers=1), dtype=torch.float32).save_pretrained(tmp_path)
+    size = 3 * 13 * 32 * 4 + more
+    for events in pools(2).run(backward_order, str(tmp_path), tokens=13, size=size, sequence_parallel=True):
+        last_sum = max(index for index, event in enumerate(events) if event == "alltoall_base")
+        weights = [event for event in events[last_sum:] if isinstance(event, tuple)]
+        assert sorted(weights) == ([] if more else [(8, 32), (8, 32), (16, 32)])
 
 
 def gathers_in_backward(path: str, layout: dict[str, Any]) -> int:

@@ -1,0 +1,61 @@
+"""A weight that data ranks have gathered in 8 bits, in place of the parameter."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch import as_plain_tensors, tensor_without_memory
+from ...errors import ConfigError
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.as_strided.default)
+_LIKE = (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.new_empty.default)
+
+
+class Float8Weight(Tensor):
+    """A tensor in place of a parameter ``[out, in]`` while it is gathered; autograd sees the type of its gradient."""
+
+    entries: Tensor  # the weight times its scale, rounded to 8 bits
+    scale: Tensor  # a scalar tensor that views of the weight share, so that it can be renewed with the entries
+
+    def __new__(cls, entries: Tensor, scale: Tensor, dtype: torch.dtype) -> "Float8Weight":
+        """Make a tensor that reports ``dtype`` as its own."""
+        made: Float8Weight = tensor_without_memory(cls, tuple(entries.shape), dtype, entries.device)
+        made.entries, made.scale = entries, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the inner tensors, in torch's protocol for tensor subclasses."""
+        return ["entries", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(made_of: dict[str, Tensor], dtype: Any, *_: Any) -> "Float8Weight":
+        """Rebuild the weight from its inner tensors."""
+        return Float8Weight(made_of["entries"], made_of["scale"], dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run torch's own functions, down to :meth:`__torch_dispatch__`."""
+        return as_plain_tensors(func, *args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return views, or plain tensors of its shape and type; raise :class:`ConfigError` if entries would be read."""
+        weight = args[0]
+        if func is _aten.t.default:
+            return cls(weight.entries.t(), weight.scale, weight.dtype)
+        if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(weight.shape)):
+            return cls(weight.entries, weight.scale, weight.dtype)
+        if func in _LIKE:
+            plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            return func(plain, *args[1:], **{"device": weight.device, **(kwargs or {})})
+        raise ConfigError(
+            f"{func} reads a weight that data ranks have gathered in 8 bits, for products of mixed_precision='fp8' and "
+            "nothing else: use float8=hfscale.Float8Config(fp8_all_gather=False), or read weights between steps"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Float8Weight({tuple(self.shape)}, dtype={self.dtype})"

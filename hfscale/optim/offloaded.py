@@ -1,0 +1,81 @@
+"""Steps on the CPU under copies: the next parameters come down, and the last ones go up, while the CPU steps.
+
+::
+
+    outward  | 1 | 2 |    | 3 |    | 4 |            weights and gradients, into two pinned buffers in turn
+    CPU          | step 1 | step 2 | step 3 | ...
+    inward                | 1 |    | 2 |            weights, out of the same buffers
+
+Small parameters are stepped together, and copied as one tensor. Who waits for whom, by events::
+
+    outward waits for       compute, which makes gradients, and for the copy up that last read the buffer
+    the CPU waits for       the copy down, which itself begins while the CPU steps those before
+    compute waits for       the last copy up
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before, packed, views_of
+from .sharded import Groups, Member, State
+from .stock import Aside, OneByOneStepper, StockOverStandIns
+
+_BUCKET = 16 << 20  # bytes of small weights that are copied as one, by way of as much memory on the device
+
+
+class OffloadedStepper(OneByOneStepper):
+    """Step copies on the CPU, of shards or, if ``full``, of gathered full tensors."""
+
+    _aside: Aside
+    _lanes: HostBuffers | None = None
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
+        parts = self._with_gradients()
+        if not parts:
+            return
+        lanes = self._lanes = self._lanes or HostBuffers(parts[0][1][0].weight.device)
+        stages = [self._stages(inner, members, groups, state, lanes) for inner, members in parts]
+        next(stages[0])
+        for own, following in zip_longest(stages, stages[1:], fillvalue=iter(())):
+            next(own)  # waits until its copies are here
+            next(following, None)  # begins to copy the next ones
+            next(own, None)  # steps, and begins to copy back
+        lanes.module.current_stream(lanes.device).wait_stream(lanes.inward)
+
+    def _stages(
+        self, inner: StockOverStandIns, members: Sequence[Member], groups: Groups, state: State, lanes: HostBuffers
+    ) -> Iterator[None]:
+        """Begin to copy weights and gradients; wait for that; step, and begin to copy weights back."""
+        forms, buffer = [self._form(member) for member in members], lanes.take(self._size)
+        tensors = [self._whole(each, each.weight) for each in members]
+        tensors += [self._whole(each, each.gradient) for each in members]
+        copies, count, size = views_of(buffer, 2 * forms), len(members), self._bytes(members)
+        if count > 1:
+            tensors = [packed(tensors, 2 * forms)]
+        copied = lanes.copy_out([buffer[: 2 * size]] if count > 1 else copies, tensors)
+        yield
+        copied.synchronize()
+        tensors.clear()  # or they would stay while the next ones are gathered
+        yield
+        pairs, none = dict(zip(members, zip(copies, copies[count:], strict=False), strict=True)), copies[0].new_empty(0)
+        inner.step(groups, state, lambda member: pairs.get(member, (none, None)))
+        with lanes.module.stream(lanes.inward):
+            if count > 1:
+                copies = views_of(buffer[:size].to(lanes.device, non_blocking=True, copy=True), forms)
+            for member, weight in zip(members, copies, strict=False):
+                self._write(member, weight, groups)
+            lanes.give(buffer, lanes.mark(lanes.inward))
+        inner.release()
+
+    def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
+        parts = list(buckets(members, lambda member: self._bytes([member]), _BUCKET))
+        self._size = 2 * max(map(self._bytes, parts), default=0)  # of a buffer; all are alike, so that two are enough
+        return parts
+
+    def _bytes(self, members: Sequence[Member]) -> int:
+        return bytes_before([self._form(member) for member in members])[-1]
+
+    def _form(self, member: Member) -> Form:
+        weight = member.weight
+        return member.planned.shape if self._full else weight.shape, self._aside.dtype_of(weight)
