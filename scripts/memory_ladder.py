@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from hfscale._compat.torch_device import device_module, is_accelerator
 from hfscale._compat.transformers.classes import from_config as host_from_config
 from hfscale.api.build import from_pretrained, plan
-from hfscale.cli.look import check_writable, table
+from hfscale.cli.look import check_writable
 from hfscale.cli.model_flags import tokens_of
 from hfscale.config.memory import MemoryConfig
 from hfscale.config.parallel import ParallelConfig
@@ -35,6 +35,7 @@ from hfscale.errors import PlanError
 from hfscale.features.memory.saved import SavedBytes, count_saved
 from hfscale.models.clone import tiny_clone
 from hfscale.optim import create_optimizer
+from hfscale.plan.columns import aligned
 from hfscale.plan.table import human
 from hfscale.testing.pool import RankPool
 from hfscale.train import batch_world, train_step
@@ -190,7 +191,7 @@ def _text(steps: list[Step], family: str, tokens: int) -> str:
         peak = [human(step.allocated)] if peaks else []
         model = "-" if step.model is None else human(step.model.total)
         rows.append([step.name, *sizes, f"{step.ratio:.3f}", *peak, model])
-    found = table(head, rows, right=range(1, len(head)))
+    found = "\n".join(aligned([head, *rows], ruled=True))
     return (
         f"{found}\n\ncounted and estimated: a small clone, of the rank that holds most, without gathered weights and "
         f"the loss's chunk;\n{family} itself: the estimate of all of it, with {tokens:,} tokens in a microbatch"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale import ParallelConfig, memory_estimate, plan
-from hfscale.cli.look import table
+from hfscale.plan.columns import aligned
 from hfscale.plan.table import human
 from hfscale.recipes.batch_sizes import of_one_microbatch
 from hfscale.recipes.read import load_recipe
@@ -52,7 +52,7 @@ def describe(columns: list[dict[str, Any]]) -> str:
         ["activations of a rank", *(human(c["activations"]) for c in columns)],
         ["seconds per step", *(f"{c['seconds']:.2f}" for c in columns)],
     ]
-    return table(["", *(c["layout"] for c in columns)], rows, right=range(1, len(columns) + 1))
+    return "\n".join(aligned([["", *(c["layout"] for c in columns)], *rows], ruled=True))
 
 
 if __name__ == "__main__":
