@@ -105,10 +105,7 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
 
 def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
     """Return where documents ``[b, s]``, counted in each row, begin, by row or once for all; wait for their device."""
-    rows: list[list[int]] = [[] for _ in documents]
-    for row, place in documents.diff(dim=-1).nonzero().tolist():
-        rows[row].append(place + 1)
-    found = tuple(map(tuple, rows))
+    found = tuple(tuple((row.diff().nonzero().flatten() + 1).tolist()) for row in documents.cpu())
     return found[:1] if len(set(found)) == 1 else found
 
 

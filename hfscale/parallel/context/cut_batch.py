@@ -99,7 +99,7 @@ def cut_batch(
     if of_text is not None:
         begins = begins_anew(of_text.expand(samples, -1), batch.get("attention_mask"))
         documents = F.pad(begins.cumsum(-1), (1, 0))
-        starts = starts_of(documents.cpu())  # the host waits here, once, for a batch that is on the device
+        starts = starts_of(documents)  # the host waits here, once, for a batch that is on the device
         if not any(starts):
             documents = starts = None
     whole = dict(batch)
@@ -242,7 +242,7 @@ class MaskBlocks:
         if (rows, columns) not in self._kinds:
             split = self.batch.split
             every = [(a, b) for a in split.pieces(self.batch.rank) for r in range(split.size) for b in split.pieces(r)]
-            self._look([(rows, columns), *every])
+            self._look([*dict.fromkeys([(rows, columns), *every])])
         return self._kinds[rows, columns]
 
     def _look(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:

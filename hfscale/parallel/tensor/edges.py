@@ -22,6 +22,7 @@ from ...distributed.mesh import Mesh
 from ...distributed.ops import collectives, overlap
 from ...distributed.ops.overlap import (
     DeferredWeightGrad,
+    Products,
     Regather,
     as_it_is,
     column_parallel_linear,
@@ -54,14 +55,18 @@ class Overlap:
     def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
         """Return the block's input as its projections read it, gathered from ``stream`` where that is cut."""
         self.gathered = None
+        if self._waiting:  # of a pass that failed, or did not run every projection
+            self._waiting = {}
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
             return _entered(x, self.group, stream)
         gather, reduce, entries = (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
-        self._waiting = {}
-        if not self.regather and entries * x.element_size() < overlap.OVERLAPPED_FROM:
+        # Products of their own ask other ranks in an order that depends on the path, and context ranks may have fewer
+        # tokens than others.
+        plain = not self.regather and all(multiplied_by(each) is Products for each in self.columns)
+        if plain and entries * x.element_size() < overlap.OVERLAPPED_FROM:
             enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
             return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
@@ -150,7 +155,8 @@ class _BlockEnds:
         stream = self._cut_stream
         if stream is None:
             return collectives.reduce_from_tp_region(x, self.group)
-        told = RUNNING.told if torch.compiler.is_compiling() else None
+        # a compiled entry notes nothing, also where the exit is not compiled
+        told = RUNNING.told if torch.compiler.is_compiling() or not self._tokens else None
         tokens = self._tokens if told is None else (told.samples, told.total)
         if x.ndim == 2 and len(tokens) == 2 and not self._flat:  # MoE blocks flatten [b, s, h] to [b s, h]: undo it
             return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)

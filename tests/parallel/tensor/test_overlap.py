@@ -104,6 +104,15 @@ def test_small_messages_have_the_same_bits(
     same_bits(late, both)
 
 
+def test_context_ranks_with_uneven_tokens_ask_for_scales_alike(pools: Pools, tmp_path: Path) -> None:
+    """Of 13 tokens one rank has 6 and the other 7: the limit is between their bytes."""
+    config = tiny("llama", hidden_size=64, intermediate_size=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    layout, between = {"tp_size": 2, "cp_size": 2}, 3 * 7 * config.hidden_size * 4
+    late, uneven = (pools(4).run(gradients, str(tmp_path), layout, "", False, "fp8", size) for size in (0, between))
+    same_bits(late, uneven)
+
+
 class Log(TorchDispatchMode):
     """What backward does, in order: collectives by name, matrix products by the shape of their result."""
 
