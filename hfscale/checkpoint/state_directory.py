@@ -1,7 +1,12 @@
-"""Directories of saved states, found again and removed.
+"""Directories of saved states: written in a staging directory, marked complete, moved into place, and found again.
 
-All ranks write to ``.NAME.incomplete``, which is marked complete and moved into place
-(:mod:`hfscale.distributed.files.replace`): killed at any moment, a save leaves a complete state, the old or the new.
+::
+
+    .NAME.incomplete    where all ranks write (:mod:`hfscale.distributed.files.directories`); marked when complete
+    NAME                its final name
+    .NAME.old           the previous NAME, until the new one is in its place
+
+Killed at any moment, a save leaves a complete state: under NAME, or, between the two renames, under .NAME.old.
 
 Every state has the id of the run that wrote it, which a run that resumes from it takes over. So states of several runs
 may be in one directory: the newest is the one of the highest step of the run that wrote last; a run removes its own.
@@ -16,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..distributed.files import complete, directories
-from ..distributed.files.replace import finish_move
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import is_writer
@@ -27,7 +31,49 @@ _log = logging.getLogger(__name__)
 _warn_once = functools.lru_cache(_log.warning)
 
 
-def refuse_other(target: Path) -> None:
+class NewState:
+    """A state directory that is being written at ``path``, on the rank that makes it."""
+
+    def __init__(self, target: Path) -> None:
+        self.target, self.path = target, directories.staging_of(target)
+        _refuse_other(target)
+        self._lock = directories.make_staging(target, self.path)
+
+    def commit(self, files: dict[str, complete.FileSum], step: int | None, run: str) -> None:
+        """Mark the state complete, once all of its ``files`` are on disk, and replace the target by it."""
+        target, old = self.target, old_of(self.target)
+        complete.mark_complete(self.path, files, step, run)
+        if target.exists() and problems_of(target):  # the complete state may be the old one, so keep that
+            directories.discard(target, target)
+        elif target.exists():
+            _remove(old, target)
+            target.rename(old)
+        self.path.rename(target)
+        directories.sync(target.parent)
+        self._lock.release()
+        with suppress(OSError):  # the new state is in place
+            _remove(old, target)
+
+    def give_up(self) -> None:
+        """Remove the staging directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def old_of(target: Path) -> Path:
+    """Return the path of a state's predecessor until the new one is in its place."""
+    target = Path(os.path.abspath(target))
+    return target.parent / f".{target.name}.old"
+
+
+def _remove(old: Path, target: Path) -> None:
+    if old.is_symlink():
+        old.unlink()
+    elif old.exists():
+        directories.discard(old, target)
+
+
+def _refuse_other(target: Path) -> None:
     """Refuse to replace a directory that is not a state."""
     if directories.holds_current_directory(target):
         raise CheckpointError(
@@ -54,19 +100,19 @@ def problems_of(directory: Path) -> list[str]:
 def states_in(source: Path) -> list[Path]:
     """Return the directories that ``source`` may mean, best first: itself, or the states in it, complete or not."""
     source = _meant(source)
-    inside = [path for path in source.glob("[!.]*") if _is_state(path)]
-    found = [source] if _is_state(source) else inside
-    for path in found:
-        finish_move(path)
-    marks = {path: mark_of(path) for path in found}
-    return sorted(found, key=lambda path: age(marks[path], *marks.values()), reverse=True)
+    if _is_state(source) or _is_state(old_of(source)):
+        return [path for path in (source, old_of(source)) if _is_state(path)]
+    inside = [path for path in source.iterdir() if _is_state(path)] if source.is_dir() else []
+    inside = [path for path in inside if not path.name.startswith(".") or path.suffix == ".old"]
+    marks = {path: mark_of(path) for path in inside}
+    return sorted(inside, key=lambda path: age(marks[path], *marks.values()), reverse=True)
 
 
 def candidates(source: Path) -> list[Path]:
     """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
     found, source = states_in(source), _meant(source)
     marked = [path for path in found if any((path / name).exists() for name in (complete.MARK, "layout.json"))]
-    own = directories.staging_of(source.absolute())
+    own = old_of(source).with_suffix(".incomplete")
     passed = [path for path in found if path not in marked] + ([own] if own.is_dir() else [])
     passed += source.glob(".*.incomplete")
     why = "cannot be used: the save was interrupted, or is still running"
@@ -128,7 +174,10 @@ def _meant(source: Path) -> Path:
 
 
 def _is_state(path: Path) -> bool:
-    return any((path / name).exists() for name in (INDEX, complete.MARK, "layout.json"))
+    hidden = path.name.startswith(".")
+    return not (hidden and path.is_symlink()) and any(
+        (path / n).exists() for n in (INDEX, complete.MARK, "layout.json")
+    )
 
 
 def mark_of(directory: Path) -> complete.Mark:
@@ -162,10 +211,10 @@ def prune(newest: Path, run: str, keep_last: int | None, keep_every: int | None)
     """Remove states of ``run`` beside ``newest`` but the ``keep_last`` last and those that ``keep_every`` divides."""
     if keep_last is None:
         return
-    beside = [path for path in newest.parent.glob("[!.]*") if path != newest and not path.is_symlink()]
+    beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
     marks = {path: mark_of(path) for path in beside if not problems_of(path)}
     own = {path: mark for path, mark in marks.items() if mark.run == run}
-    order = sorted(own, key=lambda path: age(own[path], *own.values()), reverse=True)
+    order = sorted(own, key=lambda path: (not path.name.startswith("."), *age(own[path], *own.values())), reverse=True)
     for path in order[keep_last - 1 :]:
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from .._compat.transformers.saving import write_configs
-from ..distributed.files.complete import FileSum, mark_complete, write_synced
+from ..distributed.files.complete import FileSum, write_synced
 from ..distributed.files.directories import staging_of
-from ..distributed.files.replace import NewFiles
 from ..distributed.files.writer import write_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
@@ -33,7 +32,7 @@ from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_
 from .carried import carried_by
 from .hosts import Hosts
 from .random_states import random_states
-from .state_directory import prune, refuse_other
+from .state_directory import NewState, prune
 from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name
 
 
@@ -211,26 +210,25 @@ def write_state(
     taken: TakenState, target: Path, keep_last: int | None, keep_every: int | None, hosts: Hosts | None = None
 ) -> None:
     """Write a taken state, or nothing if a rank fails; ``hosts`` have an index each, and copies of others' files."""
-    mesh, run, new, aside = taken.mesh, taken.runtime.run, None, staging_of(target)
+    mesh, run, new = taken.mesh, taken.runtime.run, None
     makes = is_writer(mesh) if hosts is None else hosts.makes
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if makes:
-                refuse_other(target)
-                new = NewFiles(target, aside)
+                new = NewState(target)
             index = agreed_index(taken)  # collective, so the directory exists for every rank afterwards
-            every = mesh.all_gather_object(_write_own(taken, index, aside, makes))
+            every = mesh.all_gather_object(_write_own(taken, index, staging_of(target), makes))
             files = {name: file for rank in every for name, file in rank.items()}
             if hosts is not None:
-                files = hosts.copy_to_next(mesh, every, aside)
+                files = hosts.copy_to_next(mesh, every, staging_of(target))
             if new is not None:
-                mark_complete(aside, files, taken.index.step, run)
-                new.commit(stale=["*"])
+                new.commit(files, taken.index.step, run)
+                new = None
             numbers = {key: share for key, share in taken.held.items() if not key.startswith("buffers/")}
             warn_of_not_finite(mesh, not_finite(numbers), str(target))
         finally:
             if new is not None:
-                new.close()
+                new.give_up()
     with all_or_none(mesh, f"{target} is written, and older states beside it could not be removed"):
         if makes:
             prune(target, run, keep_last, keep_every)

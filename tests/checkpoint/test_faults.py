@@ -49,9 +49,9 @@ WRITING = {
     "checkpoint.state_save._add_stored_names": (0, 1),
     "checkpoint.state_save.write_tensors": (0, 1),
     "checkpoint.state_save.write_synced": (0, 1),
-    "checkpoint.state_save.NewFiles": (0,),
+    "checkpoint.state_save.NewState": (0,),
     "distributed.files.directories.sync": (0,),
-    "checkpoint.state_save.mark_complete": (0,),
+    "distributed.files.complete.mark_complete": (0,),
     "checkpoint.state_save.prune": (0,),
 }
 BEHIND = {"checkpoint.state.on_host": (0, 1), **WRITING}

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig, StatesInMemory
-from hfscale.checkpoint import hosts, in_memory
-from hfscale.distributed.files.replace import NewFiles
+from hfscale.checkpoint import hosts, in_memory, state_directory
 from hfscale.testing import RankPool
 
 from ..tiny_models import tiny
@@ -113,9 +112,9 @@ def torn(root: str, copies: bool) -> int | None:
     """Rank 1 dies before its host has committed step 4; without ``copies`` the first host has not all of it."""
     run, memory = start(SHARD2, 0, root)
     memory.load()
-    commit, before = NewFiles.commit, hosts.Hosts.before
+    commit, before = state_directory.NewState.commit, hosts.Hosts.before
 
-    def dies(new: Any, **_: Any) -> None:
+    def dies(new: Any, *_: Any) -> None:
         raise OSError("no space left on device")
 
     try:
@@ -125,13 +124,13 @@ def torn(root: str, copies: bool) -> int | None:
             train(run, range(step - 2, step))
             hfscale.wait_for_saves()
             if step == 4 and dist.get_rank() == 1:
-                NewFiles.commit = dies
+                state_directory.NewState.commit = dies
             memory.save(step)
             if step == 4:
                 with pytest.raises(CheckpointError, match="no space left"):
                     hfscale.wait_for_saves()
     finally:
-        NewFiles.commit, hosts.Hosts.before = commit, before
+        state_directory.NewState.commit, hosts.Hosts.before = commit, before
     return start(SHARD2, 1, root)[1].load().step
 
 

@@ -108,14 +108,6 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
     return DirectoryLock(staging)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link (not what it links to) or a directory, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def discard(path: Path, target: Path) -> None:
     """Remove ``path`` after renaming it, so that a killed process leaves no partial directory under its name."""
     hidden = discarded_of(path, target)
@@ -135,10 +127,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def sync_all(directory: Path) -> None:
-    """Fsync a directory and all that is in it."""
-    for folder, _, names in os.walk(directory, topdown=False):
-        for name in [*names, ""]:  # and the folder itself
-            sync(Path(folder, name))

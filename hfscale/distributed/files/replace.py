@@ -1,7 +1,6 @@
-"""Replace what is in a directory all at once, and keep the other files in it.
+"""Replace the files of a directory all at once, and keep the other files in it.
 
-A checkpoint or a state is several files, and a process may be killed between any two system calls. A save has three
-phases:
+A checkpoint is several files, and a process may be killed between any two system calls. A save has three phases:
 
 1. *Write.* New files are written to ``.NAME.incomplete`` beside the directory. If killed here, NAME is unchanged; the
    next save removes the rest. A first save ends with one rename to NAME.
@@ -16,10 +15,9 @@ contains a mount point, or if there are very many files. Then phases 2 and 3 are
 
 2. *Complete.* New files, and the names of those that they replace, are synced to disk in ``NAME/.complete``, which
    gets this name by one rename. If killed before, NAME is unchanged.
-3. *Move.* ``config.json`` (and a state's mark) is removed, so that nobody loads a mixture; obsolete files are removed;
-   the new ones are renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads or
-   writes NAME finishes the move (:func:`finish_move`); until then transformers reports that there is no
-   ``config.json``.
+3. *Move.* ``config.json`` is removed, so that nobody loads a mixture; obsolete files are removed; the new ones are
+   renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads or writes NAME finishes
+   the move (:func:`finish_move`); until then transformers reports that there is no ``config.json``.
 """
 
 import ctypes
@@ -34,38 +32,37 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from . import directories
-from .complete import MARK
 
 _INSIDE, _COMPLETE, _LIST = ".incomplete", ".complete", ".files"
-_DOORS = ("config.json", "adapter_config.json", MARK)  # without them nothing can be loaded
+_DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
 _MOST_LINKS = 20_000  # hard links: about a second
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 _log = logging.getLogger(__name__)
 
 
 class NewFiles:
-    """New files and directories in ``target``, written at ``path``: by default where they are moved from best."""
+    """New files of a directory that is being written."""
 
-    def __init__(self, target: Path, path: Path | None = None) -> None:
+    def __init__(self, target: Path) -> None:
         self.target = target
         finish_move(target)
-        self.path = path or (target / _INSIDE if _stays(target) else directories.staging_of(target))
+        self.path = target / _INSIDE if _stays(target) else directories.staging_of(target)  # where to write them
         self._lock, self._placed = directories.make_staging(target, self.path), False
 
     def commit(self, stale: Sequence[str]) -> None:
-        """Move them into the target, and remove what in it matches the patterns ``stale``."""
+        """Move the files into the target, and remove its files that match the patterns ``stale``."""
         new = sorted(path.name for path in self.path.iterdir())
+        if blocked := [name for name in new if (self.target / name).is_dir()]:
+            raise CheckpointError(f"{self.target / blocked[0]} is a directory, and a file is to be written there")
         for name in new:
-            there, wanted = self.target / name, _kind_of(self.path / name)
-            if os.path.lexists(there) and _kind_of(there) != wanted:
-                raise CheckpointError(f"{there} is {_kind_of(there)}, and {wanted} is to be written there")
-        directories.sync_all(self.path)
+            directories.sync(self.path / name)
         if not self.target.exists():
+            directories.sync(self.path)
             self.path.rename(self.target)
             self._placed = True
             directories.sync(self.target.parent)
             return
-        old = {path.name for pattern in stale for path in self.target.glob(pattern)} - {*new, _INSIDE, _COMPLETE}
+        old = {path.name for pattern in stale for path in self.target.glob(pattern) if not path.is_dir()} - {*new}
         if self.path.parent == self.target or not self._exchange({*new, *old, _INSIDE, _COMPLETE}):
             self._move(new, sorted(old))
 
@@ -97,20 +94,21 @@ class NewFiles:
         return True
 
     def _move(self, new: list[str], old: list[str]) -> None:
-        inside, files = self.target / _INSIDE, _files_of(self.path, new)
-        old += sorted({*_files_of(self.target, new)} - {*files})
+        inside = self.target / _INSIDE
         if self.path != inside:
             shutil.rmtree(inside, ignore_errors=True)
             inside.mkdir()
             for name in new:
                 shutil.move(self.path / name, inside / name)  # copies between file systems
-        (inside / _LIST).write_text(json.dumps({"new": files, "old": old}))
-        directories.sync_all(inside)
+                directories.sync(inside / name)
+        (inside / _LIST).write_text(json.dumps({"new": new, "old": old}))
+        directories.sync(inside / _LIST)
+        directories.sync(inside)
         shutil.rmtree(self.target / _COMPLETE, ignore_errors=True)
         inside.rename(self.target / _COMPLETE)
         self._placed = self.path == inside
         directories.sync(self.target)
-        for name in filter(_is_door, files):
+        for name in {*_DOORS} & {*new}:
             (self.target / name).unlink(missing_ok=True)
         finish_move(self.target)
 
@@ -123,15 +121,14 @@ def finish_move(directory: str | Path) -> None:
         return
     try:
         told = json.loads((source / _LIST).read_text())
-        doors = [*filter(_is_door, told["new"])]
+        doors = {*_DOORS} & {*told["new"]}
         if doors and all((target / name).exists() for name in doors):
             return  # the move has not begun, or is over, or another save came since
         for name in [*told["old"], *told["new"]]:
             directories.check_inside(name, source / _LIST)
         for name in told["old"]:
-            directories.remove(target / name)
-        for name in sorted(told["new"], key=_is_door):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).unlink(missing_ok=True)
+        for name in sorted(told["new"], key=lambda name: name in _DOORS):
             with suppress(FileNotFoundError):  # moved already
                 (source / name).replace(target / name)
         directories.sync(target)
@@ -143,20 +140,6 @@ def finish_move(directory: str | Path) -> None:
             f"{target}' as a user who may write it"
         ) from error
     shutil.rmtree(source, ignore_errors=True)
-
-
-def _kind_of(path: Path) -> str:
-    return "a directory" if path.is_dir() and not path.is_symlink() else "a file"
-
-
-def _is_door(name: str) -> bool:
-    return os.path.basename(name) in _DOORS
-
-
-def _files_of(directory: Path, names: list[str]) -> list[str]:
-    """Return the paths, from ``directory``, of its files and links ``names``, and of all within those directories."""
-    found = [path for name in names for path in (directory / name, *(directory / name).rglob("*"))]
-    return [str(path.relative_to(directory)) for path in found if path.is_symlink() or path.is_file()]
 
 
 def _stays(target: Path) -> bool:

@@ -6,16 +6,20 @@
                     tokenizer, training_args.bin, trainer_state.json: Trainer's own
                     hfscale_state/: weights, optimizer, schedule and RNG states (hfscale.save_state)
                     optimizer.pt, scheduler.pt: for resuming with stock Trainer in one process (:mod:`.stock_state`)
-    .incomplete/checkpoint-N/   while it is written: it appears at once (:mod:`hfscale.distributed.files.replace`)
+    .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
+    .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
 In memory (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own small files in it.
 """
 
 import json
 import logging
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -30,18 +34,17 @@ from ...checkpoint.in_memory import StatesInMemory
 from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
-from ...distributed.files.directories import remove
+from ...distributed.files.directories import sync
 from ...distributed.files.reader import SafetensorsFile
-from ...distributed.files.replace import finish_move
 from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
-from ...train.runtime.writing import all_or_none, atomic_directory, is_writer
+from ...train.runtime.writing import all_or_none, is_writer
 from . import stock_state
 from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 
-_STATE, _ASIDE = "hfscale_state", ".incomplete"
+_STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
 _OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
 _UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
 _MOST_READ = 16 << 20  # bytes of a file whose checksums are compared before a run goes on from it
@@ -75,20 +78,24 @@ class Checkpoints(TrainerHooks):
 
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
-        """Write the checkpoint ``target`` aside; move it into place at the end of the block, if no rank failed."""
+        """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
         mesh, aside = self.runtime.mesh, target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             try:
                 if is_writer(mesh):
-                    remove(aside)  # what a killed process left
-                written = atomic_directory(target, mesh, stale=_OWN, aside=aside / target.name)
-                with written, _best_named(self.state, target):
+                    _finish_replacing(target.parent)
+                    _remove(aside)  # what a killed process left
+                    aside.mkdir(parents=True)
+                mesh.all_gather_object(None)
+                with _best_named(self.state, target):
                     yield aside
+                mesh.all_gather_object(None)
                 if is_writer(mesh):
+                    _put_in_place(aside / target.name, target)
                     _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
             finally:
                 if is_writer(mesh):
-                    remove(aside)
+                    _remove(aside)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face directory, or an adapter in PEFT's format; call it on every rank."""
@@ -185,7 +192,6 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
 
 def problem_of(checkpoint: Path) -> str | None:
     """Return a checkpoint's defect, in words that follow its name; no large file is read."""
-    finish_move(checkpoint)
     if not (checkpoint / TRAINER_STATE_NAME).exists():
         return _UNFINISHED
     path = checkpoint / TRAINER_STATE_NAME
@@ -227,6 +233,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _newest_whole(output: Path) -> str | bool | None:
+    _finish_replacing(output)
     problems: dict[Path, str] = {}
     for path in reversed(_checkpoints(output)):
         problem = problem_of(path)
@@ -258,6 +265,43 @@ def _whole(checkpoint: Path) -> str:
     raise CheckpointError(f"{checkpoint} cannot be used: it {problem}; {advice}")
 
 
+def _remove(path: Path) -> None:
+    """Remove a directory, or a link to one, but not what it links to."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _put_in_place(source: Path, target: Path) -> None:
+    """Sync a checkpoint to the disk, and rename it to ``target``."""
+    for directory, _, names in os.walk(source):
+        for name in [*names, ""]:  # and the directory itself
+            sync(Path(directory, name))
+    if target.exists():
+        replaced = target.parent / _REPLACED
+        replaced.mkdir(exist_ok=True)
+        target.rename(replaced / target.name)
+    source.rename(target)
+    sync(target.parent)
+    _finish_replacing(target.parent)
+
+
+def _finish_replacing(output: Path) -> None:
+    """Remove replaced checkpoints, moving foreign files to the new one; restore one if there is no new one."""
+    replaced = output / _REPLACED
+    if replaced.is_symlink() or not replaced.is_dir():
+        return
+    for old in replaced.iterdir():
+        if not (output / old.name).exists():
+            old.rename(output / old.name)
+            continue
+        for file in old.iterdir():
+            known = any(fnmatch(file.name, pattern) for pattern in _OWN)
+            if not known and not (output / old.name / file.name).exists():
+                file.rename(output / old.name / file.name)
+    _remove(replaced)
+
+
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Keep ``limit`` complete checkpoints up to ``newest``, the best one, and all of later steps; remove the others."""
     if limit is None or limit <= 0:
@@ -273,4 +317,4 @@ def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
             aside = newest.parent / _ASIDE
             aside.mkdir(exist_ok=True)
             path.rename(aside / path.name)
-            remove(aside)
+            _remove(aside)

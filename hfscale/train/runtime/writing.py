@@ -162,22 +162,20 @@ class Staging:
 
 
 @contextmanager
-def atomic_directory(
-    directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = (), aside: Path | None = None
-) -> Iterator[Staging]:
-    """Write files to a temporary directory in the `with` block; move them to ``directory`` if no rank failed.
+def atomic_directory(directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()) -> Iterator[Staging]:
+    """Write files to a temporary directory inside the `with` block, and move them to ``directory`` if no rank failed.
 
-    Collective over ``mesh`` (``None``: this process alone), whose first rank makes the directory (``aside``; by default
-    beside) and moves it (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block if no other waits for
-    it there; otherwise it uses :meth:`Staging.attempt`. What is there and matches ``stale`` is deleted, the rest stays;
-    after a failure, which every rank raises, the directory is as it was before.
+    Collective over ``mesh`` (``None``: this process alone), whose first rank makes the directory and moves it
+    (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block if no other rank waits for it there;
+    otherwise it uses :meth:`Staging.attempt`. Existing files that match ``stale`` are deleted, others stay; after a
+    failure, which every rank raises, the directory is as it was before.
     """
     target = target_of(directory)
     staging, new = Staging(target), None
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if mesh is None or is_writer(mesh):
-                new = NewFiles(target, aside)
+                new = NewFiles(target)
                 staging.path = new.path
             if mesh is not None:
                 staging.path = mesh.all_gather_object(staging.path)[0]

@@ -85,39 +85,6 @@ def test_files_replace_those_of_their_name_and_stale_ones(target: Path, mode: st
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
-@pytest.mark.parametrize("turn", range(1, 7))
-def test_several_processes_finish_a_move_with_directories(
-    target: Path, monkeypatch: pytest.MonkeyPatch, turn: int
-) -> None:
-    """Another one finishes all of it between any two changes of the first."""
-    (target / "state").mkdir()
-    for name in ("index", "weights-1", "complete.json"):
-        (target / "state" / name).write_text("old")
-    monkeypatch.setattr(replace, "_trade_names", no_space)
-    finish_move, changes = replace.finish_move, list[str]()
-    monkeypatch.setattr(replace, "finish_move", lambda _: None)
-    with atomic_directory(target, stale=("weights-*", "state")) as staging:
-        (staging.path / "state").mkdir()
-        for name in ("index", "state/index", "state/weights-2", "state/complete.json"):
-            (staging.path / name).write_text("new")
-
-    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*given: Any) -> Any:
-            changes.append(str(given[0]))
-            if len(changes) == turn:
-                finish_move(target)
-            return change(*given)
-
-        return called
-
-    monkeypatch.setattr(replace.directories, "remove", watched(replace.directories.remove))
-    monkeypatch.setattr(Path, "replace", watched(Path.replace))
-    finish_move(target)
-    assert len(changes) >= turn
-    state = {f"state/{name}": "new" for name in ("index", "weights-2", "complete.json")}
-    assert contents(target) == {"index": "new", "users": "old", **state}
-
-
 def test_what_others_write_meanwhile_is_kept(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the moment at which their files are linked and the exchange, and until the old directory is gone."""
     trade = replace._trade_names
