@@ -245,9 +245,6 @@ def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
 norms_of: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]] = torch._foreach_norm
 """Return the norm of each tensor of a list, all of one device and type, in one launch."""
 
-copy_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
-"""Copy each tensor of the second list into that of the first, on one device in few launches."""
-
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
     """Multiply ``gradients`` in place; return whether any entry is not finite. Synchronizes with the device."""

@@ -183,9 +183,8 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
         if other != sums:
             name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
             raise ConfigError(
-                f"{name} must be the same on every rank, since parallelize gives each rank a shard of one model: "
-                "load it from one checkpoint, or set the same seed (torch.manual_seed) first; or use "
-                "hfscale.from_config"
+                f"{name} must be the same on every rank, since parallelize gives each rank a shard of one model: load "
+                "it from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
             )
 
 

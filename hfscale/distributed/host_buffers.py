@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.torch import copy_each
 from .._compat.torch_device import device_module, pinned_bytes
 
 _SPARE = 1.25  # a tensor takes a buffer that is larger by this at most, and all buffers are of what was needed
@@ -93,7 +92,8 @@ def packed(tensors: Sequence[Tensor], forms: Sequence[Form], pin_memory: bool = 
     """Return the bytes of tensors, all of one device, in one buffer there; cast to the dtypes of ``forms``."""
     size, device = bytes_before(forms)[-1], tensors[0].device
     flat = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
-    copy_each(views_of(flat, forms), list(tensors))
+    for view, tensor in zip(views_of(flat, forms), tensors, strict=True):
+        view.copy_(tensor)
     return flat
 
 

@@ -36,11 +36,17 @@ class OffloadedStepper(OneByOneStepper):
             return
         lanes = self._lanes = self._lanes or HostBuffers(parts[0][1][0].weight.device)
         stages = [self._stages(inner, members, groups, state, lanes) for inner, members in parts]
-        next(stages[0])
-        for own, following in zip_longest(stages, stages[1:], fillvalue=iter(())):
-            next(own)  # waits until its copies are here
-            next(following, None)  # begins to copy the next ones
-            next(own, None)  # steps, and begins to copy back
+        try:
+            next(stages[0])
+            for own, following in zip_longest(stages, stages[1:], fillvalue=iter(())):
+                next(own)  # waits until its copies are here
+                next(following, None)  # begins to copy the next ones
+                next(own, None)  # steps, and begins to copy back
+        except BaseException:
+            self._lanes = None  # whose buffers go
+            for stream in (lanes.outward, lanes.inward):
+                lanes.mark(stream).synchronize()
+            raise
         lanes.module.current_stream(lanes.device).wait_stream(lanes.inward)
 
     def _stages(

@@ -156,9 +156,8 @@ def _hub(data: DataRecipe) -> Iterator[Document]:
         dataset = load_dataset(data.source, data.subset, split=data.split)
     except Exception as error:  # whatever the Hub, the network or the data set's own loader raises
         raise RecipeError(
-            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor a file or directory here, nor "
-            f"a data set on the Hub ({type(error).__name__}: {error}): correct data.source, data.subset or "
-            "data.split"
+            f"data.source={data.source!r} is neither 'stdlib' nor 'stdlib-docs', nor a file or directory here, nor a "
+            f"data set on the Hub ({type(error).__name__}: {error}): correct data.source, data.subset or data.split"
         ) from error
     _check_columns(data.source, dataset.column_names, data)
     for index, record in enumerate(dataset):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..distributed.ops.divergence import StoredRows, TaughtRows, top_tokens
 from ..distributed.ops.head_cross_entropy import rows_per_chunk
 from ..distributed.ops.vocab_cross_entropy import VocabularySlice
-from ..errors import ConfigError, check_count, check_number
+from ..errors import ConfigError, check_count, check_number, in_words
 from .distillation import ModelTeacher, check_vocabulary, evaluating, loss_over_vocabulary, scored, vocabulary_of
 from .inputs import microbatches_of
 from .runtime import Batch, Runtime, runtime_of
@@ -84,10 +84,9 @@ class TeacherWriter:
                 part = path.with_suffix(".part")
                 part.write_text(json.dumps(about, indent=2) + "\n")
                 part.replace(path)
-        except ConfigError as error:  # a batch that no stored teacher knows
-            return str(error)
-        except (OSError, ValueError) as error:
-            return f"{self._directory} cannot be written: {error}"
+        except Exception as error:  # the other ranks wait for an answer
+            unknown = isinstance(error, ConfigError)  # a batch that no stored teacher knows
+            return str(error) if unknown else f"{self._directory} cannot be written: {in_words(error)}"
         return [shard for shard in range(self._about["shards"]) if not _shard_file(self._directory, shard).is_file()]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:

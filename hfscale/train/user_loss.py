@@ -132,8 +132,7 @@ def loss_of_scores(
     if given != passes:
         raise ConfigError(
             f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "
-            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches "
-            "out"
+            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
         )
 
     def read(found: Any) -> Tensor:

@@ -168,6 +168,9 @@ def _in_order() -> list[Any]:
         return all_reduce(tensor, op, group, async_op)
 
     with pytest.MonkeyPatch.context() as patch:
+        groups = processes.Groups()  # not those that the pool's ranks have made already
+        for module in (processes, process_groups):
+            patch.setattr(module, "made_out_of", lambda _: groups)
         patch.setattr(dist, "all_reduce", reduced)
         for module, make in new_groups.items():
             patch.setattr(

@@ -180,7 +180,7 @@ def test_a_shuffle_without_a_seed() -> None:
     accelerator = hfscale.Accelerator(cpu=True)
     accelerator.dataloader_config.use_stateful_dataloader = True  # which needs torchdata in its constructor
     accelerator.prepare(model_in({}))
-    with pytest.raises(ConfigError, match="RandomSampler must have use_seedable_sampler=True"):
+    with pytest.raises(ConfigError, match="needs use_seedable_sampler=True and shuffle=True, got a RandomSampler"):
         accelerator.prepare(DataLoader(list(range(8)), shuffle=True))
 
 

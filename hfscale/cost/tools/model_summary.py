@@ -101,11 +101,7 @@ def summarize(
 
 
 def _kept(
-    full: tuple[Plan, RunSpec],
-    ways: Mapping[str, tuple[Plan, RunSpec]],
-    layer: str,
-    types: Types,
-    situation: Situation,
+    full: tuple[Plan, RunSpec], ways: Mapping[str, tuple[Plan, RunSpec]], layer: str, types: Types, situation: Situation
 ) -> dict[str, Kept]:
     """Return a layer's bytes by a formula or as measured on one and two tensor ranks, also under the ``ways``."""
     mixed, data = full[1].mixed_precision, {"dp_shard_size": 2}

@@ -104,7 +104,6 @@ def kernel_takes(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.bfloat16
         and x.shape[0] > 0
-        and hasattr(F, "grouped_mm")
         and all(size > 0 and size * x.element_size() % ALIGNED == 0 for size in sizes)
         and x.is_contiguous()
         and weight.is_contiguous()

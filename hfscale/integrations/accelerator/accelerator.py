@@ -316,8 +316,8 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(sampler, self._listed) and not seeded:
             if self.use_stateful_dataloader:
                 raise ConfigError(
-                    f"use_stateful_dataloader=True with a {type(sampler).__name__} must have use_seedable_sampler=True "
-                    "and shuffle=True: a state of a later epoch would go on in the order of the first"
+                    "use_stateful_dataloader=True needs use_seedable_sampler=True and shuffle=True, got a "
+                    f"{type(sampler).__name__}: a state of a later epoch would go on in the order of the first"
                 )
             self._orders.append(OneOrder(sampler, self.mesh))
             by_batches = isinstance(data_loader.sampler, BatchSampler)

@@ -8,7 +8,7 @@ classes, action for action.
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from itertools import count, zip_longest
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,9 @@ def _interleaved(
     hops = (1 if halves else 2) * (pp_size - 1 - rank)
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     warmup = min(rounds + hops, num_microbatches * virtual_stages)
-    return forward[:warmup] + _alternating(forward[warmup:], backward, [None] * min(rank, len(backward)) + weights)
+    later: list[Action | None] = [None] * min(rank, len(backward)) + weights
+    turns = chain(*zip_longest(forward[warmup:], backward, later))  # one of each, until there are none
+    return [*forward[:warmup], *filter(None, turns)]
 
 
 def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
@@ -53,11 +55,6 @@ def _in_rounds(kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtu
 
 def _round_size(pp_size: int, num_microbatches: int) -> int:
     return num_microbatches // max(1, num_microbatches // pp_size)
-
-
-def _alternating(*lists: "list[Action] | list[Action | None]") -> list[Action]:
-    """Return the first of every list, then the second of every list ..., without gaps."""
-    return [action for actions in zip_longest(*lists) for action in actions if action is not None]
 
 
 class _Row:

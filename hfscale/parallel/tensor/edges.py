@@ -63,8 +63,7 @@ class Overlap:
         # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
-        # Products of their own ask other ranks in an order that depends on the path, and context ranks may have fewer
-        # tokens than others.
+        # Products of their own ask other ranks, each way in its own order, and context ranks may differ by tokens.
         plain = not self.regather and all(multiplied_by(each) is Products for each in self.columns)
         if plain and entries * x.element_size() < overlap.OVERLAPPED_FROM:
             enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()

@@ -173,13 +173,11 @@ def total_of(
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors on the CPU, with one copy for all that are on a device."""
-    away = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
-    if away:
-        sizes = [tensors[index].numel() for index in away]
-        found = torch.cat([tensors[index].flatten() for index in away]).cpu()
-        for index, part in zip(away, found.split(sizes), strict=True):
-            tensors[index] = part.view(tensors[index].shape)
-    return tensors
+    away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if not away:
+        return tensors
+    parts = iter(torch.cat([tensor.flatten() for tensor in away]).cpu().split([tensor.numel() for tensor in away]))
+    return [tensor if tensor.device.type == "cpu" else next(parts).view(tensor.shape) for tensor in tensors]
 
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:

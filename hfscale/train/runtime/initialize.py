@@ -100,9 +100,8 @@ class _Constructors:
             tensors[name].copy_(torch.where(where, _tensor_at(self._made, name), tensors[name]))
             if _untouched(tensors[name]).any():
                 raise CheckpointError(
-                    f"{type(template).__name__} gives {name} no initial value, neither in its constructor nor in "
-                    "its _init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its "
-                    "values"
+                    f"{type(template).__name__} gives {name} no initial value, neither in its constructor nor in its "
+                    "_init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
                 )
 
 

@@ -32,9 +32,8 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
         dist.monitored_barrier(mesh.control, timeout=timeout)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{call} is a collective call, and not every rank made it within "
-            f"{timeout.total_seconds():.0f} s: call it on all {mesh.layout.total_size} ranks (not only on the main "
-            f"process). Nothing was written. {error}"
+            f"{call} is a collective call, and not every rank made it within {timeout.total_seconds():.0f} s: call it "
+            f"on all {mesh.layout.total_size} ranks (not only on the main process). Nothing was written. {error}"
         ) from error
 
 
