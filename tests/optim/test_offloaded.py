@@ -169,3 +169,26 @@ def test_parts_are_stepped_as_single_parameters_are(monkeypatch: pytest.MonkeyPa
         run(model, "rows", optimizer, range(2))
         found.append([parameter.detach() for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_a_step_that_fails_leaves_no_copy_under_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for both streams, lets the buffers go, and the next step is a whole one."""
+    optimizer, _ = trained(machine, torch.float32)
+    (stepper, *_) = optimizer._steppers
+    for parameter in (member.parameter for inner in stepper._inners for member, _ in inner.pairs):
+        parameter.grad = torch.ones_like(parameter)
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    lanes = stepper._lanes
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded.StockOverStandIns, "step", fails)
+        with machine, pytest.raises(MemoryError):
+            optimizer.step()
+    for stream in (lanes.outward, lanes.inward):
+        assert machine.host.seen[stream] >= stream.seen[stream] > 0
+    assert stepper._lanes is None
+    with machine:
+        optimizer.step()
+    assert not machine.faults
