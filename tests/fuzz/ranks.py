@@ -58,11 +58,13 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
     note("plan")
     asked = {"dtype": dtype_of(draw), **planned_by(draw), **arguments(draw), **quantization(draw)}
     planned = hfscale.plan(stock_config(draw), layout, **asked)
+    layouts = [layout]
     if draw.resume_layout is not None:
-        second = hfscale.ParallelConfig(**draw.resume_layout)
-        hfscale.plan(stock_config(draw), second, **asked)
+        layouts.append(hfscale.ParallelConfig(**draw.resume_layout))
+        hfscale.plan(stock_config(draw), layouts[1], **asked)
     note("build")
-    if draw.dtype == "float64" and layout.data_world > 1 and any(p.dtype != torch.float64 for p in planned.owned()):
+    held = any(each.data_world > 1 for each in layouts) and any(p.dtype != torch.float64 for p in planned.owned())
+    if draw.dtype == "float64" and held:
         draw = draw.change(entry="parallelize")  # the data axes hold parameters that cannot be given another type
     built = Rank(draw, directory, note)
     built.build()
