@@ -195,7 +195,7 @@ class MaskBlocks:
             function = keep_documents_apart(function, positions.expand(self.samples, -1), batch.documents)
         if batch.padding is not None:
             function = and_masks(function, leave_out_padding(batch.padding))
-        return replace(self, function=function, starts=starts)
+        return replace(self, function=function, starts=starts, _kinds={})
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
@@ -236,13 +236,14 @@ class MaskBlocks:
         """Return how queries in ``rows`` read keys in ``columns``: skipped, full, causal or masked."""
         if rows[0] == rows[1] or columns[0] == columns[1]:
             return SKIPPED
-        starts = ((),) if self.function is causal_mask_function else self.starts
-        if starts is not None:
-            return _causal_kind(rows, columns, starts)
         if (rows, columns) not in self._kinds:
-            split = self.batch.split
-            every = [(a, b) for a in split.pieces(self.batch.rank) for r in range(split.size) for b in split.pieces(r)]
-            self._look([*dict.fromkeys([(rows, columns), *every])])
+            starts = ((),) if self.function is causal_mask_function else self.starts
+            if starts is None:
+                pieces, ranks = self.batch.split.pieces, range(self.batch.split.size)
+                every = [(own, other) for own in pieces(self.batch.rank) for r in ranks for other in pieces(r)]
+                self._look([*dict.fromkeys([(rows, columns), *every])])
+            else:
+                self._kinds[rows, columns] = _causal_kind(rows, columns, starts)
         return self._kinds[rows, columns]
 
     def _look(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
