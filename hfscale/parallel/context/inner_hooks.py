@@ -2,9 +2,9 @@
 
 Mixers other than attention (convolutions, recurrences), and attention in a family's own code, which reads masks and
 biases by itself, run on full sequences: each rank runs them on all tokens and keeps its own tokens of the output. The
-result is exact; the work is repeated on every rank. Weight gradients are
-partial, since only a rank's own outputs have a gradient. Rotary embeddings whose frequencies depend on how long a
-sequence is are asked for all positions. A model of more than text is cut where its model of text begins::
+result is exact; the work is repeated on every rank. Weight gradients are partial, since only a rank's own outputs have
+a gradient. Rotary embeddings whose frequencies depend on a sequence's length are asked for all positions. A model of
+more than text is cut where its model of text begins::
 
     ids [b, s] --embedding--> [b, s, h] --pictures put in--> [b, s, h] --cut--> [b, s/n, h] --layers, head--> own logits
     pictures --towers, whole, on every context rank--^        masks, positions [3, b, s] --cut--^
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.torch import tree_map
-from ..._compat.transformers.classes import takes_argument
+from ..._compat.transformers.classes import forward_arguments, takes_argument
 from .attention_override import AttentionCall, current_batch, learn
 from .cut_batch import CUT_FIRST, CutBatch, MaskBlocks, cut_inputs
 from .engine import OwnBlocks
@@ -100,19 +100,20 @@ _BY_LENGTH = ("dynamic", "longrope")
 """The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 
-def counts_tokens(module: nn.Module) -> bool:
-    """Return whether a module is a table of positions that counts the tokens of its input, if it is told nothing."""
-    names = inspect.signature(module.forward).parameters.keys() if isinstance(module, nn.Embedding) else ()
-    return {"past_key_values_length", "position_ids"} <= set(names)
+def counting_tables(model: nn.Module) -> list[nn.Module]:
+    """Return the tables of positions that count the tokens of their input: none where the model is told positions."""
+    if takes_argument(model, "position_ids"):  # and passes them on
+        return []
+    told = {"past_key_values_length", "position_ids"}
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return [each for each in tables if told <= forward_arguments(type(each).forward)[0]]
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
     """Make rotary embeddings and tables of positions count as in whole sequences; return the hooks."""
-    handles = list[Any]()
-    told = takes_argument(model, "position_ids")  # then its tables are passed what it is given
+    tables = counting_tables(model)
+    handles: list[Any] = [table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables]
     for module in model.modules():
-        if counts_tokens(module) and not told:
-            handles.append(module.register_forward_pre_hook(_by_places, with_kwargs=True))
         kinds = getattr(module, "rope_type", None)
         if any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             handles.append(module.register_forward_pre_hook(_all_positions, with_kwargs=True))
@@ -122,9 +123,7 @@ def ask_for_all_positions(model: nn.Module) -> list[Any]:
 
 def _by_places(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = current_batch()
-    if batch is None:
-        return None
-    return args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)}
+    return None if batch is None else (args[:1], {**kwargs, "position_ids": batch.places(table.weight.device)})
 
 
 def _all_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

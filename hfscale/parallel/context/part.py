@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.rank_chain import RankChain
 from ...distributed.ops.segments import Segments, keep_states_apart
@@ -23,7 +22,7 @@ from ...train.runtime.shards import LocalWeights
 from .attention_override import AttentionOverride, attention_configs, current_batch, learn
 from .cut_batch import CutBatch, cut_batch
 from .engine import gather_sequences
-from .inner_hooks import WholeSequences, ask_for_all_positions, counts_tokens, cut_inside
+from .inner_hooks import WholeSequences, ask_for_all_positions, counting_tables, cut_inside
 from .methods import ContextAttention
 
 _BATCH = "context_batch"
@@ -56,7 +55,7 @@ class ContextParallel(Part, ContextAxis):
         self._count = position_counter(model)
         text = model.get_submodule(planned.text)
         ask_for_all_positions(text)
-        self._counts_tokens = any(map(counts_tokens, text.modules())) and not takes_argument(text, "position_ids")
+        self._counts_tokens = bool(counting_tables(text))
         if planned.text:
             cut_inside(text, self._learn)
         if planned.whole or planned.handing:
