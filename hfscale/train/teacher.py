@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from ..distributed.ops.divergence import StoredRows, TaughtRows, top_tokens
 from ..distributed.ops.head_cross_entropy import rows_per_chunk
 from ..distributed.ops.vocab_cross_entropy import VocabularySlice
-from ..errors import ConfigError, check_count, check_number, in_words
+from ..errors import ConfigError, check_count, check_number
 from .distillation import ModelTeacher, check_vocabulary, evaluating, loss_over_vocabulary, scored, vocabulary_of
 from .inputs import microbatches_of
 from .runtime import Batch, Runtime, runtime_of
+from .runtime.writing import all_or_none
 
 _ABOUT = "teacher.json"
 _STORED = ("log_probs", "tokens", "rest")
@@ -52,7 +53,8 @@ class TeacherWriter:
     def write(self) -> None:
         """Write the shards that are missing, one at a time on each data rank; collective."""
         mesh = self._runtime.mesh
-        missing = mesh.all_gather_object(self._missing() if mesh.rank == 0 else None)[0]
+        with all_or_none(mesh, f"{self._directory} cannot be written"):
+            missing = mesh.all_gather_object(self._missing() if mesh.rank == 0 else None)[0]
         if isinstance(missing, str):
             raise ConfigError(missing)
         with evaluating(self._runtime.model):
@@ -84,9 +86,10 @@ class TeacherWriter:
                 part = path.with_suffix(".part")
                 part.write_text(json.dumps(about, indent=2) + "\n")
                 part.replace(path)
-        except Exception as error:  # the other ranks wait for an answer
-            unknown = isinstance(error, ConfigError)  # a batch that no stored teacher knows
-            return str(error) if unknown else f"{self._directory} cannot be written: {in_words(error)}"
+        except ConfigError as error:  # a batch that no stored teacher knows
+            return str(error)
+        except (OSError, ValueError) as error:
+            return f"{self._directory} cannot be written: {error}"
         return [shard for shard in range(self._about["shards"]) if not _shard_file(self._directory, shard).is_file()]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:

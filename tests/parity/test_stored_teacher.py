@@ -14,7 +14,7 @@ from torch import Tensor
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.models.precision import keep_float64
-from hfscale.testing import RankPool, assert_layout_equal
+from hfscale.testing import RankError, RankPool, assert_layout_equal
 from hfscale.testing.parity import Batch
 from hfscale.train.teacher import _texts
 
@@ -106,6 +106,13 @@ def refusals(directory: Path, given: list[Batch]) -> list[str]:
         refusal_of(lambda: hfscale.train_step(student, [given[6], other if rank else given[7]], teacher=teacher)),
         refusal_of(lambda: hfscale.train_step(student, {"input_ids": other["input_ids"]}, teacher=teacher)),
     ]
+
+
+def test_every_rank_hears_of_a_batch_that_cannot_be_read(pools: Pools, tmp_path: Path) -> None:
+    """The first rank alone reads the texts before the others begin."""
+    with pytest.raises(RankError) as caught:
+        pools(2).run(write, TP2, [{"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": [3]}], tmp_path, 4)
+    assert str(caught.value).count("cannot be written: rank 0: AttributeError") >= 2
 
 
 def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: Path) -> None:
