@@ -3,10 +3,11 @@
 Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have files of their own beside this one.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -95,6 +96,15 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+_contents = attrgetter("_modules"), attrgetter("_parameters")
+
+
+def own_contents(modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the dicts of :func:`own_modules` and of :func:`own_parameters` of many modules, in less time."""
+    children, parameters = _contents
+    return list(map(children, modules)), list(map(parameters, modules))
+
+
 def passes_otherwise(module: nn.Module) -> bool:
     """Return whether this module's forward pass differs from its class's: by hooks, or a ``forward`` of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
@@ -109,6 +119,12 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks on the inputs and outputs of ``module``, and on their gradients."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return [hook for held in kinds for hook in held.values()] if any(kinds) else []
+
+
+def hooks_on(modules: Iterable[nn.Module]) -> list[int]:
+    """Return the numbers of all hooks on the inputs and outputs of ``modules``, and on their gradients."""
+    kinds = ((it._forward_pre_hooks, it._forward_hooks, it._backward_pre_hooks, it._backward_hooks) for it in modules)
+    return [*chain.from_iterable(chain.from_iterable(kinds))]
 
 
 def forget_composed(module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Prepare a step: check its microbatches, compare them between ranks, count valid labels, and copy to the device."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .._compat.transformers.classes import class_name, forward_arguments, stock_
 from .._compat.transformers.computing import begins_anew, text_positions, uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import IDS, ROUTES, TARGETS
-from .guards import check_model, check_packed_rows
+from .guards import before_step, check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
 from .runtime.batches import BORDERS, Counts, Microbatch, agree, look_at, to_device, total_of, with_borders
 from .runtime.parameter_names import stock_name
@@ -156,21 +156,22 @@ def prepare(
     model's) in the whole step, at least 1. Raise :class:`ConfigError` on every rank, if one refuses its batch or the
     model cannot be trained this way.
     """
-    if not train:  # before a training step that was looked at by itself
-        check_model(runtime)
-    loss = _loss_of(runtime, loss)
     mesh, rows, refused = runtime.mesh, list[Counts](), None
     microbatches = list[Microbatch]()
-    try:
-        given, rows = _agreed(runtime, loss, batch, train, routes)
-        _refuse_outside(runtime, sum(row.outside for row in rows))
-        for each, row in zip(given, rows, strict=True):
-            each.learn(row)
-        if packed := [each for each, row in zip(given, rows, strict=True) if row.packed]:
-            check_packed_rows(runtime.model, packed)
-        microbatches = [runtime.context.shard_batch(each) for each in given]
-    except ConfigError as error:  # ranks with other batches must not wait for this one
-        refused = error
+    runtime.release()  # what FSDP2 holds at rest is looked at
+    with runtime.contents.fixed():
+        before_step(runtime) if train else check_model(runtime)
+        loss = _loss_of(runtime, loss)
+        try:
+            given, rows = _agreed(runtime, loss, batch, train, routes)
+            _refuse_outside(runtime, sum(row.outside for row in rows))
+            for each, row in zip(given, rows, strict=True):
+                each.learn(row)
+            if packed := [each for each, row in zip(given, rows, strict=True) if row.packed]:
+                check_packed_rows(runtime.model, packed)
+            microbatches = [runtime.context.shard_batch(each) for each in given]
+        except ConfigError as error:  # ranks with other batches must not wait for this one
+            refused = error
     valid = sum(row.valid for row in rows)
     control = mesh.control if mesh.data_world > 1 else None
     passes = runtime.executor.passes_together(len(microbatches))
@@ -218,12 +219,12 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
         )
     known = runtime.plan.by_name  # and not parameters that were added since the model was built
 
-    def added(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-        trained = (name for name, parameter in named if parameter.requires_grad)
-        return [name for name in trained if name not in known and stock_name(name) not in known]
+    def added(live: Mapping[str, nn.Parameter]) -> list[str]:
+        strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
+        return [name for name, each in live.items() if name in strange and each.requires_grad] if strange else []
 
     # second names, which cost less to find, may be of parameters in the plan
-    if added(runtime.live_parameters().items()) and (unknown := added(runtime.model.named_parameters())):
+    if added(runtime.live_parameters()) and (unknown := added(dict(runtime.model.named_parameters()))):
         raise ConfigError(
             f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
             "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "

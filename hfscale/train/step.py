@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError, check_number, check_switch
 from ..plan.feature_plans import PredictionPlan
 from .distillation import ModelTeacher
-from .guards import before_step
 from .inputs import prepare
 from .outputs import KeptOutputs
 from .runtime import Batch, Objective, Runtime, runtime_of
@@ -63,7 +62,6 @@ def train_step(
         without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
-    before_step(runtime)
     _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)

@@ -166,7 +166,7 @@ def stays_in_32_bits(model: Any) -> Callable[[str], bool]:
 
 def recomputes(model: Any) -> bool:
     """Return whether some layers' activations are recomputed in the backward pass."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return any(vars(module).get("gradient_checkpointing", False) for module in model.modules())
 
 
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

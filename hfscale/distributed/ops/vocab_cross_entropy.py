@@ -110,7 +110,7 @@ class RowTerms:
             return _gradient(logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread, reuse)
         out = logits if reuse else torch.empty_like(logits)
         rows = _rows_per_block(logits)
-        scales = [scale] * -(-len(logits) // rows) if scale.ndim == 0 else _cut(scale, rows)
+        scales = [scale] * -(-logits.shape[0] // rows) if scale.ndim == 0 else _cut(scale, rows)
         columns = zip(*(_cut(each, rows) for each in (self.lse, self.targets.places, hit)), scales, strict=True)
         for block, target, (lse, places, hits, each) in zip(_cut(logits, rows), _cut(out, rows), columns, strict=True):
             # d loss / d logits = softmax - one_hot(target); the buffer is reused only where it has the right type
@@ -154,7 +154,7 @@ def _gradient(
 
 
 def _cut(x: Tensor, rows: int) -> Sequence[Tensor]:
-    return [x] if len(x) <= rows else x.split(rows)
+    return [x] if x.shape[0] <= rows else x.split(rows)
 
 
 def _rows_per_block(logits: Tensor) -> int:

@@ -47,7 +47,7 @@ class DataParallel(Part, DataAxes):
         """Refuse hooks on gradients, which FSDP2 would not run."""
         if runtime.mesh.data_world == 1:
             return
-        hooked = next((planned.name for planned, p in runtime.parameters() if has_backward_hook(p)), None)
+        hooked = next((name for name, each in runtime.live_parameters().items() if has_backward_hook(each)), None)
         if hooked is not None:
             raise ConfigError(
                 f"{hooked} has a hook on its gradient (register_hook), which would never run: over "

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._compat.torch import forward_hooks, own_modules, own_parameters
+from ..._compat.torch import forward_hooks, hooks_on, own_modules, own_parameters
 from ..._compat.torch_fsdp import managed_places
 from ..._compat.transformers.classes import class_name, loss_function_of
 from ...errors import ConfigError
@@ -36,6 +36,8 @@ class Structure:
         self._managed = list(managed_places(runtime.model))
         self._modules, self._parameters = self._look()
         self._loss = loss_function_of(runtime.model)
+        self._accepted = 0  # version of the contents that the last check found, and its hooks
+        self._hooks: list[int] = []
         self._hooked = set[int]()
         self._said = set[str]()
 
@@ -52,19 +54,28 @@ class Structure:
 
     def check(self) -> None:
         """Compare the model with the record, and watch new hooks; :class:`ConfigError` if anything was replaced."""
-        if (changed := self._changed()) is not None:
-            raise ConfigError(
-                f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "
-                "save it: change a model before hfscale.parallelize(model, parallel), "
-                "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
-                "adapters to hfscale.get_peft_model(model, config)"
-            )
         if loss_function_of(self._runtime.model) is not self._loss:
             raise ConfigError(
                 f"model.loss_function was set since {self._spread()}, where ranks have parts of the logits or of the "
                 "labels: use hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole "
                 "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
                 "logits"
+            )
+        contents = self._runtime.contents
+        if (version := contents.version()) != self._accepted:
+            self._check_contents()
+            self._accepted = version
+        if hooks_on(contents.modules) != self._hooks:
+            self._watch_hooks()
+            self._hooks = hooks_on(contents.modules)
+
+    def _check_contents(self) -> None:
+        if (changed := self._changed()) is not None:
+            raise ConfigError(
+                f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "
+                "save it: change a model before hfscale.parallelize(model, parallel), "
+                "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
+                "adapters to hfscale.get_peft_model(model, config)"
             )
         # FSDP2 gathers into buffers of the dtype that the first pass found.
         other = next((place for place in self._managed if place.has_another_type()), None)
@@ -75,6 +86,8 @@ class Structure:
                 f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
                 'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
             )
+
+    def _watch_hooks(self) -> None:
         for module, _ in self._modules:  # warn in the next pass of users' hooks that see sharded activations
             if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
                 self._hooked.add(id(module))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..._compat.peft import WRAPPED, trained_copies, wrapped
 from ..._compat.torch import own_buffers, own_modules, own_parameters
+from .module_contents import ModuleContents
 
 
 def stock_name(name: str) -> str:
@@ -20,26 +21,17 @@ def stock_name(name: str) -> str:
 class LiveParameters:
     """Find a model's parameters by name; names are made anew once a module or a parameter was put in or taken out."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        # every module under each of its names, with its children and the names of its own parameters
-        self._seen: list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]] = []
-        self._places: dict[str, tuple[nn.Module, str]] = {}
+    def __init__(self, model: nn.Module, contents: ModuleContents) -> None:
+        self._model, self._contents, self._version = model, contents, 0
+        self._found: dict[str, nn.Parameter] = {}
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Return the parameters by stock names and by names with PEFT's wrappers, tied ones by all of them."""
-        changed = (own_modules(it) != inside or [*own_parameters(it)] != names for it, inside, names in self._seen)
-        if not self._seen or any(changed):
-            self._look()
-        places = self._places.items()
-        return {name: held for name, (it, own) in places if (held := own_parameters(it)[own]) is not None}
-
-    def _look(self) -> None:
-        self._seen, full = [], dict[str, tuple[nn.Module, str]]()
-        for prefix, module in self._model.named_modules(remove_duplicate=False):
-            self._seen.append((module, dict(own_modules(module)), [*own_parameters(module)]))
-            full.update({f"{prefix}.{own}" if prefix else own: (module, own) for own in own_parameters(module)})
-        self._places = {stock_name(name): place for name, place in full.items()} | full
+        if self._version != (version := self._contents.version()):
+            full = dict(self._model.named_parameters(remove_duplicate=False))
+            self._found = {stock_name(name): parameter for name, parameter in full.items()} | full
+            self._version = version
+        return dict(self._found)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

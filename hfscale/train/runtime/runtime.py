@@ -24,6 +24,7 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
+from .module_contents import ModuleContents
 from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import LiveParameters
 from .shards import LocalWeights
@@ -241,7 +242,8 @@ class Runtime:
     stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
 
     def __post_init__(self) -> None:
-        self.executor, self._live = Executor(self), LiveParameters(self.model)
+        self.executor, self.contents = Executor(self), ModuleContents(self.model)
+        self._live = LiveParameters(self.model, self.contents)
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
@@ -259,7 +261,8 @@ class Runtime:
         """Enter a context of every part for the `with` block, the first part's outermost."""
         with ExitStack() as stack:
             for part in self.parts:
-                stack.enter_context(context_of(part))
+                if not isinstance(context := context_of(part), nullcontext):  # of most parts
+                    stack.enter_context(context)
             yield
 
     def run_step(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool) -> Tensor:
