@@ -23,8 +23,8 @@ _NAMES = (
 )
 _WITHOUT_JSON = ("train", "drill", "calibrate")  # the first has its own, the others write lines and files
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
-"""Modules with ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``, which returns
-an exit code if that is not 0."""
+"""Modules, described by their docstrings, with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``,
+which returns an exit code if that is not 0."""
 
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in _COMMANDS.items():
         made[name] = commands.add_parser(
             name,
-            description=textwrap.fill(command.DESCRIPTION, 100),
+            description=textwrap.fill(command.__doc__ or "", 100),
             epilog="example:\n" + textwrap.indent(command.EXAMPLE, "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -1,4 +1,6 @@
-"""``hfscale blueprint``: print the modules of a model that tensor parallelism cuts."""
+"""Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or inference, which
+derives it from a tiny clone and proves it there. Needs no weights and no GPU.
+"""
 
 import argparse
 
@@ -6,10 +8,6 @@ from .look import print_json
 from .model_flags import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
 
 HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
-DESCRIPTION = (
-    "Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or inference, which "
-    "derives it from a tiny clone and proves it there. Needs no weights and no GPU."
-)
 EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 
 

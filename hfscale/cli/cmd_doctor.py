@@ -1,4 +1,7 @@
-"""Check this machine and a recipe for problems (``hfscale doctor``)."""
+"""Check versions, devices, an 8-bit step, ranks that really talk, and an Accelerate config that would start one process
+silently; of a recipe, ranks, distinct batches, effective batch, problems of its plan, what trains, and the memory of a
+rank. Exits with 1 where there is a problem.
+"""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -14,11 +17,6 @@ if TYPE_CHECKING:
 _WIDTH = 16  # of the column with names of findings
 
 HELP = "look for what a run would stumble over: versions, devices, launch config, a recipe"
-DESCRIPTION = (
-    "Check versions, devices, an 8-bit step, ranks that really talk, and an Accelerate config that would start one "
-    "process silently; of a recipe, ranks, distinct batches, effective batch, problems of its plan, what trains, and "
-    "the memory of a rank. Exits with 1 where there is a problem."
-)
 EXAMPLE = """hfscale doctor
 hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 

@@ -1,4 +1,6 @@
-"""``hfscale plan``: print how a layout places every parameter."""
+"""Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done to its gradient;
+and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU.
+"""
 
 import argparse
 import json
@@ -15,10 +17,6 @@ if TYPE_CHECKING:
     from ..cost.tools.dry_run import DryRun
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
-DESCRIPTION = (
-    "Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done to its "
-    "gradient; and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU."
-)
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
 hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
 hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
