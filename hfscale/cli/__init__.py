@@ -14,7 +14,6 @@ from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
-from .look import add_json
 from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
@@ -123,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(made[name])
         if name not in _WITHOUT_JSON:
-            add_json(made[name])
+            made[name].add_argument("--json", action="store_true", help="print JSON instead of text")
         made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(commands=made)
     return parser

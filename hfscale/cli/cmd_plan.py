@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    flags.check_place(arguments.model)
     tokens = arguments.tokens or _TOKENS
     size = flags.gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there

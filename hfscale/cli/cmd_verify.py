@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags.check_place(arguments.model)
     import transformers
 
     from ..config.parallel import AXES

@@ -11,11 +11,6 @@ from typing import Any
 from ..errors import ConfigError
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
 def print_json(document: Any) -> None:
     """Print a document as JSON, the only text on standard output."""
     print(json.dumps(document, indent=1, default=str))

@@ -95,7 +95,6 @@ def auto_class_of(name: str) -> Any:
 
 def load_config(model: str, trusted: bool = False) -> Any:
     """Return the config of MODEL."""
-    check_place(model)
     from ..api import arguments
 
     config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
