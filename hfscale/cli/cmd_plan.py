@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from . import model_flags as flags
-from .look import bar, print_json, show
+from .look import print_json, show, working
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -86,8 +86,9 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             f"--dry-run has no quantized weights and no optimizer: leave {', '.join(beside)} out, or use hfscale "
             "estimate"
         )
-    with flags.building(arguments, config), bar() as progress:
-        return dry_run(config, layout, sequence_length=tokens, progress=progress, **flags.plan_arguments(arguments))
+    working("planning")
+    with flags.building(arguments, config):
+        return dry_run(config, layout, sequence_length=tokens, progress=True, **flags.plan_arguments(arguments))
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:
