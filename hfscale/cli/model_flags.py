@@ -5,8 +5,9 @@ import difflib
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from .._compat.standard_library import Adds
 from ..config.declared import declared
 from ..config.layout import LayoutFields
 from ..config.memory import byte_count
@@ -110,14 +111,6 @@ def check_place(model: str) -> None:
         raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
-
-
-class Adds(Protocol):
-    """A parser, or an argument group of one."""
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add one argument."""
-        ...
 
 
 def add_lora(parser: Adds, what: str) -> None:
