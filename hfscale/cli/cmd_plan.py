@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     tokens = arguments.tokens or _TOKENS
-    size = flags.gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
+    size = flags.bytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu", alone="GB") / 1e9
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
