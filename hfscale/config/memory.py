@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
@@ -74,7 +73,8 @@ class MemoryConfig(Spelled):
             size = getattr(self, name)
             if not isinstance(size, bool) and (not isinstance(size, str) or not byte_count(size)):
                 raise ConfigError(f"{name}={size!r} is invalid: use True, False, or a size like '1MiB'")
-        given, kept = self.recompute, _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True)
+        check_names("recompute_keep", self.recompute_keep, '["aten.mm"]')
+        given, kept = self.recompute, tuple(self.recompute_keep)
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
@@ -107,7 +107,11 @@ class MemoryConfig(Spelled):
         elif isinstance(given, int) and not isinstance(given, bool):
             check_count("recompute", given)
         elif isinstance(given, Sequence):
-            object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
+            like = '["mlp", "input_layernorm"]'
+            check_names("recompute", given, like)
+            if not given:
+                raise ConfigError(f"recompute must have at least one name, got []: pass names, as {like}, or 'none'")
+            object.__setattr__(self, "recompute", tuple(given))
         else:
             raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
 
@@ -143,10 +147,3 @@ def byte_count(text: str) -> int | None:
     if found is None or found[2] not in _UNITS:
         return None
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
-    check_names(field, given, like)
-    if not given and not may_be_empty:
-        raise ConfigError(f"{field} must have at least one name, got []: pass names, as {like}, or 'none'")
-    return tuple(given)
