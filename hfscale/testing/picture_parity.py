@@ -71,9 +71,15 @@ class PictureCase(Case):
 
     def _typed(self, batch: Batch) -> Batch:
         """Return a batch with the additional inputs of the class, and without inputs that it does not take."""
-        batch = {**batch, **beside_text(self._arguments, batch["input_ids"], self._token)}
+        given, ids = self._arguments, batch["input_ids"]
+        found = {**batch, **{name: (ids == self._token).long() for name in _PLACED if name in given}}
+        if "image_attention_mask" in given:  # [samples, tokens, pictures]
+            found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
+        if "bbox" in given:  # the place of a token on its page
+            corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
+            found["bbox"] = torch.stack([corner, corner, corner + 0.3, corner + 0.4], dim=-1).expand(len(ids), -1, -1)
         left_out = LABELS_ONLY.get(self.config.model_type, ())
-        return {name: value for name, value in batch.items() if name in self._arguments and name not in left_out}
+        return {name: value for name, value in found.items() if name in given and name not in left_out}
 
     @property
     def _arguments(self) -> Any:
@@ -168,17 +174,6 @@ def vision_part(config: Any) -> Any:
         if inside is not None:
             return vision_part(inside) if name in ("vlm_config", "encoder") else inside
     return config
-
-
-def beside_text(given: Any, ids: Tensor, token: int) -> Picture:
-    """Return the inputs beside a text: positions of its placeholders, and its attention to pictures."""
-    found = {name: (ids == token).long() for name in _PLACED if name in given}
-    if "image_attention_mask" in given:  # [samples, tokens, pictures]
-        found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-    if "bbox" in given:  # the place of a token on its page
-        corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
-        found["bbox"] = torch.stack([corner, corner, corner + 0.3, corner + 0.4], dim=-1).expand(len(ids), -1, -1)
-    return found
 
 
 def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture | None:
