@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
@@ -72,9 +71,10 @@ class RecipeTrainer(hfscale.Trainer):
         if training.gradient_checkpointing:
             # transformers 5.23 gives it a new name and warns at the old one.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        arguments = arguments_of(recipe, model, self._microbatches, self._size)
         super().__init__(
             model,
-            TrainingArguments(**arguments_of(recipe, model, self._microbatches, self._size)),
+            TrainingArguments(**arguments, train_sampling_strategy="sequential"),  # rows come in the recipe's order
             train_dataset=dealt(self._order, batch_world, self._microbatches, self._size),
             eval_dataset=validation,
             data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
@@ -99,10 +99,6 @@ class RecipeTrainer(hfscale.Trainer):
             self._memory_before,
             found.get("validation_accuracy"),
         )
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return a sequential sampler: the rows are in the recipe's order already."""
-        return SequentialSampler(range(self._order.numel()))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collect microbatches until the last of a step, then run the step."""
