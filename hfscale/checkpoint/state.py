@@ -104,7 +104,6 @@ def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 _log = logging.getLogger(__name__)
-_WAIT = timedelta(minutes=2)
 
 
 @saving()
@@ -116,7 +115,7 @@ def save_state(
     step: int | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    timeout: timedelta = _WAIT,
+    timeout: timedelta = timedelta(minutes=2),
     check_replicas: bool = True,
     asynchronous: bool = False,
     **others: Any,
