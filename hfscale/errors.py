@@ -135,8 +135,6 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)),
 }
 """Names in other tools -> names here; the first one that is known is suggested."""
-
-
 _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 

@@ -45,6 +45,9 @@ from .state_directory import none_there, run_of
 from .state_load import Resumed, load_from
 from .state_save import TakenState, contents_of, take_state, write_state
 
+_log = logging.getLogger(__name__)
+_ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
+
 
 class _Save(threading.Thread):
     """A thread that saves; not a daemon, so the process does not end before it."""
@@ -101,9 +104,6 @@ def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for device in {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}:
         device_module(device).current_stream(device).synchronize()
     return copies
-
-
-_log = logging.getLogger(__name__)
 
 
 @saving()
@@ -260,9 +260,6 @@ def _given(others: dict[str, Any]) -> dict[str, Any]:
         elif other is not None:
             raise CheckpointError(f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out")
     return found
-
-
-_ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
 
 
 @dataclass(frozen=True)

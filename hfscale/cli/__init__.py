@@ -29,6 +29,13 @@ _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
   hfscale train demo_pretrain
   hfscale COMMAND --help"""
+_COUNTS = (
+    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
+    *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
+)
+_TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
+_BYTES = ("max_memory", "max_shard_size")
+"""Flags that take a count, a number of tokens or a size, for :func:`check_early`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -126,14 +133,6 @@ def _parser() -> argparse.ArgumentParser:
         made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(commands=made)
     return parser
-
-
-_COUNTS = (
-    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
-)
-_TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
-_BYTES = ("max_memory", "max_shard_size")
 
 
 def check_early(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from ..errors import ConfigError
 
+_STAGING = ".incomplete"  # left by a killed command, and removed by the next one
+
 
 def print_json(document: Any) -> None:
     """Print a document as JSON, the only text on standard output."""
@@ -40,9 +42,6 @@ def working(what: str) -> None:
     """Print what is being done, if standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
-
-
-_STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 from ..errors import ConfigError, meant
 
+_UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
+
 
 def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = "") -> Any:
     """Declare a field that is ``None`` until the environment or its ``default`` fills it. It takes the names
@@ -16,9 +18,6 @@ def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "",
     without the axis that it ``needs``.
     """
     return field(default=None, metadata={"default": default, "choices": choices, "flag": flag, "needs": needs})
-
-
-_UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
 
 
 class Spelled:

@@ -11,6 +11,10 @@ RECOMPUTE = ("none", "full", "selective", "elementwise")  # named ways to recomp
 
 _WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_HOW = (
+    f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
+    "like '8GiB'"
+)
 
 
 @dataclass(frozen=True)
@@ -129,12 +133,6 @@ class MemoryConfig(Spelled):
     def budget(self) -> int | None:
         """Bytes of activations that layers may keep; ``None`` if :attr:`recompute` is no budget."""
         return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None
-
-
-_HOW = (
-    f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
-    "like '8GiB'"
-)
 
 
 def _least(given: bool | str, default: int) -> int | None:

@@ -20,6 +20,18 @@ from .parity import Batch, Case
 from .picture_configs import GRID, IMAGE_TOKEN, LABELS_ONLY, LOWEST, PATCH, PLACEHOLDERS, SIDE
 from .plain import PlainCase
 
+_ROWS: dict[str, int] = {}
+Picture = dict[str, Tensor]
+_Noise = Callable[..., Tensor]
+_PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
+"""Inputs that distinguish placeholders from text."""
+_WAYS = (
+    *("image_grid_thw", "image_grid_hw", "spatial_shapes", "target_sizes", "qformer_input_ids", "image_position_ids"),
+    *("aspect_ratio_ids", "image_token_pooling", "flattened_patches", "high_res_pixel_values", "state"),
+    *("tile_fine_mask", "pixel_attention_mask", "image_attention_mask", "image_grid_pinpoints", "image_patches"),
+)
+"""The first of these that is an input of the class, or a field of its config, says how it takes pictures."""
+
 
 @dataclass
 class PictureCase(Case):
@@ -102,9 +114,6 @@ class PlainPictureCase(PictureCase, PlainCase):
     """Define a case with pictures and a loss computed by the class, trained by a plain loop."""
 
 
-_ROWS: dict[str, int] = {}
-
-
 def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64).eval()
@@ -131,12 +140,6 @@ def _features_in(output: Any) -> Any:
     if getattr(output, "deepstack_features", None) is not None:  # (layer, what is added there)
         return output.deepstack_features[0][1]
     return output.last_hidden_state
-
-
-Picture = dict[str, Tensor]
-_Noise = Callable[..., Tensor]
-_PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
-"""Inputs that distinguish placeholders from text."""
 
 
 def make_picture(config: Any, given: Any, generator: torch.Generator) -> Picture:
@@ -243,11 +246,3 @@ def _squares(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -
     side = getattr(getattr(vision, "sam_config", vision), "image_size", SIDE)
     side = side if isinstance(side, int) else side[0]
     return {"pixel_values": noise(1, channels, side, side), **sizes}
-
-
-_WAYS = (
-    *("image_grid_thw", "image_grid_hw", "spatial_shapes", "target_sizes", "qformer_input_ids", "image_position_ids"),
-    *("aspect_ratio_ids", "image_token_pooling", "flattened_patches", "high_res_pixel_values", "state"),
-    *("tile_fine_mask", "pixel_attention_mask", "image_attention_mask", "image_grid_pinpoints", "image_patches"),
-)
-"""The first of these that is an input of the class, or a field of its config, says how it takes pictures."""

@@ -41,6 +41,10 @@ _MAKERS: dict[str, plain.Maker] = {
 _CLASSES = ("AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 _PICTURES = "AutoModelForImageTextToText"
 _SMALL_INPUTS = {"image_size": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
+TOLERANCE = 1e-10
+MAX_RANKS = 8
+MAX_MICROBATCHES = 32
+MAX_LAYERS = 8
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
@@ -117,12 +121,6 @@ def check_stock(case: Case) -> None:
             f"{transformers.__version__} as {case.auto_class.__name__} ({type(error).__name__}: {first}), so there is "
             "nothing to compare with: try another --auto-class"
         ) from error
-
-
-TOLERANCE = 1e-10
-MAX_RANKS = 8
-MAX_MICROBATCHES = 32
-MAX_LAYERS = 8
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:

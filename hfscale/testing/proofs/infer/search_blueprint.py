@@ -22,6 +22,7 @@ from .lockstep import prove
 from .subject import Subject, Unproved, aside, brief, make_subject
 
 _MOST_TRIALS = 120  # hypotheses per candidate
+_RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def prove_blueprint(model: Any) -> tuple[dict[str, Any], bool]:
@@ -183,9 +184,6 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
     """Return the layer's modules by path and class, with numbers in paths masked, since lists may differ in length."""
     return frozenset((wild_name(name), type(module).__name__) for name, module in layer.named_modules())
-
-
-_RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
