@@ -21,13 +21,12 @@ EXAMPLE = """hfscale bench collectives
 hfscale bench collectives --processes 4 --sizes 64KiB,1MiB,16MiB --out collectives.png
 accelerate launch --num_machines 2 ... -m hfscale bench collectives"""
 
-_SIZES = "4KiB,64KiB,512KiB,4MiB,32MiB"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("collectives",), help="what to measure")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
-    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="message sizes (default: %(default)s)")
+    sizes = "4KiB,64KiB,512KiB,4MiB,32MiB"
+    parser.add_argument("--sizes", default=sizes, metavar="SIZE,...", help="message sizes (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
 
 

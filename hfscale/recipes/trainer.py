@@ -22,6 +22,7 @@ from ..train.preemption import stop_listening
 from ..train.runtime import runtime_of
 from .batch_sizes import by_cost, dealt, evaluation_steps, microbatches_of_step, order_of
 from .main_process import gathered, is_main, peak_memory
+from .pictures import PictureRows
 from .rows import ClassRows, PairRows, Rows
 from .run_log import MemoryUntilWritten, Profile, RunLog, resumes_of
 from .schema import FinetuneRecipe, Recipe
@@ -278,8 +279,6 @@ class Watch(TrainerCallback):
 def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
     """Return the rows of a recipe's data, as the model takes them; ``tokenizer``: of the model, or its processor."""
     if recipe.data.images_column is not None:
-        from .pictures import PictureRows  # needs pillow
-
         return PictureRows(data, tokenizer)
     kind = {"pairs": PairRows, "classes": ClassRows}.get(recipe.data.format)
     return Rows(data) if kind is None else kind(data, model.config.pad_token_id)
