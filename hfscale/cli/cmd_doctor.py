@@ -7,12 +7,10 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .doctor_checks import Finding
 from .look import print_json
-
-if TYPE_CHECKING:
-    from .doctor_checks import Finding
 
 _WIDTH = 16  # of the column with names of findings
 
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable["Finding"]]]:
+def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield sections of checks by name; each check runs as its findings are iterated over."""
     if not arguments.recipe_only:
         from .doctor_checks import this_machine as machine
@@ -67,6 +65,6 @@ def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str,
         yield f"recipe {recipe.name}", examine(recipe)
 
 
-def _line(each: "Finding") -> str:
+def _line(each: Finding) -> str:
     indent = " " * (_WIDTH + 11)
     return f"  {each.verdict:7}  {each.about:{_WIDTH}}  {each.text}".replace("\n", f"\n  {indent}").rstrip()
