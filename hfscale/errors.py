@@ -53,15 +53,6 @@ def in_words(error: BaseException | None) -> str:
     return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def refuse_misspelt(kind: str, given: Iterable[str], fields: list[str]) -> None:
-    """Refuse names that are none of the ``fields`` of a class called ``kind``: the error has the closest, and all."""
-    for name in given:
-        if name not in fields:
-            close = meant(name, fields)
-            hint = f"; did you mean {close!r}?" if close else "."
-            raise ConfigError(f"{kind} has no field {name!r}{hint} Its fields are {', '.join(fields)}")
-
-
 def check_count(name: str, given: object, least: int = 1) -> None:
     """Refuse a value other than an integer of at least ``least`` for an argument called ``name``."""
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
@@ -144,8 +135,6 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)),
 }
 """Names in other tools -> names here; the first one that is known is suggested."""
-
-
 _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfscale.cli.look import add_json, show
+from hfscale.cli.look import show
 from hfscale.cli.model_flags import add_model_arguments, auto_class_of, load_config, remote_code, tokens_of
 from hfscale.cost.tools.model_summary import ModelSummary, summarize
 from hfscale.errors import ConfigError
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     for flag, (default, text) in _SIZES.items():
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--sequence-length", default="4096", metavar="N", help="tokens of a sequence, as 8K (or 4K)")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args(argv)
     sizes = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _SIZES}
     for flag, size in sizes.items():

@@ -5,6 +5,9 @@ import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
+Adds = argparse._ActionsContainer
+"""A parser, or an argument group of one."""
+
 
 def may_have_children() -> None:
     """Let this daemon process start others (loaders' workers), which Python forbids."""

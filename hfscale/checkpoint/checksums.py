@@ -25,8 +25,7 @@ from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans
 from ..train.guards.replicas import odd_numbers
-from ..train.runtime import Runtime, runtime_of
-from ..train.runtime.shards import local_tensor
+from ..train.runtime import Runtime, local_tensor, runtime_of
 from .stored_forms.forms import load_weights_as, open_plain
 from .stored_forms.scheme import form_in
 

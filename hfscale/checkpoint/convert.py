@@ -106,11 +106,10 @@ def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     """Return a description of ``source`` in lines of text, and whether all is complete; ``verify`` reads all of it."""
     finish_move(source)
     files = sorted(source.glob("*.safetensors"))
-    if files and not (source / INDEX).exists():
-        return _checkpoint(source, files)
-    states = states_in(source) or candidates(source)
+    is_state = (source / INDEX).exists() or not files
+    states = (states_in(source) or candidates(source)) if is_state else [source]
     if states[0] == source or len(states) == 1:
-        text, problems = _state(states[0], verify)
+        text, problems = _state(states[0], verify) if is_state else _checkpoint(source, files)
         return "\n".join([*text, *(f"  not whole: {problem}" for problem in problems)]), not problems
     lines, whole = [f"{source}: {len(states)} states, the newest first"], True
     for state in states:
@@ -151,7 +150,7 @@ def _state(directory: Path, verify: bool) -> tuple[list[str], list[str]]:
     return lines, problems
 
 
-def _checkpoint(source: Path, files: list[Path]) -> tuple[str, bool]:
+def _checkpoint(source: Path, files: list[Path]) -> tuple[list[str], list[str]]:
     problems, tensors, total = [], 0, 0
     for file in files:
         try:
@@ -163,4 +162,4 @@ def _checkpoint(source: Path, files: list[Path]) -> tuple[str, bool]:
     lines = [f"{source}: {what}, {len(files)} files, {tensors} tensors, {total:,} bytes"]
     if not any((source / name).exists() for name in ("config.json", "adapter_config.json")):
         problems.append("it has no config.json")
-    return "\n".join([*lines, *(f"  not whole: {problem}" for problem in problems)]), not problems
+    return lines, problems

@@ -31,6 +31,8 @@ from ..plan.cut import Spans, share_spans
 from ..plan.quantized import QuantizedPlan
 from .stored_forms.scheme import StoredForm
 
+_log = logging.getLogger(__name__)
+
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:
     """Map parameters that are merged from stored tensors to the keys of these, in the order of the merge."""
@@ -106,9 +108,6 @@ def _within(spans: Spans, low: int, high: int) -> Spans:
     """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
     kept = [(max(start, low) - low, min(stop, high) - low) for start, stop in spans]
     return [(start, stop) for start, stop in kept if start < stop]
-
-
-_log = logging.getLogger(__name__)
 
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:

@@ -27,8 +27,6 @@ from .carried import carried_tensors, copy_files, copy_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
 
-_WAIT = timedelta(minutes=2)
-
 
 @writing.saving()
 def save_pretrained(
@@ -36,7 +34,7 @@ def save_pretrained(
     directory: str | Path,
     *,
     max_shard_size: str | int = "5GB",
-    timeout: timedelta = _WAIT,
+    timeout: timedelta = timedelta(minutes=2),
     check_replicas: bool = True,
     quantization: str | None = None,
 ) -> None:

@@ -45,6 +45,9 @@ from .state_directory import none_there, run_of
 from .state_load import Resumed, load_from
 from .state_save import TakenState, contents_of, take_state, write_state
 
+_log = logging.getLogger(__name__)
+_ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
+
 
 class _Save(threading.Thread):
     """A thread that saves; not a daemon, so the process does not end before it."""
@@ -103,10 +106,6 @@ def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-_log = logging.getLogger(__name__)
-_WAIT = timedelta(minutes=2)
-
-
 @saving()
 def save_state(
     model: nn.Module,
@@ -116,7 +115,7 @@ def save_state(
     step: int | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    timeout: timedelta = _WAIT,
+    timeout: timedelta = timedelta(minutes=2),
     check_replicas: bool = True,
     asynchronous: bool = False,
     **others: Any,
@@ -261,9 +260,6 @@ def _given(others: dict[str, Any]) -> dict[str, Any]:
         elif other is not None:
             raise CheckpointError(f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out")
     return found
-
-
-_ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
 
 
 @dataclass(frozen=True)

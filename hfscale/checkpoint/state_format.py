@@ -56,10 +56,12 @@ class StateIndex:
         """Return an index of a layout, without contents."""
         numbers = {name: number for number, name in enumerate(plan.layers)}
         ranks = [plan.stages.of_rank(rank) for rank in range(layout.pp)] if plan.stages else []
+        axes = [(axis, layout.size(axis)) for axis in MESH_AXES]
+        of_experts = [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
         return cls(
             {axis: layout.size(axis) for axis in _SIZES},
             [", ".join(f"{numbers[s.layers[0]]}-{numbers[s.layers[-1]]}" for s in stages) for stages in ranks],
-            [_axes(layout, experts) for experts in (False, True)],
+            [axes, of_experts if layout.ep > 1 else axes],
             batch_world=layout.batch_world,
         )
 
@@ -128,13 +130,6 @@ class StateIndex:
             ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{directory} has a damaged {INDEX} ({error}): use another state") from error
-
-
-def _axes(layout: ParallelConfig, experts: bool) -> list[tuple[str, int]]:
-    """Return axes and sizes, outermost first, of the mesh, or of the mesh that experts see."""
-    if experts and layout.ep > 1:
-        return [(axis, layout.size("expert_tp" if axis == "tp" else axis)) for axis in EXPERT_AXES]
-    return [(axis, layout.size(axis)) for axis in MESH_AXES]
 
 
 def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:

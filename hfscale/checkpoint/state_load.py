@@ -16,8 +16,7 @@ from torch import Tensor
 from ..errors import CheckpointError, HFScaleError, in_words
 from ..parallel.tensor.part import RandomStreams
 from ..plan.state_tensor import StateTensor, like, own, whole
-from ..train.runtime import Runtime, like_sharded
-from ..train.runtime.shards import local_tensor
+from ..train.runtime import Runtime, like_sharded, local_tensor
 from ..train.runtime.writing import not_finite, warn_of_not_finite
 from .random_states import random_states, restore_random_states
 from .state_directory import find_whole

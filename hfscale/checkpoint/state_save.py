@@ -25,9 +25,8 @@ from ..features.adapters import Adapters
 from ..features.adapters.storage import write_adapter_config
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
-from ..train.runtime import Runtime
+from ..train.runtime import Runtime, local_tensor
 from ..train.runtime.full_tensors import in_order, tensors_of_stage
-from ..train.runtime.shards import local_tensor
 from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
 from .carried import carried_by
 from .hosts import Hosts

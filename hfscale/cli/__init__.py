@@ -14,7 +14,6 @@ from .._compat.standard_library import flags_of
 from ..config.declared import declared
 from ..config.layout import LayoutFields, check_name
 from ..errors import ConfigError, HFScaleError, check_count, meant
-from .look import add_json
 from .model_flags import bytes_of, check_place, tokens_of
 
 _NAMES = (
@@ -23,13 +22,20 @@ _NAMES = (
 )
 _WITHOUT_JSON = ("train", "drill", "calibrate")  # the first has its own, the others write lines and files
 _COMMANDS = {name: import_module(f".cmd_{name}", __name__) for name in _NAMES}
-"""Modules with ``HELP``, ``DESCRIPTION``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``, which returns
-an exit code if that is not 0."""
+"""Modules, described by their docstrings, with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(arguments)``,
+which returns an exit code if that is not 0."""
 
 _EXAMPLES = """examples:
   hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
   hfscale train demo_pretrain
   hfscale COMMAND --help"""
+_COUNTS = (
+    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
+    *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
+)
+_TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
+_BYTES = ("max_memory", "max_shard_size")
+"""Flags that take a count, a number of tokens or a size, for :func:`check_early`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,24 +123,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in _COMMANDS.items():
         made[name] = commands.add_parser(
             name,
-            description=textwrap.fill(command.DESCRIPTION, 100),
+            description=textwrap.fill(command.__doc__ or "", 100),
             epilog="example:\n" + textwrap.indent(command.EXAMPLE, "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(made[name])
         if name not in _WITHOUT_JSON:
-            add_json(made[name])
+            made[name].add_argument("--json", action="store_true", help="print JSON instead of text")
         made[name].add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(commands=made)
     return parser
-
-
-_COUNTS = (
-    *("batch_size", "accumulate", "gpus", "processes", "microbatches", "virtual_stages", "powersgd_rank"),
-    *("rank", "num_experts", "top_k", "every", "steps", "width", "gpus_per_node", "kills"),
-)
-_TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
-_BYTES = ("max_memory", "max_shard_size")
 
 
 def check_early(arguments: argparse.Namespace) -> None:

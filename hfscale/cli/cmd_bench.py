@@ -1,4 +1,7 @@
-"""``hfscale bench``: time collectives on this machine's links."""
+"""Time broadcast, reduce, all-reduce, gather, all-gather, scatter, reduce-scatter and all-to-all by message size, and
+print the bus bandwidth: between all GPUs of this machine over NCCL, or between processes over gloo. Started by a
+launcher, between its ranks, on several machines too.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -14,22 +17,16 @@ if TYPE_CHECKING:
     from .bench_collectives import Measured
 
 HELP = "measure collectives by message size on this machine, and suggest a bucket size"
-DESCRIPTION = (
-    "Time broadcast, reduce, all-reduce, gather, all-gather, scatter, reduce-scatter and all-to-all by message size, "
-    "and print the bus bandwidth: between all GPUs of this machine over NCCL, or between processes over gloo. Started "
-    "by a launcher, between its ranks, on several machines too."
-)
 EXAMPLE = """hfscale bench collectives
 hfscale bench collectives --processes 4 --sizes 64KiB,1MiB,16MiB --out collectives.png
 accelerate launch --num_machines 2 ... -m hfscale bench collectives"""
-
-_SIZES = "4KiB,64KiB,512KiB,4MiB,32MiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("collectives",), help="what to measure")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one for each GPU, or 2)")
-    parser.add_argument("--sizes", default=_SIZES, metavar="SIZE,...", help="message sizes (default: %(default)s)")
+    sizes = "4KiB,64KiB,512KiB,4MiB,32MiB"
+    parser.add_argument("--sizes", default=sizes, metavar="SIZE,...", help="message sizes (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture: .png or .svg")
 
 

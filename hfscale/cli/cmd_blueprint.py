@@ -1,15 +1,13 @@
-"""``hfscale blueprint``: print the modules of a model that tensor parallelism cuts."""
+"""Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or inference, which
+derives it from a tiny clone and proves it there. Needs no weights and no GPU.
+"""
 
 import argparse
 
 from .look import print_json
-from .model_flags import add_model_arguments, auto_class_of, building, check_place, load_config, remote_code
+from .model_flags import add_model_arguments, auto_class_of, building, load_config, remote_code
 
 HELP = "print which parts of a model tensor parallelism cuts, as an entry for hfscale's table of families"
-DESCRIPTION = (
-    "Print the blueprint of a model and where it comes from: hfscale's table, transformers' plan, or inference, which "
-    "derives it from a tiny clone and proves it there. Needs no weights and no GPU."
-)
 EXAMPLE = "hfscale blueprint Qwen/Qwen3-8B --infer"
 
 
@@ -19,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_place(arguments.model)
     import torch
 
     from ..api.blueprint_entry import blueprint_entry, describe_blueprint

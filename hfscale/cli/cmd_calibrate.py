@@ -1,4 +1,6 @@
-"""``hfscale calibrate``: measure this machine, for ``--hardware``."""
+"""Time products, attention, a copy, one real layer, the loss, the optimizer and collectives on this machine, in at most
+a minute, and write what --hardware and hfscale.estimate take.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,10 +9,6 @@ from ..errors import ConfigError
 from .look import check_writable, print_json, working
 
 HELP = "measure this machine, GPU or CPU, for hfscale estimate and search"
-DESCRIPTION = (
-    "Time products, attention, a copy, one real layer, the loss, the optimizer and collectives on this machine, in at "
-    "most a minute, and write what --hardware and hfscale.estimate take."
-)
 _SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the messages for measuring links
 EXAMPLE = "hfscale calibrate --out mine.json && hfscale estimate MODEL --hardware mine.json"
 

@@ -1,4 +1,6 @@
-"""``hfscale completion``: print shell completion scripts."""
+"""Print a script that completes subcommands, flags, their choices and the names of recipes; files everywhere else.
+Nothing is imported while a line is completed.
+"""
 
 import argparse
 from collections.abc import Mapping
@@ -8,10 +10,6 @@ from ..recipes import LIBRARY
 from .look import show
 
 HELP = "print what a shell needs to complete hfscale's command lines"
-DESCRIPTION = (
-    "Print a script that completes subcommands, flags, their choices and the names of recipes; files everywhere else. "
-    "Nothing is imported while a line is completed."
-)
 EXAMPLE = """eval "$(hfscale completion bash)"            # in ~/.bashrc; zsh: in ~/.zshrc, behind compinit
 hfscale completion fish > ~/.config/fish/completions/hfscale.fish"""
 

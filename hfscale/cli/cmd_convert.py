@@ -1,4 +1,7 @@
-"""``hfscale convert``: write a Hugging Face directory from a training state."""
+"""Write the weights of a state that hfscale.save_state wrote, in whatever layout, as an ordinary Hugging Face
+directory; of a model with adapters, the adapter. One process, one tensor in memory at a time, no GPU. With
+--adapter-for, write a saved adapter of stacked experts as factors of each expert, which engines load.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,11 +10,6 @@ from ..errors import ConfigError
 from .look import add_output, check_directory, check_target, show
 
 HELP = "make a Hugging Face directory of a saved state"
-DESCRIPTION = (
-    "Write the weights of a state that hfscale.save_state wrote, in whatever layout, as an ordinary Hugging Face "
-    "directory; of a model with adapters, the adapter. One process, one tensor in memory at a time, no GPU. With "
-    "--adapter-for, write a saved adapter of stacked experts as factors of each expert, which engines load."
-)
 ENGINES = ("vllm", "sglang")
 EXAMPLE = "hfscale convert states/step-500 out"
 

@@ -1,24 +1,20 @@
-"""Check this machine and a recipe for problems (``hfscale doctor``)."""
+"""Check versions, devices, an 8-bit step, ranks that really talk, and an Accelerate config that would start one process
+silently; of a recipe, ranks, distinct batches, effective batch, problems of its plan, what trains, and the memory of a
+rank. Exits with 1 where there is a problem.
+"""
 
 import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .doctor_checks import Finding
 from .look import print_json
-
-if TYPE_CHECKING:
-    from .doctor_checks import Finding
 
 _WIDTH = 16  # of the column with names of findings
 
 HELP = "look for what a run would stumble over: versions, devices, launch config, a recipe"
-DESCRIPTION = (
-    "Check versions, devices, an 8-bit step, ranks that really talk, and an Accelerate config that would start one "
-    "process silently; of a recipe, ranks, distinct batches, effective batch, problems of its plan, what trains, and "
-    "the memory of a rank. Exits with 1 where there is a problem."
-)
 EXAMPLE = """hfscale doctor
 hfscale doctor my_recipe.yaml parallel.tp_size=4"""
 
@@ -55,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable["Finding"]]]:
+def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield sections of checks by name; each check runs as its findings are iterated over."""
     if not arguments.recipe_only:
         from .doctor_checks import this_machine as machine
@@ -69,6 +65,6 @@ def _sections(arguments: argparse.Namespace, recipe: Any) -> Iterator[tuple[str,
         yield f"recipe {recipe.name}", examine(recipe)
 
 
-def _line(each: "Finding") -> str:
+def _line(each: Finding) -> str:
     indent = " " * (_WIDTH + 11)
     return f"  {each.verdict:7}  {each.about:{_WIDTH}}  {each.text}".replace("\n", f"\n  {indent}").rstrip()

@@ -1,4 +1,7 @@
-"""``hfscale drill``: kill ranks of a recipe's run, and see whether it ends as if nothing had happened."""
+"""Run a recipe under torch's elastic agent, once undisturbed and once with ranks killed in steps, saves and loads, or
+stopped for a while. Prints seconds from each kill to the next step, steps lost and effective time. Exits with 1 if the
+end differs in a bit. Results go to runs/<name>-drill-plain and runs/<name>-drill, replaced.
+"""
 
 import argparse
 
@@ -6,11 +9,6 @@ from ..recipes import check_installed
 from .look import working
 
 HELP = "rehearse failures: kill and stop ranks of a recipe's run at random, and compare its end"
-DESCRIPTION = (
-    "Run a recipe under torch's elastic agent, once undisturbed and once with ranks killed in steps, saves and loads, "
-    "or stopped for a while. Prints seconds from each kill to the next step, steps lost and effective time. "
-    "Exits with 1 if the end differs in a bit. Results go to runs/<name>-drill-plain and runs/<name>-drill, replaced."
-)
 EXAMPLE = """hfscale drill demo_pretrain training.steps=60 training.save_every=5 --kills 20 --seed 1"""
 
 

@@ -1,4 +1,6 @@
-"""``hfscale estimate``: estimate seconds and bytes of a step under a layout."""
+"""Estimate what a training step of a model takes and holds under a layout: for every pipeline rank bytes by kind, for
+the step seconds by term, and whether it fits. Reads only the config: no weights, no processes, no GPU.
+"""
 
 import argparse
 
@@ -6,10 +8,6 @@ from . import model_flags as flags
 from .look import check_writable, show
 
 HELP = "estimate seconds and bytes of a training step under a layout"
-DESCRIPTION = (
-    "Estimate what a training step of a model takes and holds under a layout: for every pipeline rank bytes by kind, "
-    "for the step seconds by term, and whether it fits. Reads only the config: no weights, no processes, no GPU."
-)
 EXAMPLE = "hfscale estimate Qwen/Qwen3-8B --tp 2 --dp-shard 4 --hardware h100 --microbatches 8"
 
 

@@ -1,4 +1,6 @@
-"""``hfscale inspect``: describe a directory of training states or weights."""
+"""Say what a directory holds that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, versions;
+of several states, each. Exits with 1 where something is not whole. Needs no ranks and no GPU.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,10 +8,6 @@ from pathlib import Path
 from .look import show
 
 HELP = "say what a saved state or checkpoint holds, and whether it is whole"
-DESCRIPTION = (
-    "Say what a directory holds that hfscale.save_state or save_pretrained wrote: step, layout, tensors, bytes, "
-    "versions; of several states, each. Exits with 1 where something is not whole. Needs no ranks and no GPU."
-)
 EXAMPLE = "hfscale inspect states"
 
 

@@ -1,4 +1,6 @@
-"""``hfscale merge``: merge an adapter into its base checkpoint, file by file."""
+"""Write a checkpoint with a saved adapter merged into it. What no adapter changes is copied as it is stored. Then both
+are loaded, one after the other, and the largest difference of their logits is printed.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,10 +8,6 @@ from pathlib import Path
 from .look import add_output, check_directory, check_target, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
-DESCRIPTION = (
-    "Write a checkpoint with a saved adapter merged into it. What no adapter changes is copied as it is stored. Then "
-    "both are loaded, one after the other, and the largest difference of their logits is printed."
-)
 EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
 
 

@@ -1,4 +1,6 @@
-"""``hfscale plan``: print how a layout places every parameter."""
+"""Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done to its gradient;
+and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU.
+"""
 
 import argparse
 import json
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from . import model_flags as flags
-from .look import bar, print_json, show
+from .look import print_json, show, working
 
 if TYPE_CHECKING:
     from ..config.parallel import ParallelConfig
@@ -15,10 +17,6 @@ if TYPE_CHECKING:
     from ..cost.tools.dry_run import DryRun
 
 HELP = "show what becomes of every parameter under a layout, and whether it fits"
-DESCRIPTION = (
-    "Show, for every parameter of a model, how a layout cuts it, what each rank holds and what is done to its "
-    "gradient; and what a rank holds in training, by kind. Reads only the config: no weights, no processes, no GPU."
-)
 EXAMPLE = """hfscale plan Qwen/Qwen3-8B --tp 2 --dp-shard 4
 hfscale plan meta-llama/Llama-3.1-70B --tp 4 --lora --quantize nf4 --tokens 4096 --recompute
 hfscale plan meta-llama/Llama-3.1-405B --tp 8 --sequence-parallel --pp 16 --dp-shard 128 --tokens 8192 --dry-run"""
@@ -47,9 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    flags.check_place(arguments.model)
     tokens = arguments.tokens or _TOKENS
-    size = flags.gigabytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu")
+    size = flags.bytes_of(_GB if arguments.gpu is None else arguments.gpu, "--gpu", alone="GB") / 1e9
     if arguments.dry_run:  # before torch is imported: it warns of groups of ranks that are not there
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
@@ -89,8 +86,9 @@ def _dry_run(arguments: argparse.Namespace, config: Any, layout: "ParallelConfig
             f"--dry-run has no quantized weights and no optimizer: leave {', '.join(beside)} out, or use hfscale "
             "estimate"
         )
-    with flags.building(arguments, config), bar() as progress:
-        return dry_run(config, layout, sequence_length=tokens, progress=progress, **flags.plan_arguments(arguments))
+    working("planning")
+    with flags.building(arguments, config):
+        return dry_run(config, layout, sequence_length=tokens, progress=True, **flags.plan_arguments(arguments))
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:

@@ -1,4 +1,6 @@
-"""``hfscale schedule``: draw a pipeline schedule, and beside it the trace of a run."""
+"""Draw the timeline of a pipeline schedule: rows are ranks, the number in a box is the microbatch. Reads no model and
+starts no processes.
+"""
 
 import argparse
 from pathlib import Path
@@ -8,10 +10,6 @@ from ..errors import ConfigError
 from .look import check_writable
 
 HELP = "draw what a pipeline schedule does, and beside it how a run went"
-DESCRIPTION = (
-    "Draw the timeline of a pipeline schedule: rows are ranks, the number in a box is the microbatch. Reads no model "
-    "and starts no processes."
-)
 EXAMPLE = "hfscale schedule zbv --pp 4 --microbatches 8"
 
 

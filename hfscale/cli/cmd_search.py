@@ -1,4 +1,6 @@
-"""``hfscale search``: find the fastest layout for a number of GPUs."""
+"""Try every layout, schedule, microbatch and recomputation of a model on a number of GPUs by arithmetic, and show the
+fastest of each kind, what less memory costs, and why other kinds fail. Reads only the config.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -10,10 +12,6 @@ from . import model_flags as flags
 from .look import check_writable, print_json, working
 
 HELP = "find the fastest layout of a model on a number of GPUs, before renting them"
-DESCRIPTION = (
-    "Try every layout, schedule, microbatch and recomputation of a model on a number of GPUs by arithmetic, and show "
-    "the fastest of each kind, what less memory costs, and why other kinds fail. Reads only the config."
-)
 EXAMPLE = """hfscale search meta-llama/Llama-3.1-8B --gpus 64 --hardware h100 --tokens-per-step 4M
 hfscale search meta-llama/Llama-3.1-70B --gpus 8 --tokens-per-step 256K --lora --quantize nf4 --out recipe.yaml"""
 

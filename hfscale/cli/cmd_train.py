@@ -1,4 +1,7 @@
-"""``hfscale train``: run a recipe."""
+"""Run a recipe, a YAML file: `model:` pretrains from random weights, `base:` fine-tunes a checkpoint. Starts accelerate
+launch with as many processes as the recipe's layout needs on this machine; under a launcher it is one of its processes.
+Results go to runs/<name>.
+"""
 
 import argparse
 import math
@@ -9,11 +12,6 @@ from ..recipes import check_installed
 from .look import show
 
 HELP = "train what a recipe says: pretraining, fine-tuning, adapters, in any layout"
-DESCRIPTION = (
-    "Run a recipe, a YAML file: `model:` pretrains from random weights, `base:` fine-tunes a checkpoint. Starts "
-    "accelerate launch with as many processes as the recipe's layout needs on this machine; under a launcher it is one "
-    "of its processes. Results go to runs/<name>."
-)
 EXAMPLE = """hfscale train demo_pretrain
 hfscale train demo_lora training.steps=20 parallel.tp_size=1 parallel.dp_shard_size=2
 hfscale train my_recipe.yaml --print-launch

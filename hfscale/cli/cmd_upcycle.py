@@ -1,4 +1,7 @@
-"""``hfscale upcycle``: turn a dense checkpoint into a mixture of experts."""
+"""Write a mixture of experts whose experts start as copies of a dense model's MLPs: llama and mistral become mixtral,
+qwen2 qwen2_moe, qwen3 qwen3_moe, olmo2 flex_olmo, granite granitemoe. One process, a few tensors in memory at a time,
+no GPU.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,11 +9,6 @@ from pathlib import Path
 from .look import add_output, check_target, show
 
 HELP = "turn a dense checkpoint into a mixture of experts that computes the same"
-DESCRIPTION = (
-    "Write a mixture of experts whose experts start as copies of a dense model's MLPs: llama and mistral become "
-    "mixtral, qwen2 qwen2_moe, qwen3 qwen3_moe, olmo2 flex_olmo, granite granitemoe. One process, a few tensors in "
-    "memory at a time, no GPU."
-)
 EXAMPLE = "hfscale upcycle path/to/dense out --num-experts 8 --top-k 2"
 
 

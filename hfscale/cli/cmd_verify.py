@@ -1,4 +1,7 @@
-"""``hfscale verify``: compare a layout with one process on a tiny clone of the model."""
+"""Train a tiny clone of a model (same classes, few layers, small widths) in a layout on CPU processes and in one
+process with stock transformers, and compare loss, gradients, norm, weights and checkpoint. Exits with 1 on any
+difference. Needs no weights and no GPU.
+"""
 
 import argparse
 from dataclasses import asdict
@@ -8,11 +11,6 @@ from . import model_flags as flags
 from .look import show, working
 
 HELP = "prove a layout on this machine: a tiny clone of the model against one process"
-DESCRIPTION = (
-    "Train a tiny clone of a model (same classes, few layers, small widths) in a layout on CPU processes and in one "
-    "process with stock transformers, and compare loss, gradients, norm, weights and checkpoint. Exits with 1 on any "
-    "difference. Needs no weights and no GPU."
-)
 EXAMPLE = "hfscale verify Qwen/Qwen3-8B --tp 2 --pp 2 --schedule zbv"
 
 
@@ -23,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags.check_place(arguments.model)
     import transformers
 
     from ..config.parallel import AXES

@@ -3,17 +3,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+_STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
 def print_json(document: Any) -> None:
@@ -47,24 +42,6 @@ def working(what: str) -> None:
     """Print what is being done, if standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal in the with block, which gets a function of an item's name, number, total."""
-    from tqdm import tqdm
-
-    with tqdm(total=1, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}| {elapsed}") as shown:
-
-        def progress(what: str, number: int, of: int) -> None:
-            shown.set_description(what, refresh=False)
-            shown.total, shown.n = of, number
-            shown.refresh()
-
-        yield progress
-
-
-_STAGING = ".incomplete"  # left by a killed command, and removed by the next one
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

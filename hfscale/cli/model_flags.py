@@ -5,8 +5,9 @@ import difflib
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from .._compat.standard_library import Adds
 from ..config.declared import declared
 from ..config.layout import LayoutFields
 from ..config.memory import byte_count
@@ -31,9 +32,11 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def bytes_of(text: str, flag: str) -> int:
-    """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000."""
-    found = byte_count(text)
+def bytes_of(text: str, flag: str, alone: str = "") -> int:
+    """Parse a size, in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000; a number
+    is one of units ``alone``.
+    """
+    found = byte_count(f"{text}{alone}" if text.strip()[-1:].isdigit() else text)
     if not found:
         raise ConfigError(
             f"{flag} {text} is no size: write a positive number and KiB, MiB or GiB (2^10, 2^20, 2^30), or KB, MB "
@@ -52,12 +55,6 @@ def tokens_of(text: str, flag: str) -> int:
             "(2^10, 2^20, 2^30), as 4194304 or 4M"
         )
     return int(count)
-
-
-def gigabytes_of(text: str, flag: str) -> float:
-    """Parse a size in units of 10^9 bytes: ``"80"`` and ``"80GB"`` -> 80, ``"80GiB"`` -> 85.899."""
-    alone = text.strip()
-    return bytes_of(f"{alone}GB" if alone[-1:].isdigit() else alone, flag) / 1e9
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +92,6 @@ def auto_class_of(name: str) -> Any:
 
 def load_config(model: str, trusted: bool = False) -> Any:
     """Return the config of MODEL."""
-    check_place(model)
     from ..api import arguments
 
     config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
@@ -111,14 +107,6 @@ def check_place(model: str) -> None:
         raise ConfigError(f"{model} does not exist: give a model directory, a config.json or a Hub id (owner/name)")
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{model} has no config.json: give the directory of a Hugging Face model")
-
-
-class Adds(Protocol):
-    """A parser, or an argument group of one."""
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add one argument."""
-        ...
 
 
 def add_lora(parser: Adds, what: str) -> None:

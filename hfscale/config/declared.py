@@ -7,7 +7,9 @@ from functools import cache
 from inspect import getdoc
 from typing import Any, get_args
 
-from ..errors import refuse_misspelt
+from ..errors import ConfigError, meant
+
+_UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
 
 
 def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "", needs: str = "") -> Any:
@@ -18,17 +20,17 @@ def setting(default: Any = None, *, choices: Sequence[str] = (), flag: str = "",
     return field(default=None, metadata={"default": default, "choices": choices, "flag": flag, "needs": needs})
 
 
-_UNUSED = ("_handler", "_backend", "sp_size")  # fields of Accelerate's that are suggested to nobody
-
-
 class Spelled:
     """Refuse misspelt fields of a config by name, before the generated ``__init__`` would."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse misspelt field names."""
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-        unknown, useful = [name for name in kwargs if name not in names], [n for n in names if not n.endswith(_UNUSED)]
-        refuse_misspelt(cls.__name__, unknown, useful)
+        useful = [name for name in names if not name.endswith(_UNUSED)]
+        if unknown := [name for name in kwargs if name not in names]:
+            close = meant(unknown[0], useful)
+            hint = f"; did you mean {close!r}?" if close else "."
+            raise ConfigError(f"{cls.__name__} has no field {unknown[0]!r}{hint} Its fields are {', '.join(useful)}")
         return super().__new__(cls)
 
 

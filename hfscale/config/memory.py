@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import ConfigError, check_count, check_names, check_switch, did_you_mean
 from .declared import Spelled
@@ -12,6 +11,10 @@ RECOMPUTE = ("none", "full", "selective", "elementwise")  # named ways to recomp
 
 _WORTH_A_COPY, _WORTH_A_CODE = 1 << 20, 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_HOW = (
+    f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
+    "like '8GiB'"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class MemoryConfig(Spelled):
             size = getattr(self, name)
             if not isinstance(size, bool) and (not isinstance(size, str) or not byte_count(size)):
                 raise ConfigError(f"{name}={size!r} is invalid: use True, False, or a size like '1MiB'")
-        given, kept = self.recompute, _names("recompute_keep", self.recompute_keep, '["aten.mm"]', True)
+        check_names("recompute_keep", self.recompute_keep, '["aten.mm"]')
+        given, kept = self.recompute, tuple(self.recompute_keep)
         object.__setattr__(self, "recompute_keep", kept)
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
@@ -107,7 +111,11 @@ class MemoryConfig(Spelled):
         elif isinstance(given, int) and not isinstance(given, bool):
             check_count("recompute", given)
         elif isinstance(given, Sequence):
-            object.__setattr__(self, "recompute", _names("recompute", given, '["mlp", "input_layernorm"]'))
+            like = '["mlp", "input_layernorm"]'
+            check_names("recompute", given, like)
+            if not given:
+                raise ConfigError(f"recompute must have at least one name, got []: pass names, as {like}, or 'none'")
+            object.__setattr__(self, "recompute", tuple(given))
         else:
             raise ConfigError(f"recompute={given!r} is unknown: {_HOW}")
 
@@ -127,12 +135,6 @@ class MemoryConfig(Spelled):
         return byte_count(self.recompute) or None if isinstance(self.recompute, str) else None
 
 
-_HOW = (
-    f"use one of {', '.join(RECOMPUTE)}, a number n for every n-th layer, names of modules like ['mlp'], or a budget "
-    "like '8GiB'"
-)
-
-
 def _least(given: bool | str, default: int) -> int | None:
     return byte_count(given) if isinstance(given, str) else default if given else None
 
@@ -143,10 +145,3 @@ def byte_count(text: str) -> int | None:
     if found is None or found[2] not in _UNITS:
         return None
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _names(field: str, given: Any, like: str, may_be_empty: bool = False) -> tuple[str, ...]:
-    check_names(field, given, like)
-    if not given and not may_be_empty:
-        raise ConfigError(f"{field} must have at least one name, got []: pass names, as {like}, or 'none'")
-    return tuple(given)

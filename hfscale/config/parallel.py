@@ -22,13 +22,13 @@ _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
 class _Size:
-    """The number of ranks that a layout asks for on the axis of this name."""
+    """The number of ranks on the mesh axis of this name: :meth:`ParallelConfig.size`."""
 
     def __set_name__(self, owner: type, axis: str) -> None:
         self._axis = axis
 
     def __get__(self, layout: "ParallelConfig", owner: type) -> int:
-        return layout.asked(self._axis)
+        return layout.size(self._axis)
 
 
 @dataclass
@@ -41,6 +41,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
     ep = _Size()  # ranks over which experts are spread
     expert_tp = _Size()  # ranks over which each expert is cut
     dp_replicate = _Size()  # replicas of the sharded model
+    dp_shard = _Size()  # ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks
 
     # Replaces accelerate's checks on purpose: they refuse layouts that hfscale runs (replicated data x tensor).
     def __post_init__(self) -> None:
@@ -152,11 +153,6 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         if axis == "edp_replicate":
             return self.dp_replicate // max(1, self.expert_batches // self.dp_shard)
         return self.asked(axis)
-
-    @property
-    def dp_shard(self) -> int:
-        """The number of ranks over which weights are sharded: those of ``dp_shard_size`` times the context ranks."""
-        return self.size("dp_shard")
 
     def asked(self, axis: str) -> int:
         """Return the field ``{axis}_size``; the product of these, without ``ep``, is the number of processes."""

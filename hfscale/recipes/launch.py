@@ -14,6 +14,9 @@ import hfscale
 from .schema import Recipe, RecipeError
 from .templates import environment
 
+KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}  # kind of cluster -> template of its job file
+_PORT = 29500
+
 
 def is_launched() -> bool:
     """Return whether a launcher (``accelerate launch``, ``torchrun``) has started this process as one rank."""
@@ -73,10 +76,6 @@ def prepare_launch(processes: int) -> None:
             "several machines: --print-launch prints the line, to which Accelerate's --num_machines, --machine_rank, "
             "--main_process_ip and --main_process_port are to be added"
         )
-
-
-KINDS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}  # kind of cluster -> template of its job file
-_PORT = 29500
 
 
 def job_file(kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]) -> str:

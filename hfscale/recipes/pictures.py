@@ -18,6 +18,8 @@ from .rows import IGNORED, Rows
 from .schema import DataRecipe, RecipeError
 
 Columns = dict[str, list[Any]]
+_NEW_TOKENS = 24  # of an answer
+_PROMPT = 32  # tokens of a text that has labels from its beginning
 
 
 def encode_pictures(data: DataRecipe, processor: Any, documents: Sequence[Document], use: str) -> Columns:
@@ -142,10 +144,6 @@ class PictureRows(Rows):
             )
         labels[max(counted, 0) :] = IGNORED
         return {**batch, "labels": labels.to(torch.long)}
-
-
-_NEW_TOKENS = 24
-_PROMPT = 32  # tokens of a text that has labels from its beginning
 
 
 class Sample(NamedTuple):

@@ -16,6 +16,7 @@ IGNORED = -100  # the label that counts in no loss
 
 _PADDING = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "position_ids": 0}
 """The columns that a model gets, and what fills them up behind a row's end."""
+Columns = dict[str, list[np.ndarray]]
 
 
 class Rows:
@@ -127,9 +128,6 @@ def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     """Split a step into microbatches of ``size`` rows, all of one length, since a pipeline may cut the step anew."""
     rows = len(batch["input_ids"])
     return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, rows, size)]
-
-
-Columns = dict[str, list[np.ndarray]]
 
 
 class Example(NamedTuple):

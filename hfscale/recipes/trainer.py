@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
@@ -23,6 +22,7 @@ from ..train.preemption import stop_listening
 from ..train.runtime import runtime_of
 from .batch_sizes import by_cost, dealt, evaluation_steps, microbatches_of_step, order_of
 from .main_process import gathered, is_main, peak_memory
+from .pictures import PictureRows
 from .rows import ClassRows, PairRows, Rows
 from .run_log import MemoryUntilWritten, Profile, RunLog, resumes_of
 from .schema import FinetuneRecipe, Recipe
@@ -72,9 +72,10 @@ class RecipeTrainer(hfscale.Trainer):
         if training.gradient_checkpointing:
             # transformers 5.23 gives it a new name and warns at the old one.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        arguments = arguments_of(recipe, model, self._microbatches, self._size)
         super().__init__(
             model,
-            TrainingArguments(**arguments_of(recipe, model, self._microbatches, self._size)),
+            TrainingArguments(**arguments, train_sampling_strategy="sequential"),  # rows come in the recipe's order
             train_dataset=dealt(self._order, batch_world, self._microbatches, self._size),
             eval_dataset=validation,
             data_collator=lambda numbers: rows.step(numbers, len(numbers))[0],
@@ -99,10 +100,6 @@ class RecipeTrainer(hfscale.Trainer):
             self._memory_before,
             found.get("validation_accuracy"),
         )
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return a sequential sampler: the rows are in the recipe's order already."""
-        return SequentialSampler(range(self._order.numel()))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collect microbatches until the last of a step, then run the step."""
@@ -282,8 +279,6 @@ class Watch(TrainerCallback):
 def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
     """Return the rows of a recipe's data, as the model takes them; ``tokenizer``: of the model, or its processor."""
     if recipe.data.images_column is not None:
-        from .pictures import PictureRows  # needs pillow
-
         return PictureRows(data, tokenizer)
     kind = {"pairs": PairRows, "classes": ClassRows}.get(recipe.data.format)
     return Rows(data) if kind is None else kind(data, model.config.pad_token_id)

@@ -29,9 +29,8 @@ from ..config.memory import MemoryConfig
 from ..config.parallel import ParallelConfig
 from ..models.fields import text_config
 from ..models.precision import keep_float64
-from ..train.runtime import runtime_of
+from ..train.runtime import local_tensor, runtime_of
 from ..train.runtime.parameter_names import stock_name
-from ..train.runtime.shards import local_tensor
 from .differences import difference, gradient_difference
 from .pool import RankPool
 

@@ -20,6 +20,18 @@ from .parity import Batch, Case
 from .picture_configs import GRID, IMAGE_TOKEN, LABELS_ONLY, LOWEST, PATCH, PLACEHOLDERS, SIDE
 from .plain import PlainCase
 
+_ROWS: dict[str, int] = {}
+Picture = dict[str, Tensor]
+_Noise = Callable[..., Tensor]
+_PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
+"""Inputs that distinguish placeholders from text."""
+_WAYS = (
+    *("image_grid_thw", "image_grid_hw", "spatial_shapes", "target_sizes", "qformer_input_ids", "image_position_ids"),
+    *("aspect_ratio_ids", "image_token_pooling", "flattened_patches", "high_res_pixel_values", "state"),
+    *("tile_fine_mask", "pixel_attention_mask", "image_attention_mask", "image_grid_pinpoints", "image_patches"),
+)
+"""The first of these that is an input of the class, or a field of its config, says how it takes pictures."""
+
 
 @dataclass
 class PictureCase(Case):
@@ -71,9 +83,15 @@ class PictureCase(Case):
 
     def _typed(self, batch: Batch) -> Batch:
         """Return a batch with the additional inputs of the class, and without inputs that it does not take."""
-        batch = {**batch, **beside_text(self._arguments, batch["input_ids"], self._token)}
+        given, ids = self._arguments, batch["input_ids"]
+        found = {**batch, **{name: (ids == self._token).long() for name in _PLACED if name in given}}
+        if "image_attention_mask" in given:  # [samples, tokens, pictures]
+            found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
+        if "bbox" in given:  # the place of a token on its page
+            corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
+            found["bbox"] = torch.stack([corner, corner, corner + 0.3, corner + 0.4], dim=-1).expand(len(ids), -1, -1)
         left_out = LABELS_ONLY.get(self.config.model_type, ())
-        return {name: value for name, value in batch.items() if name in self._arguments and name not in left_out}
+        return {name: value for name, value in found.items() if name in given and name not in left_out}
 
     @property
     def _arguments(self) -> Any:
@@ -94,9 +112,6 @@ class PictureCase(Case):
 @dataclass
 class PlainPictureCase(PictureCase, PlainCase):
     """Define a case with pictures and a loss computed by the class, trained by a plain loop."""
-
-
-_ROWS: dict[str, int] = {}
 
 
 def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
@@ -125,12 +140,6 @@ def _features_in(output: Any) -> Any:
     if getattr(output, "deepstack_features", None) is not None:  # (layer, what is added there)
         return output.deepstack_features[0][1]
     return output.last_hidden_state
-
-
-Picture = dict[str, Tensor]
-_Noise = Callable[..., Tensor]
-_PLACED = ("token_type_ids", "mm_token_type_ids", "image_embeds_position_mask")
-"""Inputs that distinguish placeholders from text."""
 
 
 def make_picture(config: Any, given: Any, generator: torch.Generator) -> Picture:
@@ -168,17 +177,6 @@ def vision_part(config: Any) -> Any:
         if inside is not None:
             return vision_part(inside) if name in ("vlm_config", "encoder") else inside
     return config
-
-
-def beside_text(given: Any, ids: Tensor, token: int) -> Picture:
-    """Return the inputs beside a text: positions of its placeholders, and its attention to pictures."""
-    found = {name: (ids == token).long() for name in _PLACED if name in given}
-    if "image_attention_mask" in given:  # [samples, tokens, pictures]
-        found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-    if "bbox" in given:  # the place of a token on its page
-        corner = torch.arange(ids.shape[1], dtype=torch.float64) / (2 * ids.shape[1])
-        found["bbox"] = torch.stack([corner, corner, corner + 0.3, corner + 0.4], dim=-1).expand(len(ids), -1, -1)
-    return found
 
 
 def _patches(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -> Picture | None:
@@ -248,11 +246,3 @@ def _squares(way: str, config: Any, vision: Any, channels: int, noise: _Noise) -
     side = getattr(getattr(vision, "sam_config", vision), "image_size", SIDE)
     side = side if isinstance(side, int) else side[0]
     return {"pixel_values": noise(1, channels, side, side), **sizes}
-
-
-_WAYS = (
-    *("image_grid_thw", "image_grid_hw", "spatial_shapes", "target_sizes", "qformer_input_ids", "image_position_ids"),
-    *("aspect_ratio_ids", "image_token_pooling", "flattened_patches", "high_res_pixel_values", "state"),
-    *("tile_fine_mask", "pixel_attention_mask", "image_attention_mask", "image_grid_pinpoints", "image_patches"),
-)
-"""The first of these that is an input of the class, or a field of its config, says how it takes pictures."""

@@ -13,12 +13,14 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .. import from_config, plan
+from .._compat.transformers.experts import use_eager_experts
 from ..checkpoint.stored_forms.scheme import split_stored_form
 from ..config.parallel import AXES, ParallelConfig
 from ..config.schedules import ASYNCHRONOUS, SCHEDULES
 from ..errors import ConfigError, HFScaleError
 from ..models.clone import EXPERTS, layers_of_every_kind, tiny_clone
 from ..models.module_kinds import EXPERT_FIELDS
+from ..models.precision import keep_float64
 from ..parallel.pipeline.csv_table import read_csv
 from ..plan import Plan
 from ..plan.feature_plans import OwnLossPlan
@@ -41,6 +43,10 @@ _MAKERS: dict[str, plain.Maker] = {
 _CLASSES = ("AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 _PICTURES = "AutoModelForImageTextToText"
 _SMALL_INPUTS = {"image_size": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
+TOLERANCE = 1e-10
+MAX_RANKS = 8
+MAX_MICROBATCHES = 32
+MAX_LAYERS = 8
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
@@ -102,9 +108,6 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
 
 def check_stock(case: Case) -> None:
     """Run one forward and backward pass of the stock clone; refuse one that transformers itself cannot train."""
-    from .._compat.transformers.experts import use_eager_experts
-    from ..models.precision import keep_float64
-
     try:
         model = in_float64(case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs))
         use_eager_experts(model)
@@ -117,12 +120,6 @@ def check_stock(case: Case) -> None:
             f"{transformers.__version__} as {case.auto_class.__name__} ({type(error).__name__}: {first}), so there is "
             "nothing to compare with: try another --auto-class"
         ) from error
-
-
-TOLERANCE = 1e-10
-MAX_RANKS = 8
-MAX_MICROBATCHES = 32
-MAX_LAYERS = 8
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:

@@ -27,6 +27,7 @@ from .scheme import StoredForm, form_in
 _ENTRIES = 1 << 20  # quantized at a time, if blocks are no larger
 _FLOAT8 = 448.0
 _E2M1 = 6.0
+_OWN = {"values", "scales", "zeros"}  # parts of a weight that each block has for itself
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,6 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
                 box = parts[name].box(spans)
                 made[name][tuple(slice(*edges) for edges in box)] = words.view([stop - start for start, stop in box])
     return made
-
-
-_OWN = {"values", "scales", "zeros"}
 
 
 def _encode_rows(weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ from ...parallel.pipeline.timeline import KINDS, Kind, Order, Span, Timeline
 from ..look import print_json
 from .schedule_plot import LOOKS, draw, forward_length, has_later_stages, shown_kinds, title
 
+_WIDEST_FORWARD = 4  # columns
+
 
 def run_schedule(arguments: argparse.Namespace) -> None:
     """Carry out one ``hfscale schedule``."""
@@ -143,9 +145,6 @@ def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
         run = 1 + max(span.action.microbatch for _, span in measured.spans() if span.action.kind == "forward")
         return max(1, run // microbatches)
     return 3 if schedule == "pipedream_2bw" else 1
-
-
-_WIDEST_FORWARD = 4  # columns
 
 
 def render(timelines: Sequence[tuple[str, Timeline]], width: int = 100, colour: bool = False) -> str:

@@ -37,9 +37,8 @@ from collections import Counter
 from math import prod
 
 from ..._compat.peft import LORA_A
-from ...plan import Plan
+from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import ContextPlan, heads_with_scores
-from ...plan.parameter import ParameterPlan
 from .llama_bytes import ATTENTION, MLP, Llama, method_of, replicas, score_bytes
 from .situation import LayerBytes, Situation, Types, own_parameters
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..._compat.peft import LORA_A
-from ...plan import Plan
+from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import FEW, ContextPlan, RecomputePlan, heads_with_scores, recomputed
-from ...plan.parameter import ParameterPlan
 from ...plan.sequence_split import choose
 from .situation import Situation, Types
 

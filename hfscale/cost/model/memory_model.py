@@ -30,11 +30,10 @@ from math import ceil, prod
 from typing import Any
 
 from ...config.schedules import ASYNCHRONOUS
-from ...plan import Plan
+from ...plan import ParameterPlan, Plan
 from ...plan.columns import aligned
 from ...plan.cut import Cut, cut_shape
 from ...plan.feature_plans import gathered_in_8_bits, offloaded, recomputed, weights_in_8_bits
-from ...plan.parameter import ParameterPlan
 from ...plan.quantized import BLOCK, OUTER_BLOCK, packed_scale_bytes
 from ...plan.table import human
 from .activation_bytes import Activations, activation_bytes, around_layers, has_head, is_matrix, trained_names

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...plan import Plan
-from ...plan.parameter import ParameterPlan
+from ...plan import ParameterPlan, Plan
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]
 """Names in a layer and shapes of its parameters: layers with the same ones keep as much."""

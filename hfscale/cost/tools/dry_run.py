@@ -7,10 +7,11 @@ what it keeps for its backward passes, is counted.
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from ...api.build import plan as make_plan
@@ -28,7 +29,6 @@ from .simulated_rank import SimulatedTraffic, meta_model, run_spec, take_step
 # Of what is counted, the name in an estimate: experts have data axes of their own.
 _NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
 _BESIDE = ("host", "pp", "ties", "others")  # numbers of the step, and what estimates leave out
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -104,22 +104,19 @@ def dry_run(
     batch_size: int = 1,  # sequences of a microbatch
     num_microbatches: int | None = None,  # of a batch rank in a step; the layout's, or one per stage
     mixed_precision: str = "no",
-    progress: Progress | None = None,  # told what is under way, its number, and of how many
+    progress: bool = False,  # whether a terminal shows a bar
     **given: Any,  # arguments of hfscale.plan
 ) -> DryRun:
     """Let one rank of every kind of stage take a step on the meta device."""
     check_count("sequence_length", sequence_length)
     check_count("batch_size", batch_size)
-    (say := progress or (lambda what, number, of: None))("planning", 0, 1)
     plan = make_plan(config, parallel, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
     shape, job, held = costs(plan, spec, sequence_length, batch_size, num_microbatches, mixed_precision)
     runs, places, world = list[StageRun](), places_of(plan), plan.layout.total_size
-    kinds = _kinds(plan, places)
-    for number, like in enumerate(kinds):
-        rank = like[0]
-        say(f"stage {rank}", number + 1, len(kinds) + 1)
-        saved = SavedBytes()
+    hidden = None if progress else True
+    for like in tqdm(_kinds(plan, places), "stages", disable=hidden, bar_format="{l_bar}{bar}| {elapsed}"):
+        rank, saved = like[0], SavedBytes()
         with meta_model(spec, plan.layout, rank * (world // plan.layout.pp)) as (model, copies):
             counter = SavedCounter(model, plan.layers, plan.head, saved.add, copies)
             sent = take_step(model, job, shape, counter, mixed_precision)

@@ -91,7 +91,7 @@ def search(
     """Estimate all layouts of a model on ``gpus`` GPUs, and return the best; offload only where nothing else fits."""
     machine = find_machine(hardware)
     budget = machine.budget if max_memory is None else max_memory
-    trial = _Trial(summary, machine, constants or fitted(), budget, only or {})
+    trial = _Trial(FastCost(summary, machine, constants or fitted()), budget, only or {})
     sequence = summary.job.sequence
     trial.check(gpus, tokens_per_step)
     sequences = tokens_per_step // sequence
@@ -114,11 +114,11 @@ def search(
         if not frontier or each.likely < 0.95 * frontier[-1].likely:
             frontier.append(each)
     return Search(
-        machine=trial.machine,
+        machine=machine,
         gpus=gpus,
         sequences=sequences,
         sequence=sequence,
-        budget=trial.budget,
+        budget=budget,
         tried=len(every),
         best=tuple(sorted(best.values(), key=lambda each: each.seconds)),
         frontier=tuple(frontier),
@@ -130,21 +130,18 @@ def search(
 class _Trial:
     """Judge candidates of one model on one machine by a memory budget."""
 
-    summary: ModelSummary
-    machine: Machine
-    constants: Constants
+    cost: FastCost
     budget: float
     only: Mapping[str, Any]  # levers that are given
 
     def __post_init__(self) -> None:
-        self._cost = FastCost(self.summary, self.machine, self.constants)
         self.asked = "".join(f", {name}={value}" for name, value in self.only.items())
         if (again := self.only.get("recompute", WAYS[0])) not in WAYS:
             raise ConfigError(f"search tries recompute={', '.join(WAYS)}, got {again!r}: use hfscale estimate for it")
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
         """Refuse impossible sizes, and memory budgets beyond the machine's."""
-        machine, sequence = self.machine, self.summary.job.sequence
+        machine, sequence = self.cost.machine, self.cost.summary.job.sequence
         check_count("gpus", gpus)
         if tokens_per_step < sequence:
             raise ConfigError(f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use more")
@@ -156,17 +153,17 @@ class _Trial:
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
         """Estimate every candidate; with ``on_host`` those that offload to the host instead."""
-        found = candidates(self.summary, self.machine, gpus, sequences)
+        found = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
         if on_host or self.only.get("offload"):
             found = offloading(found, [self.only["offload"]] if "offload" in self.only else OFFLOADS)
-        return [self._cost.estimate(each) for each in found if self.only.items() <= each.levers.items()]
+        return [self.cost.estimate(each) for each in found if self.only.items() <= each.levers.items()]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:
         """Return the candidates that fit, the fastest first."""
         return sorted((each for each in found if self._verdict(each) == FITS), key=lambda each: each.seconds)
 
     def _verdict(self, found: CandidateCost) -> str:
-        return self.machine.verdict(found.needed, found.likely, self.budget)
+        return self.cost.machine.verdict(found.needed, found.likely, self.budget)
 
     def why(self, every: Iterable[CandidateCost]) -> dict[str, str]:
         """Return, per kind of layout, why it does not fit: the bytes of its smallest candidate."""
@@ -182,7 +179,7 @@ class _Trial:
 
     def nothing_fits(self, every: Sequence[CandidateCost], gpus: int, sequences: int) -> str:
         """Return a message with the candidate closest to fitting, and what would fit: a larger budget, more GPUs."""
-        machine, budget = self.machine, self.budget
+        machine, budget = self.cost.machine, self.budget
         least = min(every, key=lambda each: each.likely)
         nearest = [f"a budget of {human(round(least.likely))}"] if least.likely <= machine.budget else []
         count = gpus
@@ -198,7 +195,7 @@ class _Trial:
             f"--hardware {m.name}" for m in others if m.memory > machine.memory and least.likely <= share * m.memory
         ]
         lighter = "LoRA (--lora), over a 4-bit base (--quantize nf4), or an 8-bit optimizer"
-        lighter = lighter if self.summary.job.trained > 0.5 else "shorter sequences (--sequence-length)"
+        lighter = lighter if self.cost.summary.job.trained > 0.5 else "shorter sequences (--sequence-length)"
         return (
             f"nothing fits: of {len(every):,} layouts of {gpus} x {machine.label} the one with least memory is likely "
             f"to hold {human(round(least.likely))}, of {human(round(budget))} ({least.candidate.describe()}), mostly "

@@ -33,8 +33,7 @@ from ...distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 from ...features.adapters.storage import read_config
 from ...parallel.pipeline.placeholders import drop_other_stages
 from ...parallel.pipeline.run import Pipeline
-from ...parallel.tensor import RandomStreams
-from ...parallel.tensor.part import cut_parameters
+from ...parallel.tensor import RandomStreams, cut_parameters
 from ...plan import Plan
 from ...train import train_step
 from ...train.runtime import Runtime, runtime_of

@@ -29,8 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..._compat.accelerate import stock_optimizer
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
-from ...checkpoint import load_state, save_pretrained, save_state
-from ...checkpoint.in_memory import StatesInMemory
+from ...checkpoint import StatesInMemory, load_state, save_pretrained, save_state
 from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems

@@ -28,6 +28,8 @@ from ...train.runtime.writing import is_writer
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 _LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
+_Kinds = dict[str, dict[str, torch.dtype | None]]
+"""By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
 
 
 def write(runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
@@ -126,10 +128,6 @@ def _numbers(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[st
     mine = [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     fits = len(mine) == 2 and all(set(own) <= set(group) for own, group in zip(mine, groups, strict=True))
     return groups if all(runtime.mesh.all_gather_object(fits)) else None
-
-
-_Kinds = dict[str, dict[str, torch.dtype | None]]
-"""By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
 
 
 def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:

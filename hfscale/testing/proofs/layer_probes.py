@@ -16,6 +16,8 @@ from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_child
 from ...plan.stages import Loan
 from .probe import Probe, Reached, end_texts, names_no_size, probed, skipped_experts, tiny_model, without_cache
 
+_TOKENS = 5  # of the text on which a loan is proved
+
 
 def prove_entry(model: Any, firsts: dict[str, str], embedding: str | None) -> tuple[dict[str, Any], bool]:
     """Trace the model up to its first layers; ``firsts`` maps the first layer of each list to the module that runs the
@@ -265,9 +267,6 @@ class _ReachProbe(Probe):
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
         self.used |= self._parameters.intersection(map(id, given))
-
-
-_TOKENS = 5
 
 
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:

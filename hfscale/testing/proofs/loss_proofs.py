@@ -30,6 +30,12 @@ from .probe import Probe, apart, names_no_size, perturb, probed, skipped_experts
 _ROWS, _TOKENS = (3, 2), 6
 _IGNORED, _LARGEST_ID = -100, 60
 _TOLERANCE = 1e-9
+_COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
+
+
+_LENGTHS = (1, 6, 1, 4)  # of documents in one row
+_NOWHERE = 64  # a length that nothing reaches
+_APART = 1e-4  # relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more
 
 
 def prove_loss(model: Any) -> tuple[str | None, bool]:
@@ -155,14 +161,6 @@ def _is_mean(count: Any, losses: list[float], first: dict[str, Tensor], second: 
     one, other = (int(count(batch["labels"])) for batch in (first, second))
     weighted = (losses[0] * one + losses[1] * other) / (one + other)
     return abs(weighted - losses[2]) <= _TOLERANCE * abs(losses[2])
-
-
-_COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
-
-
-_LENGTHS = (1, 6, 1, 4)
-_NOWHERE = 64  # a length that nothing reaches
-_APART = 1e-4  # relative, in float32. What passes from one document to the next changes these logits by 1e-2 and more
 
 
 def prove_documents(

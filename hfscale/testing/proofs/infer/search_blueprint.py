@@ -22,6 +22,7 @@ from .lockstep import prove
 from .subject import Subject, Unproved, aside, brief, make_subject
 
 _MOST_TRIALS = 120  # hypotheses per candidate
+_RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def prove_blueprint(model: Any) -> tuple[dict[str, Any], bool]:
@@ -69,32 +70,31 @@ class _Search:
     def prove(self, blocks: dict[str, Block], tp_size: int = 2) -> Proof:
         return prove(self.subject, Blueprint(self.layers, blocks), tp_size)
 
-    def holds(self, path: str, block: Block, tp_size: int = 2) -> bool:
+    def objection(self, blocks: dict[str, Block], tp_size: int = 2) -> str:
+        """Return why these blocks cannot be proved; empty if they are."""
         try:
-            self.prove({path: block}, tp_size)
-        except Unproved:
-            return False
-        return True
+            self.prove(blocks, tp_size)
+        except Unproved as unproved:
+            return str(unproved)
+        return ""
 
     def find(self, candidate: CandidateBlock) -> Block | None:
         """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` without one."""
         guesses, path = Guesses(self.subject, self.traced, candidate), candidate.path
-        reason = ""
+        first = ""
         for found in islice(guesses.insides(), _MOST_TRIALS):
-            try:
-                self.prove({path: found})
+            if not (objection := self.objection({path: found})):
                 break
-            except Unproved as unproved:
-                reason = reason or str(unproved)
+            first = first or objection
         else:
-            self.refused.append(f"{candidate}: none of the hypotheses tried holds; the first: {reason}")
+            self.refused.append(f"{candidate}: none of the hypotheses tried holds; the first: {first}")
             return None
-        found = next((block for block in guesses.edges(found) if self.holds(path, block)), found)
+        found = next((block for block in guesses.edges(found) if not self.objection({path: block})), found)
         few_keys = candidate.attends and guesses.key_heads < guesses.heads
-        if few_keys and not self.holds(path, found, 2 * guesses.key_heads):
+        if few_keys and self.objection({path: found}, 2 * guesses.key_heads):
             # Several ranks cannot hold the same key/value head here: more ranks than such heads will be refused.
             alone = replace(found, key_value={})
-            found = alone if self.holds(path, alone) else found
+            found = found if self.objection({path: alone}) else alone
         return found
 
 
@@ -127,10 +127,8 @@ def _together(search: _Search, found: Iterable[tuple[CandidateBlock, Block]]) ->
     for candidate, block in found:
         path = candidate.path
         union = _union(blocks[path], block) if path in blocks else block
-        try:
-            search.prove({**blocks, path: union})
-        except Unproved as unproved:
-            search.refused.append(f"{candidate}: beside the others, {unproved}")
+        if objection := search.objection({**blocks, path: union}):
+            search.refused.append(f"{candidate}: beside the others, {objection}")
             continue
         blocks[path] = union
         if candidate.attends:
@@ -165,18 +163,11 @@ def _that_hold_with_odd_widths(search: _Search, model: Any, blocks: dict[str, Bl
         other = _Search(make_subject(model, **odd), search.traced, search.layers)
     except Unproved:  # some sizes are tied to others
         return blocks
-    kept = {}
-    try:
-        other.prove(blocks)
+    if not other.objection(blocks):
         return blocks
-    except Unproved:
-        for path, block in blocks.items():
-            try:
-                other.prove({path: block})
-                kept[path] = block
-            except Unproved as unproved:
-                search.refused.append(f"{path or 'the layer'}: with odd widths, {unproved}")
-    return kept
+    objections = {path: other.objection({path: block}) for path, block in blocks.items()}
+    search.refused += [f"{path or 'the layer'}: with odd widths, {why}" for path, why in objections.items() if why]
+    return {path: block for path, block in blocks.items() if not objections[path]}
 
 
 def _check_layer_kinds(model: Any, subject: Subject) -> None:
@@ -193,9 +184,6 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
 def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
     """Return the layer's modules by path and class, with numbers in paths masked, since lists may differ in length."""
     return frozenset((wild_name(name), type(module).__name__) for name, module in layer.named_modules())
-
-
-_RAISED = (0.5, 1)  # some configs take whole numbers only
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
