@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers.conversions import loaded_conversions
-from .._compat.transformers.saving import AsStored, Fp8Encoder
+from .._compat.transformers.stored import AsStored, Fp8Encoder, loaded_conversions
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters import Adapters

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import storage_key, tree_leaves
-from ..._compat.transformers.attention import implementation_of
+from ..._compat.transformers.computing import implementation_of
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig

@@ -30,7 +30,7 @@ from ...models.family_limits import READ_BY_CACHE
 from ...models.precision import WIDENS_INSIDE
 from ...plan import Plan
 from ...plan.feature_plans import PredictionPlan, TowersPlan, offloaded
-from ...plan.reductions import data_axes
+from ...plan.parameter import data_axes
 from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
 from .gradient_compression import compresses

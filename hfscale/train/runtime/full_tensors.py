@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator
-from ..._compat.transformers.saving import never_stored
+from ..._compat.transformers.stored import never_stored
 from ...distributed.host_buffers import Form, buckets, bytes_before, packed, views_of
 from ...distributed.mesh import Mesh
 from ...plan import ParameterPlan, Plan, write_share
