@@ -33,7 +33,7 @@ from hfscale._compat.torch_fake import META
 from hfscale.cost.model.memory_model import OVERHEAD
 from hfscale.cost.tools.estimate import costs
 from hfscale.cost.tools.simulated_rank import meta_model, run_spec, take_step
-from hfscale.features.memory.on_host import OnHost
+from hfscale.features.memory.stored import OnHost
 from hfscale.plan.table import human
 from hfscale.train.runtime import local_tensor
 

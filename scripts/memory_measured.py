@@ -27,11 +27,10 @@ from hfscale.cost.tools.memory_report import held_bytes
 from hfscale.cost.tools.simulated_rank import run_spec
 from hfscale.distributed.ops.head_cross_entropy import rows_per_chunk
 from hfscale.features.memory import kept_activations
-from hfscale.features.memory.compressed import Stored
 from hfscale.features.memory.kept_activations import KeptActivations
-from hfscale.features.memory.on_host import OnHost
 from hfscale.features.memory.recomputation import Recomputation
 from hfscale.features.memory.saved import SavedBytes, count_saved
+from hfscale.features.memory.stored import OnHost, Stored
 from hfscale.parallel.pipeline.microbatches import in_flight_together
 from hfscale.train.runtime import Runtime, runtime_of
 

@@ -223,6 +223,22 @@ def current_node_number() -> int:
     return int(torch._C._current_autograd_node()._sequence_nr())
 
 
+def gradients_asked(ctx: Any) -> Sequence[bool]:
+    """Return whose gradients the current backward pass asks an ``autograd.Function`` for, tensor by tensor; what
+    ``needs_input_grad`` tells is of any pass, and what a compiler can trace.
+    """
+    if torch.compiler.is_compiling():
+        return ctx.needs_input_grad
+    return [_runs(node) for node, _ in ctx.next_functions]
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that `autograd.grad` was asked for
+        return True
+
+
 def tensor_without_memory(kind: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a ``Tensor`` subclass instance with a shape and a dtype, but no values."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]

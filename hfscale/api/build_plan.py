@@ -15,8 +15,7 @@ from ..plan.cut import Cut
 from ..plan.drafting.draft import Draft, Ranks
 from ..plan.drafting.layers import find_layers
 from ..plan.drafting.resolve import find_blueprint
-from ..plan.parameter import ParameterPlan
-from ..plan.reductions import data_cut, reductions_of
+from ..plan.parameter import ParameterPlan, data_cut, reductions_of
 from .assemble import PLAN_PARTS
 
 

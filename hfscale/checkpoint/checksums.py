@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._compat.transformers.conversions import convert, loaded_targets
+from .._compat.transformers.stored import convert, loaded_targets
 from ..distributed.files.replace import finish_move
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans

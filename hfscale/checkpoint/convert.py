@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._compat.transformers.classes import empty_model
 from .._compat.transformers.prediction import PREDICTION, attach_prediction, stored_names
-from .._compat.transformers.saving import AsStored
+from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
 from ..distributed.files.reader import open_tensors

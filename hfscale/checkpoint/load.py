@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import empty_copy, stock_class
-from .._compat.transformers.conversions import Destination, checkpoint_targets
 from .._compat.transformers.loading import loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
+from .._compat.transformers.stored import Destination, checkpoint_targets
 from ..distributed.files.reader import ResizedOnDisk, ShareOnDisk, TensorOnDisk, is_elsewhere, named_files
 from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow

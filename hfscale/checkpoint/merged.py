@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.transformers.conversions import Destination, Merge
+from .._compat.transformers.stored import Destination, Merge
 from ..distributed.files.dequantized import DequantizedOnDisk
 from ..distributed.files.reader import PartOnDisk, TensorOnDisk
 from ..distributed.files.stored_rows import Source

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers.saving import AsStored, write_configs
+from .._compat.transformers.stored import AsStored, write_configs
 from ..distributed.files.directories import target_of
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter

@@ -36,7 +36,6 @@ from .._compat.torch_device import device_module, is_accelerator
 from ..distributed.files.directories import target_of
 from ..distributed.processes import host_group
 from ..errors import CheckpointError, check_count, in_words
-from ..parallel.data import reshard
 from ..parallel.tensor.part import RandomStreams
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
@@ -165,7 +164,7 @@ def taken_now(
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
-        reshard(runtime.model)  # or weights that FSDP2 has gathered would be saved as shards
+        runtime.data.release()  # or weights that FSDP2 has gathered would be saved as shards
         taken = take_state(runtime, stock_optimizer(optimizer), step, _given(others))
         runtime.run = runtime.run or uuid.uuid4().hex
     return taken
@@ -216,7 +215,7 @@ def load_state(
         wait_for_saves()
         if missing_ok and none_there(Path(directory), runtime.mesh):
             return Resumed(None, 0, runtime.mesh.batch_world, True)
-        reshard(runtime.model)
+        runtime.data.release()
         resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)
         if resumed.directory is not None:
             runtime.run = run_of(resumed.directory)

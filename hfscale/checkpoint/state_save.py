@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.transformers.saving import write_configs
+from .._compat.transformers.stored import write_configs
 from ..distributed.files.complete import FileSum, write_synced
 from ..distributed.files.directories import staging_of
 from ..distributed.files.writer import write_tensors

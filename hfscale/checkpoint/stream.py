@@ -8,14 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers.conversions import loaded_conversions
-from .._compat.transformers.saving import AsStored, Fp8Encoder
+from .._compat.transformers.stored import AsStored, Fp8Encoder, loaded_conversions
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
 from ..features.adapters.storage import adapter_tensors
-from ..parallel.data import reshard
 from ..train.guards.replicas import checksum
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, shares, tensors_to_save
@@ -104,7 +102,7 @@ def stream_weights(
         CheckpointError: while it is exhausted, if a rank is lost or streams another version.
     """
     runtime = runtime_of(model)
-    reshard(runtime.model)
+    runtime.data.release()
     for name, switch in (("merge_adapters", merge_adapters), ("adapters_only", adapters_only), ("staged", staged)):
         check_switch(name, switch)
     if version is not None:
@@ -183,7 +181,7 @@ def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors by the model's own names, adapters merged: for another model of the same class."""
-    reshard(runtime.model)
+    runtime.data.release()
     entries, merge = tensors_to_save(runtime), WholeMerge(runtime.part(Adapters), runtime.plan)
     weights = [entry for entry in entries if entry.owned not in merge.factors]
     found = _full(runtime, merge, entries, weights, ranks)

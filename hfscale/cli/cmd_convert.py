@@ -48,7 +48,7 @@ def _convert_adapter(arguments: argparse.Namespace) -> None:
         raise ConfigError("--adapter-for needs --base, the directory of the adapter's base checkpoint")
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.state, "an adapter, which has adapter_config.json")
-    from ..api.engine_adapter import adapter_for_engine
+    from ..api.adapter_files import adapter_for_engine
 
     written = adapter_for_engine(
         arguments.base, arguments.state, arguments.out, trust_remote_code=arguments.trust_remote_code

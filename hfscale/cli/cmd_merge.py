@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_directory(arguments.base, "the checkpoint that the adapter is of")
     check_directory(arguments.adapter, "an adapter, which has adapter_config.json")
     check_target(arguments.out, arguments.overwrite, BASE=arguments.base, ADAPTER=arguments.adapter)
-    from ..api.merge_files import logit_difference, merge_adapter
+    from ..api.adapter_files import logit_difference, merge_adapter
 
     places = arguments.base, arguments.adapter, arguments.out
     trusted = arguments.trust_remote_code

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .eight_bit import by_size, stock_class, without_paging
-from .offloaded import OffloadedStepper
+from .offloaded import OffloadedStepper, Pair
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
@@ -140,14 +140,17 @@ class _Order:
     plans: dict[int, ParameterPlan]
     runtime: Runtime
     aside: Aside | None = None
+    pair: Pair = field(default_factory=Pair)
 
     def stepper(self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False) -> Stepper:
         """Return a stepper by ``stock``, of shards or of ``full`` parameters."""
         mesh = self.runtime.mesh
         if self.aside is None and not full:
             return LocalStepper(stock, members, groups, mesh)
-        kind = OffloadedStepper if offloaded(self.runtime.plan).optimizer else OneByOneStepper
-        return kind(stock, members, groups, mesh, self.aside, full)
+        given = stock, members, groups, mesh, self.aside, full
+        if offloaded(self.runtime.plan).optimizer:
+            return OffloadedStepper(self.pair, *given)
+        return OneByOneStepper(*given)
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""

@@ -15,6 +15,7 @@ Small parameters are stepped together, and copied as one tensor. Who waits for w
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from ..distributed.host_buffers import Form, HostBuffers, buckets, bytes_before, packed, views_of
 from .sharded import Groups, Member, State
@@ -23,18 +24,29 @@ from .stock import Aside, OneByOneStepper, StockOverStandIns
 _BUCKET = 16 << 20  # bytes of small weights that are copied as one, by way of as much memory on the device
 
 
+class Pair:
+    """Hold the two buffers that all offloaded steppers of an optimizer copy through, one stepper after the other."""
+
+    size = 0  # of a buffer: both are alike, and fit any of the steppers' parts
+    lanes: HostBuffers | None = None
+
+
 class OffloadedStepper(OneByOneStepper):
     """Step copies on the CPU, of shards or, if ``full``, of gathered full tensors."""
 
     _aside: Aside
-    _lanes: HostBuffers | None = None
+
+    def __init__(self, pair: Pair, *given: Any) -> None:
+        """Take what :class:`OneByOneStepper` does, and the buffers."""
+        self._pair = pair
+        super().__init__(*given)
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update; if of full tensors, communicates over the axes of each parameter's cuts."""
         parts = self._with_gradients()
         if not parts:
             return
-        lanes = self._lanes = self._lanes or HostBuffers(parts[0][1][0].weight.device)
+        lanes = self._pair.lanes = self._pair.lanes or HostBuffers(parts[0][1][0].weight.device)
         stages = [self._stages(inner, members, groups, state, lanes) for inner, members in parts]
         try:
             next(stages[0])
@@ -43,7 +55,7 @@ class OffloadedStepper(OneByOneStepper):
                 next(following, None)  # begins to copy the next ones
                 next(own, None)  # steps, and begins to copy back
         except BaseException:
-            self._lanes = None  # whose buffers go
+            self._pair.lanes = None  # whose buffers go
             for stream in (lanes.outward, lanes.inward):
                 lanes.mark(stream).synchronize()
             raise
@@ -53,7 +65,7 @@ class OffloadedStepper(OneByOneStepper):
         self, inner: StockOverStandIns, members: Sequence[Member], groups: Groups, state: State, lanes: HostBuffers
     ) -> Iterator[None]:
         """Begin to copy weights and gradients; wait for that; step, and begin to copy weights back."""
-        forms, buffer = [self._form(member) for member in members], lanes.take(self._size)
+        forms, buffer = [self._form(member) for member in members], lanes.take(self._pair.size)
         tensors = [self._whole(each, each.weight) for each in members]
         tensors += [self._whole(each, each.gradient) for each in members]
         copies, count, size = views_of(buffer, 2 * forms), len(members), self._bytes(members)
@@ -76,7 +88,7 @@ class OffloadedStepper(OneByOneStepper):
 
     def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
         parts = list(buckets(members, lambda member: self._bytes([member]), _BUCKET))
-        self._size = 2 * max(map(self._bytes, parts), default=0)  # of a buffer; all are alike, so that two are enough
+        self._pair.size = max(self._pair.size, 2 * max(map(self._bytes, parts), default=0))
         return parts
 
     def _bytes(self, members: Sequence[Member]) -> int:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -81,23 +82,26 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
     begin = max(min((at for _, at in calls), default=0.0) for _, calls, _ in every)
     seconds, works = list[float](), list[float]()
     for starts, calls, receives in every:
-        spans = sorted([*((at, last[key]) for key, at in calls), *receives])
-        steps = [(a, b) for a, b in zip(starts[-count:], starts[-count + 1 :], strict=False) if a >= begin]
-        if not steps or not spans:
+        spans = [*((at, last[key]) for key, at in calls), *receives]
+        edges = [start for start in starts[-count:] if start >= begin]
+        if len(edges) < 2 or not spans:
             return 0.0, []
-        seconds.append(median(b - a for a, b in steps))
-        works.append(median(b - a - _covered(spans, a, b) for a, b in steps))
+        seconds.append(median(b - a for a, b in pairwise(edges)))
+        works.append(median(b - a for a, b in pairwise(worked(spans, edges))))
     return median(seconds), works
 
 
-def _covered(spans: Iterable[Span], begin: float, end: float) -> float:
-    """Return how much of an interval is covered by ``spans``, sorted, which may overlap."""
-    total, done = 0.0, begin
-    for start, stop in spans:
-        start, stop = max(start, done), min(stop, end)
-        if stop > start:
-            total, done = total + stop - start, stop
-    return total
+def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
+    """Return how long a rank has worked at each of ``times`` since the first: outside its waits, which may overlap."""
+    changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
+    found, total, waiting, last = list[float](), 0.0, 0, times[0]
+    for at, change in sorted([*changes, *((at, 0) for at in times)]):
+        if not waiting and at > times[0]:
+            total += at - last
+        waiting, last = waiting + change, at
+        if not change:
+            found.append(total)
+    return found
 
 
 def in_a_line(step: float, works: Sequence[float]) -> str:

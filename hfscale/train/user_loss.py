@@ -25,7 +25,7 @@ from .inputs import prepare
 from .outputs import KeptOutputs, from_last_stage
 from .runtime import Batch, Objective, Runtime, local_tensor, runtime_of
 from .runtime.batches import BORDERS, Microbatch
-from .runtime.shards import add_back, gradients_aside
+from .runtime.shards import gradients_aside
 from .runtime.writing import sum_or_raise
 
 Value = TypeVar("Value")
@@ -209,20 +209,17 @@ class UserLoss:
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
-        runtime.release()  # or weights that FSDP2 has gathered would be listed as parameters
+        runtime.data.release()  # or weights that FSDP2 has gathered would be listed as parameters
         parameters = list(runtime.model.parameters()) if train else []
-        with torch.set_grad_enabled(train), gradients_aside(parameters) as before:
+        with torch.set_grad_enabled(train), gradients_aside(parameters):
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()
             none = torch.zeros((), dtype=torch.float64, device=runtime.mesh.device)
             count = runtime.sum_of_shares(none + torch.stack(self._counts).sum() if self._counts else none)
             count = torch.where(count == 0, torch.ones_like(count), count)
-        self._given, self._counts = (), []
-        for parameter, gradient in zip(parameters, before, strict=True):
-            if parameter.grad is not None:
-                made = local_tensor(parameter.grad)
+            for made in (local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None):
                 made.div_(count.to(made.device, made.dtype))
-            add_back(parameter, gradient)
+        self._given, self._counts = (), []
         return (total / count).to(total.dtype)
 
     def _loss(self, called: Any, inputs: Microbatch, index: int) -> Tensor:

@@ -26,7 +26,7 @@ from transformers import (
 
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
-from hfscale._compat.transformers.conversions import Merge
+from hfscale._compat.transformers.stored import Merge
 from hfscale.checkpoint import load
 from hfscale.checkpoint.checksums import checksum, verify_experts
 from hfscale.checkpoint.merged import parts_of_share

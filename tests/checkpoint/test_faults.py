@@ -41,7 +41,7 @@ LAYOUTS = {"tp2": {"tp_size": 2}, "shard2": {"dp_shard_size": 2}}
 
 # Where it fails, and on which ranks: the first one alone does what concerns all.
 WRITING = {
-    "checkpoint.state.reshard": (0, 1),
+    "checkpoint.state.take_state": (0, 1),
     "checkpoint.state_save.contents_of": (0, 1),
     "checkpoint.state_save._plain_bytes": (0, 1),
     "checkpoint.state_save.agreed_index": (0, 1),

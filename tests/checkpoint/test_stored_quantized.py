@@ -22,7 +22,7 @@ from transformers import (
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
-from hfscale.api.merge_files import merge_adapter
+from hfscale.api.adapter_files import merge_adapter
 from hfscale.checkpoint.checksums import verify_experts
 from hfscale.checkpoint.load import load_weights
 from hfscale.cli import main

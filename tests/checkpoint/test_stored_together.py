@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from hfscale import ParallelConfig
-from hfscale._compat.transformers.saving import AsStored
+from hfscale._compat.transformers.stored import AsStored
 from hfscale.testing import RankPool, assert_layout_equal
 from hfscale.testing.picture_configs import with_pictures
 from hfscale.testing.picture_parity import PictureCase

@@ -9,7 +9,7 @@ from accelerate import GradScalerKwargs
 from torch import nn
 
 import hfscale
-from hfscale.features.memory import compressed
+from hfscale.features.memory import stored
 from hfscale.models.module_kinds import PROJECTIONS
 from hfscale.plan.feature_plans import ProductsPlan
 from tests.float8_reference import convert, float8_in_32_bits, in_32_bits
@@ -90,7 +90,7 @@ def scaled_by(draw: Draw) -> dict[str, Any]:
 @contextmanager
 def roundings_in_32_bits() -> Iterator[None]:
     """Within: what rounds to 8 bits takes 32 of them, although float64 stays float64 around it."""
-    with float8_in_32_bits(), in_32_bits(compressed, "compress"):
+    with float8_in_32_bits(), in_32_bits(stored, "compress"):
         yield
 
 

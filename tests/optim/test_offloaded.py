@@ -141,9 +141,21 @@ def test_copies_run_under_steps(machine: Machine, dtype: torch.dtype) -> None:
             name for name, _ in groupby(expected, itemgetter(0))
         ]
     assert len(machine.sizes) == 2  # for all steps
-    lanes = stepper._lanes
+    lanes = stepper._pair.lanes
     assert lanes.outward.seen[machine.compute] == machine.compute.seen[machine.compute]
     assert machine.compute.seen[lanes.inward] == lanes.inward.seen[lanes.inward]
+
+
+def test_all_steppers_of_an_optimizer_copy_through_two_buffers(machine: Machine) -> None:
+    """bitsandbytes' optimizers have up to three, for states in 8 bits of shards and of full tensors, and in 32 bits."""
+    model = hfscale.from_config(CONFIGS["rows"](), memory=MemoryConfig(offload_optimizer=True), seed=1)
+    optimizer = make(model, "adamw_8bit")
+    stepped = [stepper for stepper in optimizer._steppers if stepper.members]
+    with machine:
+        run(model, "rows", optimizer, range(2))
+    assert len(stepped) > 1
+    assert len(machine.sizes) == 2
+    assert not machine.faults
 
 
 @pytest.mark.parametrize("forgotten", ["the buffer's reader", "the copy down"])
@@ -181,14 +193,14 @@ def test_a_step_that_fails_leaves_no_copy_under_way(machine: Machine, monkeypatc
     def fails(*_: Any) -> None:
         raise MemoryError
 
-    lanes = stepper._lanes
+    lanes = stepper._pair.lanes
     with monkeypatch.context() as patch:
         patch.setattr(offloaded.StockOverStandIns, "step", fails)
         with machine, pytest.raises(MemoryError):
             optimizer.step()
     for stream in (lanes.outward, lanes.inward):
         assert machine.host.seen[stream] >= stream.seen[stream] > 0
-    assert stepper._lanes is None
+    assert stepper._pair.lanes is None
     with machine:
         optimizer.step()
     assert not machine.faults

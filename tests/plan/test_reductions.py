@@ -7,7 +7,7 @@ import torch
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.plan.reductions import Reduction
+from hfscale.plan.parameter import Reduction
 from tests.tiny_models import tiny
 
 from ..families import config_of

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hfscale._compat import torch_fsdp
 from hfscale.features.fp8 import part as eight_bits
-from hfscale.features.memory import on_host
+from hfscale.features.memory import stored
 
 Clock = dict["Stream", int]
 _TO, _EMPTY_LIKE = Tensor.to, torch.empty_like
@@ -167,10 +167,10 @@ def lifetimes() -> Iterator[Lifetimes]:
         ):  # fmt: skip
             stack.enter_context(patch.object(torch.cpu, name, value))
         stack.enter_context(patch.object(Tensor, "to", _to))
-        for module in (torch_fsdp, eight_bits, on_host):
+        for module in (torch_fsdp, eight_bits, stored):
             stack.enter_context(patch.object(module, "keep_for_stream", seen.record))
-        stack.enter_context(patch.object(on_host, "is_accelerator", lambda _: True))
-        stack.enter_context(patch.object(on_host, "buffers_of", cache(on_host.buffers_of.__wrapped__)))
+        stack.enter_context(patch.object(stored, "is_accelerator", lambda _: True))
+        stack.enter_context(patch.object(stored, "buffers_of", cache(stored.buffers_of.__wrapped__)))
         stack.enter_context(patch.object(torch, "empty_like", _empty_like))
         stack.enter_context(seen)
         yield seen

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import modeling_layers
 from transformers.core_model_loading import rename_source_key
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.modeling_utils import local_torch_dtype
 
 from ...errors import ConfigError
@@ -29,7 +29,7 @@ PREDICTION = "mtp"  # the name of the layers in a model
 PREDICTION_LOOKUP = f"{PREDICTION}.embed_tokens"
 """The model's embedding, once more: it may be on another pipeline stage than these layers."""
 
-_HOST: Any = modeling_layers  # older ones have no such layers
+_Host: Any = MtpModel
 _BY_NUMBER = {"mtp_block": "", "enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj."}
 _BY_NUMBER |= {"post_norm": "shared_head.norm."}
 _APART = {"mtp_block": "layers.0.", "eh_proj": "fc.", "post_norm": "norm."}
@@ -39,12 +39,12 @@ _COPY = re.compile(r".*\.(embed_tokens|shared_head|shared_head\.head)\.weight")
 _T = TypeVar("_T")
 
 
-class PredictionLayer(getattr(_HOST, "MtpLayer", nn.Module)):  # type: ignore[misc]
+class PredictionLayer(MtpLayer):
     """Predict a token further ahead from ``[b, s, 2 h]``: embeddings beside the hidden states one depth before."""
 
     rope: dict[str, str]  # arguments of the rotary embedding, besides positions
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return hidden states ``[b, s, h]``; other arguments are those of the model's own layers."""
         given = {"attention_mask": None, "position_ids": None, "position_embeddings": None, **kwargs}
         embeds, previous = hidden_states.chunk(2, -1)
@@ -93,7 +93,7 @@ def prediction_depths(config: Any) -> int:
     """Return how many tokens ahead, besides the next one, a config's layers predict; refuse configs without any."""
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:
-        if not depths or not hasattr(_HOST, "MtpModel"):
+        if not depths or not hasattr(_Host, "get_weight_conversions"):
             raise ValueError("its config has no num_nextn_predict_layers above 0 that transformers knows")
         if hasattr(config.get_mtp_config(), "chain_hidden_post_norm"):
             raise ValueError("its layers share a norm behind them")
@@ -109,7 +109,7 @@ def attach_prediction(model: Any) -> None:
     """Add multi-token-prediction layers on the meta device to a new stock model."""
     depths, decoder, lookup = prediction_depths(model.config), model.get_decoder(), model.get_input_embeddings()
     with torch.device("meta"), local_torch_dtype(model.dtype), no_init_weights():
-        host = _HOST.MtpModel(model, depths)
+        host = _Host(model, depths)
     with attribute_replaced(model, "_weight_conversions", []):
         renamings = host.get_weight_conversions(model)
     added: Any = nn.Module()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..._compat.transformers.conversions import Destination
+from ..._compat.transformers.stored import Destination
 from ...distributed.files.dequantized import Along, DequantizedOnDisk, StoredPart
 from ...distributed.files.reader import TensorOnDisk, open_tensors
 from ...errors import CheckpointError

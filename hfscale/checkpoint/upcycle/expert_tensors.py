@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging
 
 from ..._compat.transformers.classes import class_name, is_distributed_by_host
-from ..._compat.transformers.saving import AsStored
+from ..._compat.transformers.stored import AsStored
 from ...distributed.files.reader import TensorOnDisk, named_files, open_tensors
 from ...distributed.files.replace import finish_move
 from ...distributed.files.writer import INDEX, WEIGHTS

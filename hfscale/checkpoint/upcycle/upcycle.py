@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..._compat.transformers.saving import write_configs
+from ..._compat.transformers.stored import write_configs
 from ...distributed.files.writer import STALE, CheckpointWriter
 from ...errors import ConfigError, check_count, check_path
 from ...train.runtime.writing import atomic_directory

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.torch import storage_key, tree_leaves
-from ..._compat.transformers.attention import implementation_of
+from ..._compat.transformers.computing import implementation_of
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...config.memory import MemoryConfig
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...features.memory.compressed import Stored
 from ...features.memory.kept_activations import KeptActivations
 from ...features.memory.saved import SavedCounter
+from ...features.memory.stored import Stored
 from ...models.clone import first_layers
 from ...plan import Plan
 from ...plan.feature_plans import BYTES, compressed, recomputed

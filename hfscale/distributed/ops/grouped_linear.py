@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..._compat.torch import gradients_asked
 from ..._compat.torch_device import capability_of, is_accelerator
 from .collectives import apply_mapping
 
@@ -46,8 +47,10 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        of_x, of_weight = (
+            torch.empty_like(each) if asked else None
+            for each, asked in zip((x, weight), gradients_asked(ctx), strict=False)
+        )
         start = 0
         for group, count in enumerate(ctx.counts):
             rows, grad = x[start : start + count], grads[0][start : start + count]

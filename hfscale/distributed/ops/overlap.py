@@ -9,9 +9,9 @@ the youngest of the nodes that are ready, finds them in this order::
 
 The products are the same, on the same operands, so results are equal bit by bit. The idea is Megatron-LM's
 (``gradient_accumulation_fusion`` and asynchronous all-reduce in its column-parallel layer; Shoeybi et al. 2019), put
-into the graph instead of one node, so that the projections stay modules of their own, and so that a backward pass in
-two halves (zero-bubble schedules) leaves weights to the second: ``ctx.needs_input_grad`` is that of the forward pass,
-so one node for the input and the weights would compute both in either half.
+into the graph instead of one node, so that the projections stay modules of their own. A backward pass in two halves
+(zero-bubble schedules) comes to a projection in both: to the node of its input behind it in the first, of its weight in
+the second.
 
 A projection with products other than torch's own (in 8 bits, say) registers them by :func:`multiply_by`. Where those
 ask other ranks for scales of gradients, ``launch`` makes the gradient of the input for all projections that read it,
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import backward_pass, version_of
+from ..._compat.torch import backward_pass, gradients_asked, version_of
 from .collectives import Started, apply_mapping
 from .shared_casts import autocasted, autocasted_weight
 
@@ -147,8 +147,7 @@ class Entry:
 
     def __init__(self) -> None:
         self.agrees = False  # whether one of them asks other ranks first; else each computes its own
-        # by their products, d output [n, out] and weight [out, in]; a split backward's second half leaves them here
-        self.left: dict[Products, tuple[Tensor, Tensor]] = {}
+        self.left: dict[Products, tuple[Tensor, Tensor]] = {}  # d output [n, out] and weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
         """Return the gradient of the input: ``total`` by other readers, and by the projections as they came."""
@@ -201,16 +200,17 @@ class _ColumnParallelLinear(torch.autograd.Function):
         weight, kept = ctx.saved_tensors
         later, grad = ctx.later, grads[0].reshape(-1, grads[0].shape[-1])
         to_input = to_weight = None
-        if ctx.needs_input_grad[1]:
+        input_asked, weight_asked, *_ = gradients_asked(ctx)
+        if weight_asked:
             if later.regather is not None:
                 later.regather.start(kept)
             later.operands = None if later.regather else kept.reshape(-1, kept.shape[-1]), grad
             # Autograd needs something of the right shape to get to the weight's own node.
             to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         weight = weight.t() if later.transposed else weight
-        if ctx.needs_input_grad[0] and later.entry is not None and later.entry.agrees:
+        if input_asked and later.entry is not None and later.entry.agrees:
             later.entry.left[later.products] = grad, weight
-        elif ctx.needs_input_grad[0]:
+        elif input_asked:
             to_input = later.products.to_input(grad, weight)
             to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None

@@ -17,8 +17,7 @@ from ..._compat.peft import ADAPTER_DIMS, COPY, IA3_SCALES, LORA_A
 from ...plan import Plan
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
-from ...plan.parameter import ParameterPlan
-from ...plan.reductions import data_cut, reductions_of
+from ...plan.parameter import ParameterPlan, data_cut, reductions_of
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:

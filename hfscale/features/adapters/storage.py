@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import input_embedding
-from ..._compat.transformers.saving import AsStored
+from ..._compat.transformers.stored import AsStored
 from ...distributed.files.replace import finish_move
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError, ConfigError

@@ -63,7 +63,7 @@ class Float8(Part):
         if not self._projections or (layout.pp > 1 and layout.pipeline_schedule in ASYNCHRONOUS):
             yield
             return
-        runtime.release()  # gathered weights would be taken for shards
+        runtime.data.release()  # gathered weights would be taken for shards
         weights = []
         for projection, made in self._projections:
             weight, made.shared = local_tensor(projection.weight.detach()), {}  # type: ignore[arg-type, operator]

@@ -26,9 +26,8 @@ from ...errors import ConfigError
 from ...plan.feature_plans import FEW, compressed, offloaded
 from ...train.runtime import Part, Runtime, local_tensor, memory_of
 from ...train.runtime.shards import LocalWeights
-from .compressed import Compressed, Stored
-from .on_host import OnHost
 from .recipes import in_memory_order
+from .stored import Compressed, OnHost, Stored
 
 
 class LayerPass:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..._compat.torch import function_modes, kept_results, operators_named, tree_leaves
-from ..._compat.transformers.attention import answer, implementation_of, set_implementation
-from ..._compat.transformers.computing import without_cache
+from ..._compat.transformers.computing import answer, implementation_of, set_implementation, without_cache
 from ..._compat.transformers.hidden_states import hidden_states_of, with_hidden_states
 from ...cost.model.activation_bytes import layers_to_recompute
 from ...cost.model.situation import Situation

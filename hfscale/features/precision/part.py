@@ -20,7 +20,7 @@ from ...plan.drafting.draft import Draft
 from ...train.runtime import Part, Runtime, local_tensor
 from ...train.runtime.forward_passes import recomputing
 from ...train.runtime.parameter_names import stock_name
-from ...train.runtime.shards import LocalWeights, add_back, gradients_aside
+from ...train.runtime.shards import LocalWeights, gradients_aside
 
 
 class Autocast(Part):
@@ -170,22 +170,19 @@ class LossScaling(Part):
     def around_gradients(self, runtime: Runtime) -> Iterator[None]:
         """Unscale the gradients on leaving the `with` block, or drop them after an overflow."""
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
-        with gradients_aside(parameters) as before:
+        with gradients_aside(parameters):
             self._expect(runtime, self.scale)
             try:
                 yield
             finally:
                 self._expect(runtime, None)
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        here = unscale_and_check(gradients, runtime.mesh.data_world / self.scale)
-        self.overflowed = bool(runtime.mesh.largest(float(here))[0])
-        for parameter, gradient in zip(parameters, before, strict=True):
-            if self.overflowed:
-                parameter.grad = None
-            else:
-                add_back(parameter, gradient)
+            gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            here = unscale_and_check(gradients, runtime.mesh.data_world / self.scale)
+            self.overflowed = bool(runtime.mesh.largest(float(here))[0])
         how = runtime.options.scaling
         if self.overflowed:
+            for parameter in parameters:
+                parameter.grad = None
             self.scale, self.growth, self.skipped = self.scale * how.backoff_factor, 0, self.skipped + 1
             return
         self.growth += 1

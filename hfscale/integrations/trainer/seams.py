@@ -16,7 +16,6 @@ from ...api import adapt, build
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...features.adapters import Adapters
-from ...parallel.data import reshard
 from ...train.runtime import Runtime, find_runtime, local_tensor, runtime_of
 from .fused_head import FusedHead
 from .generations import engine_over_layout
@@ -146,8 +145,8 @@ def _synchronized(stock: Any, **kwargs: Any) -> Any:
     mix = callback.sync_target_model
 
     def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
-        for each in (model, target_model):
-            reshard(each)
+        for runtime in filter(None, map(find_runtime, (model, target_model))):
+            runtime.data.release()
         mix(model, target_model, alpha)
 
     callback.sync_target_model = sync_target_model

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._compat.transformers.attention import (
+from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.computing import (
     answer,
     asks_for_attention,
     causal_mask_function,
@@ -23,7 +24,6 @@ from ..._compat.transformers.attention import (
     place_by_place,
     set_implementation,
 )
-from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from .cut_batch import CutBatch, MaskBlocks
 

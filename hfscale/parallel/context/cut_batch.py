@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._compat.transformers.attention import and_masks, causal_mask_function, keep_documents_apart, leave_out_padding
-from ..._compat.transformers.computing import begins_anew, text_positions
+from ..._compat.transformers.computing import (
+    and_masks,
+    begins_anew,
+    causal_mask_function,
+    keep_documents_apart,
+    leave_out_padding,
+    text_positions,
+)
 from ...errors import ConfigError
 from ...plan.feature_plans import IDS, ROUTES, TARGETS
 from ...plan.sequence_split import Interval, Split, starts_of, tokens_of

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._compat.transformers.computing import position_counter
-from ...distributed.ops.rank_chain import RankChain
-from ...distributed.ops.segments import Segments, keep_states_apart
+from ...distributed.ops.segments import RankChain, Segments, keep_states_apart
 from ...errors import ConfigError
 from ...plan.feature_plans import ContextPlan, PredictionPlan
 from ...train.inputs import look_ahead

@@ -1,4 +1,4 @@
 """Shard and replicate a model over the data axes: FSDP2 over ``dp_shard``, HSDP with ``dp_replicate``, applied last."""
 
 from .part import DataParallel
-from .shard import reshard, set_gradient_sync
+from .shard import set_gradient_sync

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..._compat.torch_fsdp import parameter_groups
 from ...distributed.mesh import Mesh
 from ...plan import Plan
-from ...plan.reductions import data_axes
+from ...plan.parameter import data_axes
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

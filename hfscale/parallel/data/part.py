@@ -92,5 +92,4 @@ class DataParallel(Part, DataAxes):
             shard.reduce_microbatch(self._model)
 
     def release(self) -> None:
-        for module in self._wrapped:
-            module.reshard()
+        shard.reshard(self._wrapped)

@@ -5,7 +5,7 @@ One mechanism serves both axes: replicas are the outer dim of a two-dim mesh (HS
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from ...models.family_limits import READ_BY_CACHE
 from ...models.precision import WIDENS_INSIDE
 from ...plan import Plan
 from ...plan.feature_plans import PredictionPlan, TowersPlan, offloaded
-from ...plan.reductions import data_axes
+from ...plan.parameter import data_axes
 from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import module_at, owner_of, parameter_at, put_parameter, stock_name
 from .gradient_compression import compresses
@@ -41,9 +41,9 @@ def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
     return [each for each in model.modules() if isinstance(each, FSDPModule)] if isinstance(model, FSDPModule) else []
 
 
-def reshard(model: nn.Module) -> None:
-    """Free all gathered weights, also those that a forward pass without a backward pass has kept."""
-    for module in wrapped_modules(model):
+def reshard(wrapped: Sequence[FSDPModule]) -> None:
+    """Free all weights that modules have gathered, also those that a forward pass without a backward pass has kept."""
+    for module in wrapped:
         module.reshard()
 
 
@@ -74,11 +74,11 @@ def give_up_whole_weights(model: Any) -> None:
     pass, and an optimizer made then would update them in vain, and ``zero_grad`` miss every gradient.
     """
     generating: list[bool] = []
-    generate = getattr(model, "generate", None)
+    generate, wrapped = getattr(model, "generate", None), wrapped_modules(model)
 
     def after(*_: Any) -> None:
         if not generating and not torch.is_grad_enabled():
-            reshard(model)
+            reshard(wrapped)
 
     model.register_forward_hook(after)
     if generate is None:
@@ -92,7 +92,7 @@ def give_up_whole_weights(model: Any) -> None:
             return generate(*args, **kwargs)  # for as many steps on all ranks: the host knows FSDP2's models
         finally:
             generating.pop()
-            reshard(model)
+            reshard(wrapped)
 
     model.generate = generate_then_reshard
 
@@ -250,4 +250,4 @@ def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterat
             model.set_is_last_backward(True)
             reduce_now(model)
     finally:
-        reshard(model)
+        reshard(wrapped_modules(model))

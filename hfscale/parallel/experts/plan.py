@@ -11,7 +11,7 @@ from ...models.names import wild_name
 from ...plan.cut import Cut, cut_shape
 from ...plan.drafting.draft import Draft
 from ...plan.modules import ExpertsPlan
-from ...plan.reductions import data_cut
+from ...plan.parameter import data_cut
 
 
 def plan_experts(draft: Draft) -> None:

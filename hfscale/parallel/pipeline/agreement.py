@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..._compat.torch import has_accumulation_hook
 from ...errors import ConfigError
 from ...train.runtime import Runtime, local_tensor
-from ...train.runtime.shards import add_back, gradients_aside
+from ...train.runtime.shards import gradients_aside
 
 _ABSENT, _FROZEN, _TRAINS, _CHANGED = 0, 1, 2, 2  # states of a tied tensor; _CHANGED is added if requires_grad changed
 
@@ -155,12 +155,10 @@ class TiedGradients:
         copies = [(p, plan.holders(planned.name)) for planned, p in self._runtime.parameters()] if plan.ties else []
         # this rank's trained copies, each with the pipeline ranks that hold one
         tied = [(copy, holders) for copy, holders in copies if len(holders) > 1 and copy.requires_grad]
-        with gradients_aside([parameter for parameter, _ in tied]) as before:
+        with gradients_aside([parameter for parameter, _ in tied]):
             yield
-        for holders in dict.fromkeys(each for _, each in tied):  # the plan's order, equal on all ranks
-            self._sum([parameter for parameter, each in tied if each == holders], holders)
-        for (parameter, _), gradient in zip(tied, before, strict=True):
-            add_back(parameter, gradient)
+            for holders in dict.fromkeys(each for _, each in tied):  # the plan's order, equal on all ranks
+                self._sum([parameter for parameter, each in tied if each == holders], holders)
 
     def _sum(self, copies: list[Tensor], holders: tuple[int, ...]) -> None:
         key = tuple(map(id, copies))

@@ -34,7 +34,7 @@ from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import apply_mapping, copy_to_tp_region
 from ...plan import ParameterPlan, Plan
 from ...train.runtime.parameter_names import computing, module_at, owner_of
-from ...train.runtime.shards import add_back, gradients_aside, local_tensor
+from ...train.runtime.shards import gradients_aside, local_tensor
 
 
 class PartialSums:
@@ -50,14 +50,13 @@ class PartialSums:
     @contextmanager
     def at_the_end(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Sum the gradients of ``parameters``, in one order on all ranks, after the with block, apart from earlier."""
-        with gradients_aside(parameters) as held, attribute_replaced(self, "deferred", True):
-            yield
-        grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-        with torch.no_grad():
-            for dtype in dict.fromkeys(grad.dtype for grad in grads):
-                _sum_flat([grad for grad in grads if grad.dtype == dtype], self.group)
-        for parameter, before in zip(parameters, held, strict=True):
-            add_back(parameter, before)
+        with gradients_aside(parameters):
+            with attribute_replaced(self, "deferred", True):
+                yield
+            grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+            with torch.no_grad():
+                for dtype in dict.fromkeys(grad.dtype for grad in grads):
+                    _sum_flat([grad for grad in grads if grad.dtype == dtype], self.group)
 
 
 def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.transformers.attention import answer, set_implementation
 from ..._compat.transformers.classes import has_causal_loss, loss_replaced, takes_argument
-from ..._compat.transformers.computing import packing
+from ..._compat.transformers.computing import answer, packing, set_implementation
 from ..._compat.transformers.experts import use_eager_experts
 from ...distributed.ops.segments import keep_states_apart
 from ...models.clone import VOCABULARY, layers_of_every_kind

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator
-from ..._compat.transformers.saving import never_stored
+from ..._compat.transformers.stored import never_stored
 from ...distributed.host_buffers import Form, buckets, bytes_before, packed, views_of
 from ...distributed.mesh import Mesh
-from ...plan import ParameterPlan, Plan, write_share
+from ...plan import ParameterPlan, write_share
 from ...plan.quantized import coordinates
 from .runtime import Runtime
 from .shards import local_tensor
@@ -42,17 +42,6 @@ class SavedTensor:
         """The bytes of the full tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def told(self) -> tuple[Any, ...]:
-        """Return the fields as a short tuple to send to other ranks, which have the same plan; one per tensor."""
-        planned = None if self.planned is None else self.planned.name
-        return (self.name, tuple(self.shape), self.dtype, self.home, planned)
-
-    @classmethod
-    def hear(cls, told: tuple[Any, ...], plan: Plan) -> "SavedTensor":
-        """Rebuild the entry from the tuple of :meth:`told`, on another rank."""
-        name, shape, dtype, home, planned = told
-        return cls(name, torch.Size(shape), dtype, home, None if planned is None else plan.by_name[planned])
-
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
     """Return what transformers would save: parameters in plan order, then buffers. Collective if there are stages."""
@@ -62,24 +51,27 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
 
 
 def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
-    """Return the tuples of what this stage saves, for :func:`in_order`; empty on all but one rank of each stage."""
-    mesh = runtime.mesh
-    if runtime.plan.stages is not None and not mesh.speaks_for_stage:
+    """Return what this stage saves, in short, for :func:`in_order`; empty on all but one rank of each stage."""
+    home = runtime.mesh.pp_rank
+    if runtime.plan.stages is not None and not runtime.mesh.speaks_for_stage:
         return []
-    found = [
-        SavedTensor(_kept_name(runtime, planned), torch.Size(planned.shape), parameter.dtype, mesh.pp_rank, planned)
+    parameters = [
+        (_kept_name(runtime, planned), planned.shape, parameter.dtype, home, planned.name)
         for planned, parameter in runtime.parameters()
         if runtime.counts(planned)
     ]
     buffers = _buffers(runtime).items()
-    found += [SavedTensor(name, buffer.shape, buffer.dtype, mesh.pp_rank, None) for name, buffer in buffers]
-    return [entry.told() for entry in found]
+    return parameters + [(name, tuple(buffer.shape), buffer.dtype, home, "") for name, buffer in buffers]
 
 
 def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedTensor]:
-    """Merge the tuples of all stages into the sorted list of tensors to save; not collective."""
+    """Merge what all stages told into the sorted list of tensors to save; not collective."""
     plan, ignored = runtime.plan, never_stored(runtime.model)
-    found = [SavedTensor.hear(each, plan) for entries in told for each in entries]
+    found = [
+        SavedTensor(name, torch.Size(shape), dtype, home, plan.by_name.get(planned))
+        for entries in told
+        for name, shape, dtype, home, planned in entries
+    ]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     found.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
     first = {entry.name: entry for entry in reversed(found)}  # the first stage saves buffers that several have

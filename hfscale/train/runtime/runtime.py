@@ -161,7 +161,7 @@ class Executor:
 
     def _evaluate(self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective) -> Tensor:
         total = sum(objective.loss(model, batch, index) for index, batch in enumerate(batches))
-        self._runtime.release()
+        self._runtime.data.release()
         return torch.as_tensor(total, device=self._runtime.mesh.device)
 
     def drain(self) -> Iterator[Tensor]:
@@ -185,7 +185,7 @@ class DataAxes:
         """Reduce the gradients of one of several microbatches, if the layout says so."""
 
     def release(self) -> None:
-        """Free the gathered parameters that a forward pass keeps for its backward pass."""
+        """Free gathered parameters that forward passes keep for backward passes: parameters are shards again."""
 
 
 class ContextAxis:
@@ -274,10 +274,6 @@ class Runtime:
         """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
         return next((seen for part in self.parts if (seen := part.local_view(module)) is not None), None)
 
-    def release(self) -> None:
-        """Free tensors that forward passes keep for backward passes that will not run: parameters are shards again."""
-        self.data.release()
-
     def loss_factor(self) -> float:
         """Return the factor on a loss before its backward pass."""
         return math.prod(part.loss_factor(self) for part in self.parts)
@@ -290,7 +286,7 @@ class Runtime:
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Return every owned parameter that this rank holds, with its plan, in plan order."""
-        self.release()  # or weights that FSDP2 has gathered would be returned instead of shards
+        self.data.release()  # or weights that FSDP2 has gathered would be returned instead of shards
         live, held = self.live_parameters(), self.plan.local_names(self.mesh.pp_rank)
         return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
 

@@ -35,23 +35,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Clear gradients in the `with` block; yield the old ones, for :func:`add_back`; restore them if it fails."""
+def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Add the gradients of the `with` block to earlier ones, in their memory, at its end; drop them if it fails."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield before
+        yield
     except BaseException:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
         raise
-
-
-def add_back(parameter: Tensor, before: Tensor | None) -> None:
-    """Add the old gradient from :func:`gradients_aside` to ``parameter``'s, in the memory of the old one."""
-    if before is not None:
-        parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def gather_full(share: Tensor, shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Tensor:

@@ -1,9 +1,11 @@
 """The same random tensors on every rank, and how a dim is cut over two; ranks import this, so it names no fixtures."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUTS: list[tuple[tuple[int, ...], int, tuple[int, int]]] = [
     ((2, 7, 3), 1, (4, 3)),
@@ -12,6 +14,20 @@ CUTS: list[tuple[tuple[int, ...], int, tuple[int, int]]] = [
     ((2, 3, 8), -1, (4, 4)),
 ]
 """Shape of the whole, dim, entries of each rank: even, uneven, none."""
+
+
+class Products(TorchDispatchMode):
+    """The shapes of the matrix products that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.shapes.append(tuple(found.shape))
+        return found
 
 
 def values(seed: int, *shape: int) -> Tensor:

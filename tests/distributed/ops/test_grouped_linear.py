@@ -11,6 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from hfscale.distributed.ops.grouped_linear import grouped_linear, kernel_takes
+from hfscale.parallel.pipeline.split import backward_of_input, backward_of_weights
+
+from .pieces import Products
 
 
 def loop(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], transposed: bool) -> Tensor:
@@ -53,6 +56,17 @@ def test_equals_a_loop(counts: list[int], wide: int, out: int, transposed: bool,
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_each_half_of_a_backward_pass_makes_its_own_products() -> None:
+    x, weight = inputs([2, 3], 4, 5, False, False, 0)
+    output = grouped_linear(x * 1, weight, None, [2, 3]).sum()
+    with Products() as first, torch.autograd.set_multithreading_enabled(False):
+        split = backward_of_input(output, None, x, [weight])
+    with Products() as second, torch.autograd.set_multithreading_enabled(False):
+        backward_of_weights(split, [weight])
+    assert first.shapes == [(2, 4), (3, 4)]
+    assert second.shapes == [(5, 4), (5, 4)]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

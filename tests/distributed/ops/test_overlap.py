@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfscale.distributed.ops.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hfscale.distributed.ops.collectives import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hfscale.distributed.ops.overlap import Products, column_parallel_linear, enter_overlapped
+from hfscale.parallel.pipeline.split import backward_of_input, backward_of_weights
 from hfscale.testing import RankPool
 
+from . import pieces
 from .pieces import loss, piece, values
 
 ROWS, LENGTHS, IN, OUT = 2, (4, 3), 5, (3, 2)
@@ -70,3 +72,26 @@ def test_equals_plain_projections(pools: Callable[[int], RankPool], sequence: bo
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-13, atol=1e-13, msg=name)
+
+
+class Asking(Products):
+    """Products that ask other ranks, of whom there are none."""
+
+    agrees = True
+
+
+@pytest.mark.parametrize("products", [Products, Asking])
+def test_each_half_of_a_backward_pass_makes_its_own_products(products: type[Products]) -> None:
+    """The first that of the input, the second that of the weight, which leaves no gradients behind."""
+    given, weights = values(0, 3, IN).requires_grad_(), [values(seed, sum(OUT), IN) for seed in (1, 2)]
+    asked = [(weight.requires_grad_(), False, products()) for weight in weights]
+    inside, later = enter_overlapped(given * 2, asked, lambda grad: Started(None, grad.clone))
+    output = sum((column_parallel_linear(inside, each, None) for each in later), torch.zeros(()))
+    with pieces.Products() as first, torch.autograd.set_multithreading_enabled(False):
+        split = backward_of_input(output, torch.ones_like(output), given, weights)
+    with pieces.Products() as second, torch.autograd.set_multithreading_enabled(False):
+        backward_of_weights(split, weights)
+    assert first.shapes == [(3, IN)] * 2
+    assert second.shapes == [(sum(OUT), IN)] * 2
+    assert later[0].entry is None or not later[0].entry.left
+    torch.testing.assert_close(given.grad, 2 * (weights[0] + weights[1]).sum(0).expand(3, IN))

@@ -11,9 +11,8 @@ from torch import Tensor
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig, PlanError
 from hfscale._compat.transformers.computing import enable_checkpointing
-from hfscale.features.memory.compressed import Compressed, Stored, compress, decompress
 from hfscale.features.memory.kept_activations import KeptActivations
-from hfscale.features.memory.on_host import OnHost
+from hfscale.features.memory.stored import Compressed, OnHost, Stored, compress, decompress
 from hfscale.testing import RankPool
 from hfscale.testing.parity import ragged_batch
 from hfscale.train.runtime import runtime_of
@@ -179,7 +178,7 @@ def test_a_weight_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(tensor.flatten())
         return compress(tensor)
 
-    monkeypatch.setattr("hfscale.features.memory.compressed.compress", noted)
+    monkeypatch.setattr("hfscale.features.memory.stored.compress", noted)
     ids = torch.arange(3, 35)[None]  # as many tokens as the hidden size: their inputs look like weights
     hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     weights = [weight.detach().to(torch.bfloat16).flatten() for weight in model.model.layers.parameters()]

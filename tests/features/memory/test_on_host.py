@@ -9,7 +9,7 @@ import torch
 import hfscale
 from hfscale import MemoryConfig
 from hfscale.distributed import host_buffers
-from hfscale.features.memory import on_host
+from hfscale.features.memory import stored
 
 from ...tiny_models import tiny
 
@@ -69,7 +69,7 @@ class Streams:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Streams()
-    monkeypatch.setattr(on_host, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(stored, "is_accelerator", lambda device: True)
     monkeypatch.setattr(host_buffers, "device_module", lambda device: found)
     monkeypatch.setattr(host_buffers, "pinned_bytes", found.bytes)
     host_buffers.buffers_of.cache_clear()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._compat.transformers.attention import causal_mask_function
+from hfscale._compat.transformers.computing import causal_mask_function
 from hfscale.features.memory.saved import count_saved
 from hfscale.parallel.context.cut_batch import CAUSAL, FULL, SKIPPED, CutBatch, MaskBlocks
 from hfscale.parallel.context.engine import GatheredBlocks, RingBlocks

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.parallel.data.shard import one_reduction, reshard, set_gradient_sync
+from hfscale.parallel.data.shard import one_reduction, set_gradient_sync
 from hfscale.testing import RankPool, count_traffic
 from hfscale.train.runtime import local_tensor, runtime_of
 
@@ -97,7 +97,7 @@ def _gathered() -> tuple[int, int, int]:
     before = count()
     model(input_ids=IDS)
     during = sum(isinstance(p.data, DTensor) for p in model.get_submodule(layer).parameters())
-    reshard(model)
+    runtime_of(model).data.release()
     return before, during, count()
 
 

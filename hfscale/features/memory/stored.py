@@ -1,14 +1,30 @@
-"""Blockwise 8-bit compression of tensors, by bitsandbytes' kernels (Dettmers et al. 2022).
+"""Keep saved tensors until their backward pass: as they are, in 8 bits, or on the CPU.
 
-For activations saved for the backward pass: Jain et al. 2018 (Gist); Chakrabarti and Moseley 2019.
-
-::
+*In 8 bits*, by blocks, by bitsandbytes' kernels (Dettmers et al. 2022; of activations: Jain et al. 2018, Gist;
+Chakrabarti and Moseley 2019)::
 
     x [n] --by blocks of 256: largest entry, nearest of 256 values--> codes [n] of one byte, scales [n / 256] of four
 
 Signs and zeros are exact: a nonzero entry that would be rounded to zero, or change sign, takes the smallest value of
 its sign, and zeros stay zero (the CPU kernels are off by some 3e-5 of a block's largest entry there). So ReLU's masks
 are those of the uncompressed tensor, and so are those of dropout, whose entries are all zero or the largest one.
+
+*On the CPU* while nobody reads them, in pinned buffers that layers and steps reuse::
+
+    compute   | layer 1     | layer 2     | ...   | backward of 2      | backward of 1
+    outward   |             | 1 -> buffer | 2 -> buffer              |
+    inward    |                         ... buffer -> 2 | buffer -> 1 |
+
+A copy out begins when the layer has saved the tensor and runs under what is computed next; a copy back begins when the
+backward pass of the layer behind begins, and runs under it. Each direction has a stream, so both run at once. Who waits
+for whom, by events::
+
+    outward waits for   compute, which fills the tensor, and for the copy back that last read the buffer
+    inward waits for    the copy out that filled the buffer
+    compute waits for   the copy back, when the tensor is read
+
+A buffer is free once its tensor has been read for the last time (:class:`HostBuffers`). On a CPU the same copies are
+made at once.
 """
 
 from collections.abc import Callable
@@ -19,6 +35,8 @@ import torch
 from torch import Tensor
 
 from ..._compat.bitsandbytes import functional
+from ..._compat.torch_device import is_accelerator, keep_for_stream
+from ...distributed.host_buffers import buffers_of, views_of
 from ...distributed.ops.fused import fused
 from ...plan.feature_plans import BLOCK
 
@@ -35,6 +53,57 @@ class Stored:
     def read(self) -> Tensor:
         """Return the tensor, on its device."""
         return self._tensor
+
+
+class OnHost(Stored):
+    """Keep a saved tensor on the CPU until its readers have read it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.readers, self.device = 0, tensor.device
+        self.size = tensor.numel() * tensor.element_size()
+        self._here: Tensor | None = None
+        self._copied: Any = None
+        self._buffer: Tensor | None = None
+        if not is_accelerator(tensor.device):
+            self._host = tensor.detach().clone()
+            return
+        lanes = buffers_of(tensor.device)
+        self._buffer = lanes.take(self.size)
+        (self._host,) = views_of(self._buffer, [(tensor.shape, tensor.dtype)])
+        self._copied = lanes.copy_out([self._host], [tensor.detach()])
+        keep_for_stream(tensor, lanes.outward)
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        if self._here is not None or not self.readers:
+            return
+        if not is_accelerator(self.device):
+            self._here = self._host.clone()
+            return
+        lanes = buffers_of(self.device)
+        with lanes.module.stream(lanes.inward):
+            lanes.inward.wait_event(self._copied)
+            self._here = torch.empty_like(self._host, device=self.device).copy_(self._host, non_blocking=True)
+            self._copied = lanes.mark(lanes.inward)
+
+    def read(self) -> Tensor:
+        """Return the tensor, on its device; the last reader frees it there."""
+        self.readers = max(self.readers, 1)  # with retain_graph it is read again
+        self.fetch()
+        found = self._here
+        assert found is not None
+        if is_accelerator(self.device):
+            current = buffers_of(self.device).module.current_stream(self.device)
+            current.wait_event(self._copied)
+            keep_for_stream(found, current)
+        self.readers -= 1
+        if not self.readers:
+            self._here = None
+        return found
+
+    def __del__(self) -> None:
+        if self._buffer is not None:
+            buffers_of(self.device).give(self._buffer, self._copied)
 
 
 class Compressed(Stored):
