@@ -158,7 +158,7 @@ def prepare(
     """
     mesh, rows, refused = runtime.mesh, list[Counts](), None
     microbatches = list[Microbatch]()
-    runtime.release()  # what FSDP2 holds at rest is looked at
+    runtime.data.release()  # what FSDP2 holds at rest is looked at
     with runtime.contents.fixed():
         before_step(runtime) if train else check_model(runtime)
         loss = _loss_of(runtime, loss)

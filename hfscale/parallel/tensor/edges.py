@@ -60,15 +60,12 @@ class Overlap:
         if torch.compiler.is_compiling():  # the compiler overlaps collectives itself, and cannot keep this state
             return _entered(x, self.group, stream)
         gather, reduce, entries = (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
+        # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
+        if torch.is_autocast_enabled(x.device.type):
+            reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         # Products of their own ask other ranks, each way in its own order, and context ranks may differ by tokens.
         plain = not self.regather and all(multiplied_by(each) is Products for each in self.columns)
-        small = plain and entries * x.element_size() < overlap.OVERLAPPED_FROM
-        if torch.is_autocast_enabled(x.device.type):
-            # The gradient is a sum over projections that ran in the autocast dtype: send it in that.
-            reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
-        elif small and gather is None:
-            return collectives.copy_to_tp_region(x, self.group)
-        if small:
+        if plain and entries * x.element_size() < overlap.OVERLAPPED_FROM:
             enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
             return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
