@@ -19,13 +19,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "functional_collectives", "set_timeout", "tree_leaves", "tree_map", "tree_map_only"]
-__all__ += ["triton_works"]
+__all__ += ["triton_works", "without_dispatch_modes"]
 
 HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
 """A module's attributes with its hooks, by kind."""
