@@ -110,6 +110,7 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         r"Shazeer (?:and|&) Stern 2018": ("Shazeer and Stern 2018", "Adafactor", "1804.04235"),
         r"Jordan et al\. 2024": ("Jordan et al. 2024", "Muon", "kellerjordan.github.io/posts/muon"),
+        r"Kimi Team 2025": ("Kimi Team 2025", "Kimi K2: open agentic intelligence (MuonClip)", "2507.20534"),
         r"Pagliardini et al\. 2024": ("Pagliardini et al. 2024", "AdEMAMix", "2409.03137"),
         r"Graham 1969": ("Graham 1969", "Bounds on multiprocessing timing anomalies", "doi.org/10.1137/0117039"),
     },

@@ -20,13 +20,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._triton import has_triton as triton_works
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "functional_collectives", "set_timeout", "tree_leaves", "tree_map", "tree_map_only"]
-__all__ += ["triton_works"]
+__all__ += ["triton_works", "without_dispatch_modes"]
 
 HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
 """A module's attributes with its hooks, by kind."""
@@ -96,13 +97,9 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-_contents = attrgetter("_modules"), attrgetter("_parameters")
-
-
 def own_contents(modules: Sequence[nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the dicts of :func:`own_modules` and of :func:`own_parameters` of many modules, in less time."""
-    children, parameters = _contents
-    return list(map(children, modules)), list(map(parameters, modules))
+    return [module._modules for module in modules], [module._parameters for module in modules]
 
 
 def passes_otherwise(module: nn.Module) -> bool:

@@ -137,6 +137,7 @@ CHOICES: dict[str, OptimizerChoice] = {
             "adamw_lr": _or_none(float),
             "experts": _truth,  # each matrix of a stack of experts too
             "split": dict,  # projections -> how many matrices are fused in each
+            "qk_clip": _or_none(float),  # largest attention score
         },
         _ADAM,
     ),

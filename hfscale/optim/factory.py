@@ -18,6 +18,7 @@ from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
 from .eight_bit import by_size, stock_class, without_paging
 from .offloaded import OffloadedStepper, Pair
+from .qk_clip import clip_scores
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
 from .stock import Aside, CountUpdates, LocalStepper, OneByOneStepper, Stock
 
@@ -199,7 +200,7 @@ def _muon(order: _Order) -> ShardedOptimizer:
     """Make a Muon optimizer; each parameter group is split into matrices of the layers and the rest, for AdamW."""
     runtime, given = order.runtime, dict(order.options)
     adam = {key: given.pop(key) for key in order.choice.adam}
-    other_lr, split = given.pop("adamw_lr", None), given.pop("split", {})
+    other_lr, split, most = given.pop("adamw_lr", None), given.pop("split", {}), given.pop("qk_clip", None)
     dtype = given.pop("ns_dtype", "bfloat16")
     stacks = {mixture.name for mixture in runtime.plan.mixtures} if given.pop("experts", False) else set()
     stock: Any = partial(torch.optim.AdamW, lr=order.lr if other_lr is None else other_lr, **adam)
@@ -228,7 +229,7 @@ def _muon(order: _Order) -> ShardedOptimizer:
         rest = [member for member in members if member.group >= len(order.groups)]
         borders = {m.planned.name: muon.borders_of(m.planned, owners[id(m.parameter)], split) for m in matrices}
         first = muon.MuonStepper(matrices, runtime.mesh, borders, muon.NS_DTYPES[dtype])
-        return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
+        return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh), *clip_scores(most, members, runtime)]
 
     return order.made([*groups["muon"], *groups["adamw"]], {"lr": order.lr}, steppers)
 

@@ -62,7 +62,11 @@ def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return spread
 
 
-def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask) -> str:
+def _stock_mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
+    return host(*args, **kwargs)
+
+
+def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_mask) -> str:
     """Register ``attend`` and ``make_mask`` in front of the implementation ``host``; return the name of both."""
     name = f"{prefix}{host}"
 

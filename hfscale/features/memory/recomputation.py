@@ -65,7 +65,7 @@ class Recomputation(Part):
             for config in attention_configs(model):
                 host = implementation_of(config)
                 self._attention.append((config, host))
-                set_implementation(config, answer(_PREFIX, host, _attend, _mask))
+                set_implementation(config, answer(_PREFIX, host, _attend))
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
         """Restore transformers' attention implementation."""
@@ -212,7 +212,3 @@ def _attend(
         return host(module, query, key, value, mask, **kwargs)
 
     return _checkpointed(core, query, key, value)
-
-
-def _mask(host: Callable[..., Any], fills: bool, *args: Any, **kwargs: Any) -> Any:
-    return host(*args, **kwargs)

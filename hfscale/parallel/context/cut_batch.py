@@ -266,18 +266,24 @@ class MaskBlocks:
             causal = pair[0] == pair[1] and not other
             self._kinds[pair] = FULL if not hidden else CAUSAL if causal else MASKED if some else SKIPPED
 
+    def of_own(self, own: slice) -> Tensor:
+        """Return ``[b, 1, rows, s]``, True where some of this rank's queries attend to a key, idle ones to none."""
+        return self._attends(
+            self.batch.places(self.device)[own], torch.arange(self.batch.split.total, device=self.device)
+        )
+
     def block(self, rows: Interval, columns: Interval) -> Tensor:
         """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
-
-        def indices(start: int, stop: int, dim: int) -> Tensor:
-            shape: list[Any] = [1, 1, 1, 1]
-            shape[dim] = -1
-            return torch.arange(start, stop, device=self.device).view(shape)
-
-        found = self.function(indices(0, self.samples, 0), indices(0, 1, 1), indices(*rows, 2), indices(*columns, 3))
+        found = self._attends(*(torch.arange(*each, device=self.device) for each in (rows, columns)))
         if self.idle is not None:
             found = found | self.idle[:, None, slice(*rows), None]
-        return found.expand(self.samples, 1, rows[1] - rows[0], columns[1] - columns[0])
+        return found
+
+    def _attends(self, rows: Tensor, columns: Tensor) -> Tensor:
+        sample, head = torch.arange(self.samples, device=self.device), torch.zeros_like(rows[:1])
+        axes = (sample, head, rows, columns)
+        found = self.function(*(axis.view([-1 if dim == i else 1 for i in range(4)]) for dim, axis in enumerate(axes)))
+        return found.expand(self.samples, 1, len(rows), len(columns))
 
     def bias(self, rows: Interval, columns: Interval, dtype: torch.dtype) -> Tensor:
         """Return the mask of a block as a bias to add to scores: 0 or minus infinity."""

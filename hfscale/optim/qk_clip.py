@@ -1,0 +1,204 @@
+"""QK-clip (Kimi Team 2025): after a step, shrink queries and keys of heads whose largest attention score is too large.
+
+Attention keeps no scores. Transformers looks it up by a name in the config; a name of our own, in front of the one that
+was there, gets queries and keys behind norms and rotary embeddings, and multiplies them once more, in blocks::
+
+    some rows of q [b, h, s, d], all of k  -->  scores [b, h, rows, s]  --those not hidden-->  largest [h]
+    q, k, v                                -->  the attention that was there
+
+A head with the largest score ``s`` above the threshold ``t`` has ``gamma = t / s``, another one 1. Of the heads that
+read one key head, ``g`` is the smallest ``gamma``. Outputs of the projections are multiplied, by their rows, by ::
+
+    keys  sqrt(g)        queries of head h  gamma_h / sqrt(g)        so that scores of head h are multiplied by gamma_h
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._compat.torch import without_dispatch_modes
+from .._compat.transformers.classes import stock_class
+from .._compat.transformers.computing import answer, implementation_of, set_implementation
+from ..config.schedules import ASYNCHRONOUS
+from ..errors import ConfigError, check_number
+from ..models.facts import ask
+from ..models.fields import HEAD_FIELDS, first_count, text_config
+from ..parallel.context.attention_override import attention_configs
+from ..parallel.context.cut_batch import MaskBlocks
+from ..parallel.context.engine import gather_sequences
+from ..plan.parameter import MODEL_AXES
+from ..train.runtime import Runtime, recomputing
+from .sharded import Groups, Member, State, Stepper
+
+PROJECTIONS = ("q_proj", "k_proj")
+_PREFIX = "measured_"
+_SCORES = 1 << 26  # entries in memory at once
+
+
+class LargestScores:
+    """Measure the largest score of each query head of some attention ``modules``, as long as it is referenced.
+
+    A score is a query times a key times the scaling: before softcaps, biases and sinks. Hidden pairs do not count, nor
+    do evaluation and recomputation. ``context`` is the group of the ranks that have the other keys.
+    """
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], context: dist.ProcessGroup | None = None):
+        self._found: dict[nn.Module, Tensor] = {}
+        self._context = context
+        for config in attention_configs(model):
+            if not (host := implementation_of(config)).endswith(("sdpa", "eager")):
+                raise ConfigError(f"qk_clip reads masks as tensors, not {host}'s: load with attn_implementation='sdpa'")
+            if not host.startswith(_PREFIX):
+                set_implementation(config, answer(_PREFIX, host, _attention))
+        _measures.update(dict.fromkeys(modules, ref(self)))
+
+    def take(self) -> dict[nn.Module, Tensor]:
+        """Return the largest scores ``[h]`` since the last call, of the modules that attended."""
+        found, self._found = self._found, {}
+        return found
+
+    @torch.no_grad()
+    def measure(self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, scaling: float, causal: bool) -> None:
+        """Take the scores of one attention call into account; collective over ``context`` for cut sequences."""
+        if isinstance(mask, MaskBlocks):
+            assert self._context is not None
+            key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
+        samples, heads, length = query.shape[:3]
+        rows = max(1, _SCORES // max(1, samples * heads * key.shape[2]))
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        largest = self._found.setdefault(module, query.new_full((heads,), float("-inf"), dtype=dtype))
+        for start in range(0, length, rows):
+            own = slice(start, min(start + rows, length))
+            asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # all that read one key head
+            scores = (asking @ key.mT).view(samples, heads, -1, key.shape[2])
+            scores.masked_fill_(~_visible(mask, own, scores, causal), float("-inf"))
+            torch.maximum(largest, scores.amax((0, 2, 3)).to(dtype) * scaling, out=largest)
+
+
+_measures: WeakKeyDictionary[nn.Module, ref[LargestScores]] = WeakKeyDictionary()
+
+
+def _attention(
+    host: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    found = _measures.get(module)
+    trains = module.training and torch.is_grad_enabled() and not recomputing()
+    if trains and found is not None and (scores := found()) is not None:
+        scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        with without_dispatch_modes():  # of checkpointing, which would keep the products
+            scores.measure(module, query, key, mask, scaling, causal)
+    return host(module, query, key, value, mask, **kwargs)
+
+
+def _visible(mask: Any, own: slice, scores: Tensor, causal: bool) -> Tensor:
+    """Return where the queries ``own`` of this rank read keys, given their ``scores``, to whose shape it expands."""
+    if isinstance(mask, MaskBlocks):
+        return mask.of_own(own)
+    if mask is None:  # as transformers calls torch's attention without a mask
+        every = torch.ones_like(scores[:1, :1], dtype=torch.bool)
+        return every.tril(own.start) if causal else every
+    part: Tensor = mask[:, :, own, : scores.shape[3]]
+    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+
+
+def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
+    """Return factors of the ``outputs`` of queries and of keys that multiply the scores of each head by ``gamma``."""
+    width = outputs[0] // len(gamma)
+    grouped = gamma.view(outputs[1] // width, -1)
+    keys = grouped.amin(1, keepdim=True).sqrt()
+    return [each.flatten().repeat_interleave(width) for each in (grouped / keys, keys)]
+
+
+def along_outputs(factors: Tensor, shape: Sequence[int]) -> Tensor:
+    """Expand numbers of outputs to the shape of a weight or a bias."""
+    return factors.view(-1, *[1] * (len(shape) - 1)).expand(*shape)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    module: nn.Module
+    own: Tensor  # the numbers of this rank's heads
+    projections: list[list[Member]]  # weight, and bias if there is one, of queries and of keys
+
+
+class QueryKeyClip(Stepper):
+    """Clip the attention scores of a model's layers at ``threshold``: a stepper to be called after all others.
+
+    ``members`` are all that the optimizer steps. The scores of all microbatches since the last step count; those of a
+    step that is skipped (an overflow) count in the next one.
+    """
+
+    def __init__(self, threshold: float, members: Sequence[Member], runtime: Runtime) -> None:
+        super().__init__((), runtime.mesh)
+        check_number("qk_clip", threshold, above=0)
+        if (schedule := runtime.mesh.layout.pipeline_schedule) in ASYNCHRONOUS:
+            raise ConfigError(f"qk_clip with pipeline_schedule={schedule!r} reads scores of old weights: use '1f1b'")
+        if runtime.compiled:
+            raise ConfigError("qk_clip measures scores between the operators of a layer's graph: use compile=False")
+        self._threshold = threshold
+        self._heads = first_count(text_config(runtime.model.config), HEAD_FIELDS) or 1
+        self._attentions = list(self._find({member.planned.name: member for member in members}, runtime))
+        modules = [attention.module for attention in self._attentions]
+        self._scores = LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Shrink the heads that have exceeded the threshold since the last step; one collective over each axis."""
+        found = self._scores.take()
+        if not self._attentions:
+            return
+        dtype = torch.promote_types(self._attentions[0].projections[0][0].weight.dtype, torch.float32)
+        shape = len(self._attentions), self._heads
+        largest = torch.full(shape, float("-inf"), dtype=dtype, device=self._mesh.device)
+        for row, attention in zip(largest, self._attentions, strict=True):
+            if attention.module in found:
+                row[attention.own] = found[attention.module].to(dtype)
+        for group in self._mesh.groups("tp", "dp_shard", "dp_replicate"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        gammas = torch.where(largest > self._threshold, self._threshold / largest, 1.0)
+        for gamma, attention in zip(gammas, self._attentions, strict=True):
+            outputs = [weight.planned.shape[0] for weight, *_ in attention.projections]
+            for factors, members in zip(scale_scores(gamma, outputs), attention.projections, strict=True):
+                for member in members:
+                    every = along_outputs(factors.to(member.weight.device), member.planned.shape)
+                    member.weight.mul_(member.planned.take(every, self._mesh.ranks))
+
+    def _find(self, known: Mapping[str, Member], runtime: Runtime) -> Iterator[_Attention]:
+        """Yield the attention modules of this rank's layers; refuse those whose scores cannot be clipped."""
+        kind = stock_class(runtime.model)
+        answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
+        if not answers:
+            raise ConfigError(f"qk_clip: no tiny {kind.__name__} attends by functions of transformers: leave it out")
+        for layer in filter(runtime.is_local, runtime.plan.layers):
+            for name, module in runtime.model.get_submodule(layer).named_modules(prefix=layer):
+                if why := answers.get(type_name := stock_class(module).__name__):
+                    raise ConfigError(f"qk_clip does not fit {name}: {type_name} {why}: leave it out")
+                if why is not None:
+                    yield self._attention(name, module, known, runtime)
+
+    def _attention(self, name: str, module: nn.Module, known: Mapping[str, Member], runtime: Runtime) -> _Attention:
+        """Return one attention module, given the members ``known`` by name; refuse projections that do not train."""
+        every = [[f"{name}.{each}.{kind}" for kind in ("weight", "bias")] for each in PROJECTIONS]
+        for missing in (each for each in chain(*every) if each in runtime.plan.by_name and each not in known):
+            raise ConfigError(
+                f"qk_clip scales {missing}, which this optimizer does not train (adapters, frozen weights, groups "
+                "without it): train it, or leave qk_clip out"
+            )
+        projections = [[known[each] for each in names if each in known] for names in every]
+        weight = projections[0][0].planned
+        numbers = torch.arange(self._heads).repeat_interleave(weight.shape[0] // self._heads)
+        own = weight.take(along_outputs(numbers, weight.shape), self._mesh.ranks, MODEL_AXES)[:, 0]
+        return _Attention(module, own.unique_consecutive().to(self._mesh.device), projections)
+
+
+def clip_scores(threshold: float | None, members: Sequence[Member], runtime: Runtime) -> list[Stepper]:
+    """Return what clips the scores behind an optimizer's other steppers: nothing without a ``threshold``."""
+    runtime.measures_scores = threshold is not None
+    return [] if threshold is None else [QueryKeyClip(threshold, members, runtime)]
