@@ -146,7 +146,6 @@ class Entry:
     kind: dict[str, Any]  # its dtype and device
 
     def __init__(self) -> None:
-        self.agrees = False  # whether one of them asks other ranks first; else each computes its own
         self.left: dict[Products, tuple[Tensor, Tensor]] = {}  # d output [n, out] and weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
@@ -208,7 +207,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # Autograd needs something of the right shape to get to the weight's own node.
             to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         weight = weight.t() if later.transposed else weight
-        if input_asked and later.entry is not None and later.entry.agrees:
+        if input_asked and later.entry is not None:
             later.entry.left[later.products] = grad, weight
         elif input_asked:
             to_input = later.products.to_input(grad, weight)
@@ -223,6 +222,7 @@ def enter_overlapped(
     reduce: Start,
     gather: Start | None = None,
     regather: bool = False,
+    agrees: bool = False,
 ) -> tuple[Tensor, list[DeferredWeightGrad]]:
     """Return ``x`` inside the region, and the weights of the projections that read it.
 
@@ -231,11 +231,12 @@ def enter_overlapped(
         reduce: starts the backward collective, on the gradient of the tensor inside.
         gather: starts the collective that makes the tensor inside from ``x``; ``None`` where it is ``x``.
         regather: gather once more in backward, for the weights' gradients, instead of keeping the result.
+        agrees: whether products ask other ranks for what the gradient of the input needs: then once for all.
     """
-    entry, flight = Entry(), list[Started]()  # the collective between its launch and its wait
+    entry, flight = Entry() if agrees else None, list[Started]()  # the collective between its launch and its wait
 
-    def launch(by_others: Tensor | None) -> Tensor:
-        grad = entry.to_input(by_others)
+    def launch(by_others: Any) -> Tensor:
+        grad = by_others if entry is None else entry.to_input(by_others)
         flight.append(reduce(grad))
         # The gradient itself comes out of `await`; autograd only needs something of the right shape to get there.
         return grad.new_zeros(()).expand(shape)
@@ -244,9 +245,10 @@ def enter_overlapped(
     own = x.detach() if regather and gather is not None else None
     # Made before the launch, so that autograd, which runs the youngest ready node, comes to them after it.
     later = [DeferredWeightGrad(*each, own) for each in weights]
-    whole = apply_mapping(x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, undefined=True)
-    entry.shape, entry.kind = whole.shape, {"dtype": whole.dtype, "device": whole.device}
-    setattr(whole, _ENTRY, (entry, version_of(whole)))
+    whole = apply_mapping(x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, agrees)
+    if entry is not None:
+        entry.shape, entry.kind = whole.shape, {"dtype": whole.dtype, "device": whole.device}
+        setattr(whole, _ENTRY, (entry, version_of(whole)))
     if own is not None and gather is not None:
         again, cast = Regather(gather, whole), autocasted(own)
         narrow = None if cast is own else (cast, Regather(gather))
@@ -274,7 +276,7 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
         later.derive = derive
     entry, version = getattr(x, _ENTRY, (None, -1))
     if entry is not None and version == version_of(x):
-        later.entry, entry.agrees = entry, entry.agrees or later.products.agrees
+        later.entry = entry
     cast, bias = autocasted(x), None if bias is None else autocasted(bias)
     later.products.reads(x, cast.dtype)
     return _ColumnParallelLinear.apply(cast, later.token, bias, own, later)

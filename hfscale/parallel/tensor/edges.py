@@ -64,14 +64,14 @@ class Overlap:
         if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         # Products of their own ask other ranks, each way in its own order, and context ranks may differ by tokens.
-        plain = not self.regather and all(multiplied_by(each) is Products for each in self.columns)
-        if plain and entries * x.element_size() < overlap.OVERLAPPED_FROM:
+        agrees = any(multiplied_by(each) is not Products for each in self.columns)
+        if not (agrees or self.regather) and entries * x.element_size() < overlap.OVERLAPPED_FROM:
             enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
             return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
         asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if self.regather and stream else {})}
         reads = {each: read for each, read in asked.items() if torch.is_grad_enabled() and each.weight.requires_grad}
         weights = [(read(each.weight), is_transposed(each), multiplied_by(each)()) for each, read in reads.items()]
-        x, later = enter_overlapped(x, weights, reduce, gather, self.regather)
+        x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees)
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x

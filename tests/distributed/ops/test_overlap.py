@@ -85,7 +85,7 @@ def test_each_half_of_a_backward_pass_makes_its_own_products(products: type[Prod
     """The first that of the input, the second that of the weight, which leaves no gradients behind."""
     given, weights = values(0, 3, IN).requires_grad_(), [values(seed, sum(OUT), IN) for seed in (1, 2)]
     asked = [(weight.requires_grad_(), False, products()) for weight in weights]
-    inside, later = enter_overlapped(given * 2, asked, lambda grad: Started(None, grad.clone))
+    inside, later = enter_overlapped(given * 2, asked, lambda grad: Started(None, grad.clone), agrees=products.agrees)
     output = sum((column_parallel_linear(inside, each, None) for each in later), torch.zeros(()))
     with pieces.Products() as first, torch.autograd.set_multithreading_enabled(False):
         split = backward_of_input(output, torch.ones_like(output), given, weights)
@@ -93,5 +93,6 @@ def test_each_half_of_a_backward_pass_makes_its_own_products(products: type[Prod
         backward_of_weights(split, weights)
     assert first.shapes == [(3, IN)] * 2
     assert second.shapes == [(sum(OUT), IN)] * 2
+    assert (later[0].entry is not None) == products.agrees  # else each makes its own
     assert later[0].entry is None or not later[0].entry.left
     torch.testing.assert_close(given.grad, 2 * (weights[0] + weights[1]).sum(0).expand(3, IN))
