@@ -35,6 +35,11 @@ _SCALES |= {"query_pre_attn_scalar", "rotary_emb_base", "attention_chunk_size"}
 _STOCK = ("transformers", "torch")
 _TRIED = range(3, 67)  # tokens that proofs feed
 _MANY_LABELS = 3
+TABLE = Path(__file__).with_name("facts.json")
+PROOFS = "hfscale.testing.proofs"  # imported when a proof is needed, here and nowhere else (pyproject.toml)
+_MOST = 256  # answers kept that no table has
+_log = logging.getLogger(__name__)
+Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
 
 
 def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
@@ -114,15 +119,6 @@ def _structure(model: nn.Module) -> set[str]:
         if first != name:
             found.add(f"{wild_name(name)} is {wild_name(first)}")
     return found
-
-
-TABLE = Path(__file__).with_name("facts.json")
-PROOFS = "hfscale.testing.proofs"  # imported when a proof is needed, here and nowhere else (pyproject.toml)
-
-_MOST = 256  # answers kept that no table has
-_log = logging.getLogger(__name__)
-
-Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
 
 
 class Facts:

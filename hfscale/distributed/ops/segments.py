@@ -40,6 +40,8 @@ from ...errors import ConfigError
 from ...plan.sequence_split import Split
 from .collectives import apply_mapping, gather_from_sequence_region, waiting
 
+Interval = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class RankChain:
@@ -126,9 +128,6 @@ def _receive(x: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
     with waiting("recv", peer, group):
         dist.recv(x, peer, group=group)
     return x
-
-
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)

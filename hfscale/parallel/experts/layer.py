@@ -29,6 +29,8 @@ from ...train.runtime import recomputing
 from . import router_functions
 from .forward_contexts import ForwardContexts, Pass, attach, real_tokens
 
+NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -274,9 +276,6 @@ class _OwnTokens:
     def of(self, whole: Tensor) -> Tensor:
         """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
-
-
-NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 
 @dataclass

@@ -36,6 +36,9 @@ from ...plan import ParameterPlan, Plan
 from ...train.runtime.parameter_names import computing, module_at, owner_of
 from ...train.runtime.shards import gradients_aside, local_tensor
 
+# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
+_Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
+
 
 class PartialSums:
     """Sum partial gradients over tensor ranks: in backward or, where :meth:`at_the_end` is ``deferred``, at its end."""
@@ -130,10 +133,6 @@ def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
     if not isinstance(holder, nn.ParameterDict):
         return holder
     return next(module for module in model.modules() if any(child is holder for child in module.children()))
-
-
-# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
-_Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
 def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
