@@ -113,12 +113,17 @@ def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) ->
         raise ConfigError(
             f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
         )
-    table = runtime.plan.lookup_shape
-    if embeds is not None and causal and table is not None and (embeds.ndim, embeds.shape[-1]) != (3, table[1]):
-        raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
+    if embeds is not None and causal:
+        _check_embeds(runtime, embeds)
     tokens = embeds if ids is None else ids
     if tokens is not None and tokens.ndim >= 2 and (ids is None or ids.ndim == 2):
         _check_beside(batch, tuple(tokens.shape[:2]), causal, loss.shift > 0)
+
+
+def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
+    table = runtime.plan.lookup_shape
+    if table is not None and (embeds.ndim, embeds.shape[-1]) != (3, table[1]):
+        raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
 
 
 def _check_beside(batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool) -> None:

@@ -15,7 +15,7 @@ all pieces are gathered at once.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -224,12 +224,7 @@ def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: An
         named.pop("", None)  # of a function that takes no initial state
         result = host(*[named.pop(name) for name in by_place], **named)
         y, after = result if isinstance(result, tuple) else (result, None)
-        # The output and the final state lack what the function neither takes nor gives.
-        if chain is not None and scan.makes is not None:
-            after = scan.makes(part)
-        if state is not None and scan.adds is not None:
-            read, kept = scan.adds(part, state)
-            y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+        y, after = _with_state(scan, part, state, y, after, chain is not None)
         return y, None if after is None else after.to(wide)
 
     def before(index: int, state: Tensor | None) -> Tensor | None:
@@ -245,6 +240,18 @@ def _scanned(host: Callable[..., Any], scan: Scan, segments: Segments, *args: An
 
     output = tied(_by_segments(segments, x, dim, run, before, after), ties)
     return (output, None) if scan.pairs else output
+
+
+def _with_state(
+    scan: Scan, given: Mapping[str, Any], state: Tensor | None, y: Tensor, after: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Complete the output and the ``final`` state of a scan by what its function neither takes nor gives."""
+    if final and scan.makes is not None:
+        after = scan.makes(given)
+    if state is not None and scan.adds is not None:
+        read, kept = scan.adds(given, state)
+        y, after = y + read.to(y.dtype), None if after is None else after.to(kept.dtype) + kept
+    return y, after
 
 
 def _by_segments(

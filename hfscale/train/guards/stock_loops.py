@@ -172,13 +172,17 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _refuse(optimizer, cut, f"{cut.name} is cut")
         elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
             _refuse(optimizer, parts[0], "stages hold some parameters each")
-        sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
-        if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
-            raise ConfigError(
-                f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
-                f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
-            )
+        _refuse_over_shards(optimizer, held)
     _judged[optimizer] = len(optimizer.param_groups)
+
+
+def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
+    sharded = next((each for each in held if hasattr(each, _MARK) and isinstance(each, DTensor)), None)
+    if sharded is not None and (error := _fails_on_shards(optimizer, sharded, held)):
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot step parameters that FSDP2 shards over "
+            f"{getattr(sharded, _MARK).layout} ({error}): make {_INSTEAD}"
+        )
 
 
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
