@@ -39,7 +39,7 @@ from hfscale.train.guards.packed_rows import check_packed_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.families import config_of
-from tests.proved_anew import proved_anew
+from tests.proved_anew import DoubtedFacts, proved_anew
 
 STAGE_LAYERS = 4
 _LONG = 10**9  # tokens: no config names a length that is longer
@@ -91,7 +91,7 @@ def cases(family: str) -> Iterator[tuple[str, Any, Any]]:
             yield "default", AutoConfig.for_model(family, **start), auto_class
 
 
-def prove(chosen: Iterable[tuple[str, Any, Any]], doubted: bool) -> tuple[Facts, dict[str, str]]:
+def prove(chosen: Iterable[tuple[str, Any, Any]], doubted: bool) -> tuple[Any, dict[str, str]]:
     """All that is asked about some cases, and what config each digest is of.
 
     Args:
@@ -160,7 +160,7 @@ def plain(answer: Any) -> Any:
     return answer
 
 
-def differences(facts: Facts) -> list[str]:
+def differences(facts: DoubtedFacts) -> list[str]:
     """What was proved and the table does not say."""
     known, found = Facts().written, list(facts.contradictions)
     for name, digests in facts.proved.items():

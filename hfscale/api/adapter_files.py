@@ -46,6 +46,8 @@ from ..plan import AdapterParameter
 from ..train.runtime.writing import atomic_directory
 from .build_plan import build_plan
 
+_PREFIX = "base_model.model."
+
 
 class AdaptedBase:
     """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs."""
@@ -193,9 +195,6 @@ def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bo
 
     apart, together = logits(base, str(adapter)), logits(out)
     return float((apart - together).abs().max() / apart.abs().max())
-
-
-_PREFIX = "base_model.model."
 
 
 def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:

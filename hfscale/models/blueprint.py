@@ -15,6 +15,8 @@ from .fields import query_key_value
 OWN_TABLE = "hfscale's own table"
 TRANSLATED = "transformers' base_model_tp_plan, translated"
 INFERRED = "inferred"  # what the words for it begin with
+TOLERANCE = 1e-10  # largest difference of a proof, relative, in float64
+_FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key_value}
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,6 @@ class Blueprint:
 def in_layers(layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block) -> Blueprint:
     """Return the blueprint of one layer list, whose blocks are children of its layers."""
     return Blueprint(layers, blocks, unfit)
-
-
-TOLERANCE = 1e-10  # largest difference of a proof, relative, in float64
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {query_key_value.__name__: query_key_value}
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,6 @@ ENCODERS: dict[str, Blueprint] = {
     **dict.fromkeys(("flaubert", "xlm"), _XLM),
 }
 
-
 # BART's shape: the MLP's projections are children of the layer. In the attention to the encoder, keys and values read
 # the encoder's output, which enters besides the decoder's stream.
 _BART_ATTENTION = Block(

@@ -35,6 +35,11 @@ _SCALES |= {"query_pre_attn_scalar", "rotary_emb_base", "attention_chunk_size"}
 _STOCK = ("transformers", "torch")
 _TRIED = range(3, 67)  # tokens that proofs feed
 _MANY_LABELS = 3
+TABLE = Path(__file__).with_name("facts.json")
+PROOFS = "hfscale.testing.proofs"  # imported when a proof is needed, here and nowhere else (pyproject.toml)
+_MOST = 256  # answers kept that no table has
+_log = logging.getLogger(__name__)
+Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
 
 
 def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
@@ -116,24 +121,11 @@ def _structure(model: nn.Module) -> set[str]:
     return found
 
 
-TABLE = Path(__file__).with_name("facts.json")
-PROOFS = "hfscale.testing.proofs"  # imported when a proof is needed, here and nowhere else (pyproject.toml)
-
-_MOST = 256  # answers kept that no table has
-_log = logging.getLogger(__name__)
-
-Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question -> answer
-
-
 class Facts:
     """Hold the facts in the table and those proved since."""
 
-    def __init__(self, written: Answers | None = None, doubted: bool = False) -> None:
-        if written is not None:
-            self.written = written
-        self._doubted = doubted
+    def __init__(self) -> None:
         self.proved: Answers = {}  # what no table had, and holds for all models of the same digest
-        self.contradictions: list[str] = []  # models of one digest for which different answers were proved, in words
         self._latest: dict[Hashable, Any] = {}
         self._told: set[type] = set()
 
@@ -154,7 +146,7 @@ class Facts:
         kind, name = stock or type(model), " ".join((question, *about))
         with without_prediction(model):
             key = digest(kind, model.config, None if stock else model)
-            for known in (self.written, {} if self._doubted else self.proved):
+            for known in (self.written, self.proved):
                 answers = known.get(kind.__name__, {}).get(key, {})
                 if key and name in answers:
                     return answers[name]
@@ -166,9 +158,7 @@ class Facts:
                 _log.info("%s with this config is not among hfscale's facts: a tiny clone is run", kind.__name__)
             answer, lasts = importlib.import_module(PROOFS).prove(question, model, **given)
         if lasts and key:
-            before = self.proved.setdefault(kind.__name__, {}).setdefault(key, {}).setdefault(name, answer)
-            if before != answer:
-                self.contradictions.append(f"{kind.__name__} {key}: {name}: proved both {before} and {answer}")
+            self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
         if exact is not None:
             self._latest[exact] = answer
             if len(self._latest) > _MOST:

@@ -17,6 +17,11 @@ LENGTHS = {
     "floor_scale": 1,
 }
 """Config fields that say up to how many tokens a text is computed in one way; less this many."""
+_WHY = {
+    "output_attentions": "would return the attention weights of this rank's heads only",
+    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
+    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
+}
 
 
 def text_config(config: Any) -> Any:
@@ -86,13 +91,6 @@ def query_key_value(config: Any) -> tuple[int, ...]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     key_heads = config.num_key_value_heads
     return config.num_attention_heads * head_dim, key_heads * head_dim, key_heads * head_dim
-
-
-_WHY = {
-    "output_attentions": "would return the attention weights of this rank's heads only",
-    "output_router_logits": "adds a loss on the router that every tensor rank would count once (load the model with "
-    "routing=hfscale.RoutingConfig(balance_loss=...) for one that counts once in all)",
-}
 
 
 def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str | None:

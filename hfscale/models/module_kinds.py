@@ -16,6 +16,13 @@ EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 # What modules under the host's use_experts_implementation say of how their parameters are used.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+PROJECTIONS = (nn.Linear, Conv1D)
+
+# How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
+# as [out, in], Conv1D as [in, out] = [nx, nf].
+_SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
+_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
+_LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
 
 
 def experts_per_token(config: Any) -> int | None:
@@ -43,13 +50,6 @@ def has_one_per_expert(module: nn.Module, experts: int) -> bool:
     return stacked or ("Expert" in type(module).__name__ and any(parameter.ndim > 1 for parameter in own))
 
 
-PROJECTIONS = (nn.Linear, Conv1D)
-
-# How a projection's size attributes follow its local weight: attribute -> dim of the weight. nn.Linear keeps its weight
-# as [out, in], Conv1D as [in, out] = [nx, nf].
-_SIZE_ATTRIBUTES = {"out_features": 0, "in_features": 1, "nx": 0, "nf": 1}
-
-
 def is_transposed(module: Any) -> bool:
     """Return whether a module keeps its weight as ``[in, out]``."""
     return isinstance(module, Conv1D)
@@ -67,15 +67,9 @@ def follow_weight(module: Any) -> None:
             setattr(module, attribute, module.weight.shape[dim])
 
 
-_TOKENWISE = (*PROJECTIONS, nn.Dropout, nn.Identity, nn.Embedding)
-
-
 def is_tokenwise(module: nn.Module) -> bool:
     """Return whether a module is known to process each token separately."""
     return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__
-
-
-_LOSSES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"}
 
 
 def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:

@@ -47,22 +47,18 @@ def by_size(
         narrow = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
     apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
     if apart and mesh.speaks_for_stage:
-        _warn(name, apart)
+        names = [member.planned.name for member in apart]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
+        largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
+        warnings.warn(
+            f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these are stepped as full "
+            f"tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a time (up "
+            f"to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. A layout "
+            "that cuts between blocks avoids it, and so does a 32-bit optimizer",
+            stacklevel=3,
+        )
     return [m for m in narrow if m not in apart], apart, [m for m in members if m not in narrow]
-
-
-def _warn(name: str, apart: Sequence[Member]) -> None:
-    names = [member.planned.name for member in apart]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
-    largest = max(torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart)
-    warnings.warn(
-        f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these are stepped "
-        f"as full tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a time "
-        f"(up to twice {largest / 2**20:,.1f} MiB), and their 8-bit state is whole on every rank of the cut. A "
-        "layout that cuts between blocks avoids it, and so does a 32-bit optimizer",
-        stacklevel=4,
-    )
 
 
 def try_step(device: torch.device) -> str:

@@ -27,6 +27,7 @@ from ..train.runtime.shards import local_tensor
 
 Groups = Sequence[dict[str, Any]]
 State = MutableMapping[Any, dict[str, Any]]
+Piece = tuple[Tensor, tuple[str, ...]]  # a tensor, and the axes to all-reduce it over
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +156,6 @@ def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the defaults of the options of a stock class, except learning rate and weight decay."""
     options = signature(stock).parameters.values()
     return {each.name: each.default for each in options if each.name not in ("params", "lr", "weight_decay")}
-
-
-Piece = tuple[Tensor, tuple[str, ...]]  # a tensor, and the axes to all-reduce it over
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:

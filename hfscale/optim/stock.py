@@ -36,6 +36,9 @@ UPDATES = "updates"
 _SCALES, _TABLES = "absmax", "qmap"  # keys of bitsandbytes' 8-bit states
 
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # makes the stock optimizer over parameter groups
+_CHUNK = 1 << 20  # entries at a time: their random numbers take 8 bytes each
+_LOW = (1 << 16) - 1
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of SplitMix64 (Steele et al. 2014), signed
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,6 @@ class CountUpdates(Stepper):
         """Count one update."""
         for group in groups:
             group[UPDATES] = group.get(UPDATES, 0) + 1
-
-
-_CHUNK = 1 << 20  # entries at a time: their random numbers take 8 bytes each
-_LOW = (1 << 16) - 1
-_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of SplitMix64 (Steele et al. 2014), signed
 
 
 def key_of(seed: int, update: int, name: str) -> int:

@@ -11,8 +11,6 @@ from transformers.utils.generic import ModelOutput
 from .runtime import Objective, Runtime
 from .runtime.batches import Microbatch
 
-_LOSS = "loss"
-
 
 def from_last_stage(runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, Tensor]]:
     """Return what the last stage has ``made``, by key, on all ranks of its pipeline, without a graph; collective."""
@@ -59,7 +57,9 @@ class KeptOutputs:
 
     def keep(self, output: Any, batch: Microbatch, index: int) -> None:
         """Keep an output; if ranks have shards of its sequences, gather all tokens."""
-        found = {name: value.detach() for name, value in _named(output) if isinstance(value, Tensor) and value.ndim}
+        named = dict(output) if isinstance(output, Mapping) else {"logits": output[1]}  # return_dict=False, with labels
+        named.pop("loss", None)
+        found = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor) and value.ndim}
         gather = self._runtime.context.gather_tokens
         self._kept[index] = {name: gather(batch, value) for name, value in found.items()}
 
@@ -70,9 +70,3 @@ class KeptOutputs:
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]
         joined = [{name: torch.cat([each[name] for each in group]) for name in group[0]} for group in groups]
         return [ModelOutput(output) for output in from_last_stage(self._runtime, joined)]
-
-
-def _named(output: Any) -> Sequence[tuple[str, Any]]:
-    if isinstance(output, Mapping):
-        return [(name, value) for name, value in output.items() if name != _LOSS]
-    return [("logits", output[1])]  # return_dict=False, with labels

@@ -22,6 +22,7 @@ from .runtime.writing import is_saving
 
 _LOOK = 0.5  # seconds between two checks whether a save is running
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_listener: "list[_Listener]" = []
 
 
 class Preempted(SystemExit):
@@ -109,9 +110,6 @@ class _Listener:
             flush=True,
         )
         os._exit(CODE)
-
-
-_listener: list[_Listener] = []
 
 
 def stop_listening() -> None:

@@ -29,6 +29,11 @@ from .runtime.shards import gradients_aside
 from .runtime.writing import sum_or_raise
 
 Value = TypeVar("Value")
+LossOfScores = Callable[[TokenScores, int], Tensor]
+"""Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
+LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
+"""Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class UserFunction:
@@ -76,10 +81,6 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     except (TypeError, ValueError) as error:
         return isinstance(error, ValueError)  # compiled functions may have no signature
     return True
-
-
-LossOfScores = Callable[[TokenScores, int], Tensor]
-"""Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
 
 
 def token_scores(
@@ -169,12 +170,6 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and mask.shape == labels.shape:
             labels = labels.masked_fill(mask == 0, -100)
     return {**batch, "labels": labels}
-
-
-LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
-"""Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
-
-_LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class _Rows:

@@ -27,6 +27,7 @@ from ..errors import check_number, check_switch
 from .runtime import runtime_of
 
 PATIENCE = 300.0
+_running: "list[_Watchdog]" = []
 _HEAD = "[hfscale watchdog] ranks have waited for more than {:g} s"
 
 
@@ -157,9 +158,6 @@ class _Watchdog(threading.Thread):
     def _heard(self) -> list[RankState | None]:
         keys = [str(rank) for rank in range(self.world)]
         return [RankState(**json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
-
-
-_running: list[_Watchdog] = []
 
 
 def _group_names(mesh: Mesh) -> dict[str, str]:

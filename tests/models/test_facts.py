@@ -12,7 +12,7 @@ from hfscale import ParallelConfig
 from hfscale.models import facts
 from hfscale.models.blueprint import as_data, from_data
 from hfscale.models.clone import tiny_clone
-from hfscale.models.facts import Facts, digest
+from hfscale.models.facts import digest
 from hfscale.testing import proofs
 from hfscale.testing.proofs.infer.search_blueprint import infer
 
@@ -115,8 +115,8 @@ def test_what_names_sizes_is_not_for_other_models() -> None:
 
 def test_models_of_one_digest_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "prove", lambda question, model: (model.config.num_hidden_layers, True))
-    known = Facts({}, doubted=True)
-    assert [known.ask("anything", _model(num_hidden_layers=layers)) for layers in (2, 2, 3)] == [2, 2, 3]
+    with proved_anew(doubted=True) as known:
+        assert [known.ask("anything", _model(num_hidden_layers=layers)) for layers in (2, 2, 3)] == [2, 2, 3]
     (said,) = known.contradictions
     assert said.endswith("anything: proved both 2 and 3")
 

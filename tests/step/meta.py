@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hfscale.cost.tools.simulated_rank import META, Answer, SimulatedRank
+from hfscale._compat.torch import tree_leaves
+from hfscale._compat.torch_fake import group_of
+from hfscale.cost.tools.simulated_rank import (
+    HOST,
+    INPUT_SECOND,
+    META,
+    MOVING,
+    OTHERS,
+    WAITING,
+    Answer,
+    SimulatedRank,
+)
 from hfscale.cost.tools.simulated_rank import simulated_rank as pretended_gpus
 from hfscale.train.runtime import runtime_of
 
@@ -37,7 +48,7 @@ class Seen:
     """
 
     calls: dict[str, Counter[str]]
-    sent: Counter[str]
+    sent: Counter[str] = field(default_factory=Counter)
     looks: Counter[Where] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
@@ -73,21 +84,52 @@ class _Calls(TorchFunctionMode):
 class _Operators(SimulatedRank):
     def __init__(self, runtime: Any, answer: Answer) -> None:
         super().__init__(runtime, answer)
-        self.seen = Seen(self.traffic.calls, self.traffic.given)
+        self.seen = Seen(self.traffic.calls)
 
-    def looked(self, name: str) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        tensors = _tensors((args, kwargs))
+        if func.namespace == "c10d":
+            self._note_collective(func, name.strip("_"), args, tensors)
+        elif name in MOVING:
+            self._note_copy(name, args, kwargs)
+        elif any(tensor.device == GPU for tensor in tensors):
+            if any(tensor.ndim and tensor.device != GPU for tensor in tensors):
+                self.seen.faults.append(f"{func} of tensors on the GPU and on the CPU: {_caller()}")
+            if name in WAITING or (name == "index" and any(i.dtype == torch.bool for i in _tensors(args[1]))):
+                self._note_look(name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note_look(self, name: str) -> None:
         self.seen.looks[name, _caller()] += 1
         self.seen.order.append("look")
 
-    def mixes(self, func: Any) -> None:
-        self.seen.faults.append(f"{func} of tensors on the GPU and on the CPU: {_caller()}")
+    def _note_copy(self, name: str, args: Any, kwargs: Any) -> None:
+        into = name == "copy_"
+        source, target = args[into], args[0].device if into else kwargs.get("device") or args[0].device
+        waits = not (kwargs.get("non_blocking") or (into and len(args) > 2 and args[2]))
+        if source.device == target:
+            return
+        # What is written into memory that is there, pinned, comes later; what comes from the device otherwise, now.
+        if (waits and (source.numel() or source.device == GPU)) or (source.device == GPU and not into):
+            self._note_look(name)
 
-    def takes(self, func: Any, tensors: list[Tensor]) -> None:
-        self.seen.order.append(func._schema.name.rpartition("::")[2].strip("_"))
-        for tensor in tensors:
-            if tensor.device != GPU or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
-                strides = tensor.stride()
-                self.seen.faults.append(f"{func} of {tensor.dtype} on {tensor.device}, {strides}: {_caller()}")
+    def _note_collective(self, func: Any, name: str, args: Any, tensors: list[Tensor]) -> None:
+        group, axis = group_of(args), HOST
+        if any(tensor.device == GPU for tensor in tensors):
+            axis = OTHERS if group is None else self._axes.get(group.group_name, OTHERS)
+            self.seen.order.append(name)
+            for tensor in tensors:
+                if tensor.device != GPU or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
+                    strides = tensor.stride()
+                    self.seen.faults.append(f"{func} of {tensor.dtype} on {tensor.device}, {strides}: {_caller()}")
+        given = _tensors(args[1] if name.startswith(INPUT_SECOND) else args[0])
+        self.seen.sent[axis] += sum(tensor.numel() * tensor.element_size() for tensor in given)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _caller() -> str:

@@ -34,6 +34,10 @@ MakeMask = Callable[..., Any]
 """``(stock function, whether a query with all keys hidden reads all of them, **kwargs)`` -> a mask."""
 _READS_ALL = ("eager",)
 """Implementations that hide a key by a large negative number: if all keys of a query are hidden, none is."""
+within_packing = ContextVar("whether a packing() that knows the documents is active", default=False)
+documents_here: ContextVar[Tensor | None] = ContextVar("its document of each token, [1 or b, s]", default=None)
+encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
+"""Return an encoder's hidden states in the form in which an encoder-decoder takes them instead of running its own."""
 
 
 def keep_documents_apart(
@@ -122,10 +126,6 @@ def masks_made_here(kind: type) -> Iterator[None]:
         attribute_replaced(masking_utils, "_preprocess_mask_arguments", unless_made),
     ):
         yield
-
-
-within_packing = ContextVar("whether a packing() that knows the documents is active", default=False)
-documents_here: ContextVar[Tensor | None] = ContextVar("its document of each token, [1 or b, s]", default=None)
 
 
 def uses_flash_attention(model: Any) -> bool:
@@ -292,7 +292,3 @@ def enable_checkpointing(model: Any, **kwargs: Any) -> None:
     # Renamed in 5.2x, with a warning about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **kwargs})
-
-
-encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
-"""Return an encoder's hidden states in the form in which an encoder-decoder takes them instead of running its own."""

@@ -4,6 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# These record the softmax of their logits as logits.
+_RECORD_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
+
 
 def use_eager_experts(model: nn.Module) -> None:
     """Let mixtures of experts run the stock classes' eager code, since grouped matrix products do not take float64."""
@@ -26,10 +29,6 @@ def apply_gate(experts: Any, both: Tensor) -> Tensor:
 def runs_grouped_products(experts: Any) -> bool:
     """Return whether a stock module of experts calls torch's grouped matrix product."""
     return getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
-
-
-# These record the softmax of their logits as logits.
-_RECORD_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 
 
 def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:

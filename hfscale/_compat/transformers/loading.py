@@ -24,6 +24,8 @@ from ..replaced import attribute_replaced
 from ..torch import own_buffers
 from .classes import empty_copy
 
+_LOADED = "_is_hf_initialized"
+
 
 @contextmanager
 def loading_through(
@@ -102,9 +104,6 @@ def forget_quantization(model: Any) -> None:
         model.__dict__.pop(name, None)
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config.__dict__.pop("quantization_config", None)
-
-
-_LOADED = "_is_hf_initialized"
 
 
 def initialize_weights(model: Any, unit: nn.Module, recurse: bool) -> None:

@@ -19,6 +19,11 @@ from ..replaced import attribute_replaced
 _trainer: Any = _module
 _DEVICES = "_setup_devices"  # a cached property of TrainingArguments that counts the processes
 _Mixin: Any = object  # so that type checkers take what a Trainer has
+accelerator_made_by = partial(attribute_replaced, _trainer, "Accelerator")
+"""Let Trainer create its accelerator from a class inside the ``with`` block."""
+kernels_left_alone = partial(attribute_replaced, _trainer, "apply_liger_kernel", lambda *_: None)
+"""Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
+RANDOM = "rng_state.pth"  # read by stock Trainer in one process
 
 
 class TrainerHooks(_Mixin):
@@ -89,12 +94,6 @@ class TrainerHooks(_Mixin):
         pass  # it is where hfscale has put it
 
 
-accelerator_made_by = partial(attribute_replaced, _trainer, "Accelerator")
-"""Let Trainer create its accelerator from a class inside the ``with`` block."""
-kernels_left_alone = partial(attribute_replaced, _trainer, "apply_liger_kernel", lambda *_: None)
-"""Stop Trainer from applying Liger's kernels to its model inside the ``with`` block; hfscale has applied them."""
-
-
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
     """Let Trainer resume within an epoch with the accelerator's own loader, looked up at the call, in the block."""
 
@@ -137,9 +136,6 @@ def seed_workers_by(loader: Any, rank: int) -> None:
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and seed.func is _trainer.seed_worker:
         seed.keywords["rank"] = rank
-
-
-RANDOM = "rng_state.pth"  # read by stock Trainer in one process
 
 
 def read_random_states(checkpoint: Path) -> dict[str, Any] | None:

@@ -44,9 +44,9 @@ from ..model.traffic import ring_share
 
 HOST, OTHERS = "host", "others"
 # Operators whose result has a size, or a number, that the host must know.
-_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
-_MOVING = {"_to_copy", "copy_", "set_"}
-_INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
+MOVING = {"_to_copy", "copy_", "set_"}
+INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
 Answer = Callable[[Tensor], Tensor]
 
 
@@ -57,7 +57,6 @@ class SimulatedTraffic:
     """
 
     calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> how often
-    given: Counter[str] = field(default_factory=Counter)  # bytes that were handed to them
     sent: dict[str, float] = field(default_factory=dict)  # bytes that this rank sends, if each runs as a ring
 
 
@@ -85,67 +84,39 @@ class SimulatedRank(TorchDispatchMode):
         self._axes |= {str(group.group_name): "ties" for group in own.ties.values()}
         self._axes |= {str(group.group_name): "stages" for group in own.streams.values()}
 
-    def looked(self, name: str) -> None:
-        """Handle a read by the host, which waits for the device."""
-
-    def takes(self, func: Any, tensors: list[Tensor]) -> None:
-        """Handle a collective over these tensors, some of which are on the device."""
-
-    def mixes(self, func: Any) -> None:
-        """Handle an operator with tensors both on the device and on the CPU."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = schema_of(func).name.partition("::")[2]
         if func.namespace == "c10d":
             return self._collective(func, name.strip("_"), args, kwargs)
-        if name in _MOVING:
+        if name in MOVING:
             return self._moved(func, name, args, kwargs)
-        tensors = _tensors((args, kwargs))
-        if all(tensor.device != META for tensor in tensors):
-            return func(*args, **kwargs)
-        if any(tensor.ndim and tensor.device != META for tensor in tensors):
-            self.mixes(func)
-        return self._computed(func, name, args, kwargs)
-
-    def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "_grouped_mm":
+        on_device = any(tensor.device == META for tensor in _tensors((args, kwargs)))
+        if on_device and name == "_grouped_mm":
             return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
-        if name not in _WAITING:
-            if name == "index" and any(index.dtype == torch.bool for index in _tensors(args[1])):
-                self.looked(name)
+        if not on_device or name not in WAITING:
             return func(*args, **kwargs)
-        self.looked(name)
         found = func(*(self._answer(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
         return found.to(META) if isinstance(found, Tensor) else found
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Copy a tensor between devices; record when the host waits for it."""
+        """Copy a tensor between devices."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
-        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-        if source.device == target:
+        if source.device != META or target == META:
             return func(*args, **kwargs)
-        if source.device == META:
-            if waits or name != "copy_":  # only what is written into memory that is there, pinned, comes later
-                self.looked(name)
-            made = self._answer(source)
-            return func(args[0], made, **kwargs) if name == "copy_" else func(made, **kwargs)
-        if waits and source.numel():
-            self.looked(name)
-        return func(*args, **kwargs)
+        made = self._answer(source)
+        return func(args[0], made, **kwargs) if name == "copy_" else func(made, **kwargs)
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        source = args[1] if name.startswith(_INPUT_SECOND) else args[0]
-        given, tensors = _tensors(source), _tensors((args, kwargs))
+        source = args[1] if name.startswith(INPUT_SECOND) else args[0]
+        given = _tensors(source)
         group, axis = group_of(args), HOST
         size = 1 if group is None else int(group.size())
-        if any(tensor.device == META for tensor in tensors):
+        if any(tensor.device == META for tensor in _tensors((args, kwargs))):
             axis = OTHERS if group is None else self._axes.get(group.group_name, OTHERS)
-            self.takes(func, tensors)
         handed = sum(tensor.numel() * tensor.element_size() for tensor in given)
         self.traffic.calls.setdefault(axis, Counter())[name] += 1
-        self.traffic.given[axis] += handed
         share = ring_share(name.removesuffix("_base").rstrip("_"), size)
         self.traffic.sent[axis] = self.traffic.sent.get(axis, 0.0) + handed * share
         if axis != HOST:

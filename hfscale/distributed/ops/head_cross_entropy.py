@@ -31,6 +31,13 @@ from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dty
 Pointwise = Callable[[Tensor], Tensor]
 
 _SLICE_ELEMENTS = 1 << 24  # of a low-precision product on its way into a float32 sum
+_CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
+_CHUNK_ELEMENTS_GPU = 1 << 28  # the product that adds to the weight's gradient reads and writes it in each chunk
+# Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
+_FEWEST_ROWS = 128
+_SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
+_once: list[bool] = []  # not empty inside each_gradient_once; autograd's threads read it too
+_CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
 
 class HeadRows:
@@ -159,15 +166,6 @@ class _Sum:
     def _buffer(self) -> Tensor:
         dtype = torch.promote_types(self.parameter.dtype, torch.float32)
         return torch.empty_like(self.parameter, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-_CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
-_CHUNK_ELEMENTS_GPU = 1 << 28  # the product that adds to the weight's gradient reads and writes it in each chunk
-# Fewer rows make the products slow: each chunk also reads the head's weight twice and its gradient once.
-_FEWEST_ROWS = 128
-_SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
-_once: list[bool] = []  # not empty inside each_gradient_once; autograd's threads read it too
-_CHUNKS = 4  # also where everything would fit, unless they had fewer rows; then two
 
 
 class _WithGradients(torch.autograd.Function):

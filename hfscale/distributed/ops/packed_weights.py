@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat.torch import own_parameters
 
+_PACKINGS = "_packings"
+
 
 @dataclass(frozen=True)
 class Packing(ABC):
@@ -49,9 +51,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def gathered(tensor: Tensor) -> Tensor:
     """Return the bytes of all data ranks, gathered if necessary; every data rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-_PACKINGS = "_packings"
 
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:

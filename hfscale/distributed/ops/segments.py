@@ -38,7 +38,9 @@ from ..._compat.transformers.recurrences import (
 )
 from ...errors import ConfigError
 from ...plan.sequence_split import Split
-from .collectives import apply_mapping, gather_from_sequence_region, waiting
+from .collectives import apply_mapping, gather_from_sequence_region, tied, waiting
+
+Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RankChain:
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
         """Send the state after a piece to the rank of the next one, if that is another; the output must depend on what
-        is returned (:func:`.segments.tied`) for the gradient to be received.
+        is returned (:func:`.collectives.tied`) for the gradient to be received.
         """
         number = self._number(index) + 1
         if number == 2 * self.split.size or self._owner(number) == self.rank:
@@ -126,9 +128,6 @@ def _receive(x: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
     with waiting("recv", peer, group):
         dist.recv(x, peer, group=group)
     return x
-
-
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -287,20 +286,3 @@ def _by_segments(
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
-
-
-class _Tied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = len(others)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0], *[None] * ctx.others)
-
-
-def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return ``y``, whose backward pass runs that of ``others`` too: other ranks wait for what this one did not use."""
-    waited_for = [each for each in others if each.requires_grad]
-    return _Tied.apply(y, *waited_for) if waited_for else y

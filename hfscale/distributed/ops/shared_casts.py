@@ -16,6 +16,7 @@ from ..._compat.torch import storage_key
 from .collectives import apply_mapping
 
 _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+_current: "Casts | None" = None  # not by thread: backward passes, which recompute, may have one of their own
 
 
 @dataclass
@@ -25,9 +26,6 @@ class Casts:
     memory: set[int] = field(default_factory=set)  # the storages of the copies
     plain: dict[_Key, Tensor] = field(default_factory=dict)  # copies by place and form of the weight
     in_graph: dict[_Key, Tensor] = field(default_factory=dict)  # with autograd graphs, of weights that train
-
-
-_current: Casts | None = None  # not by thread: backward passes, which recompute, may have one of their own
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class PackedOnDisk:
     """
 
     def __init__(self, key: str, stored: Mapping[str, TensorOnDisk]) -> None:
-        self._key, self._weight = key, stored[key]
+        self._weight = stored[key]
         self._beside = {name: stored[f"{key}.{name}"] for name in _BESIDE if f"{key}.{name}" in stored}
         state = next(name for name in stored if name.startswith(key + _STATE))
         self._state: dict[str, Any] = json.loads(bytes(stored[state][...].tolist()))

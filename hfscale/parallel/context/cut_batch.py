@@ -39,6 +39,8 @@ CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
 """Of what models of text are given besides embeddings where there are pictures, what can be cut."""
 CUT_FIRST = ("labels", "shift_labels", IDS, TARGETS, ROUTES)
 _NO_TOKENS = ("use_cache", "return_dict", "output_hidden_states", "num_items_in_batch", "output_attentions")
+SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"  # how queries of one interval read another's keys
+_ROWS = 1024  # of a block of a mask, looked at at once
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,6 @@ def _part(name: str, value: Any, batch: CutBatch) -> Any:
             "use cp_size=1"
         )
     return value.index_select(dim, batch.places(value.device))
-
-
-SKIPPED, FULL, CAUSAL, MASKED = "skipped", "full", "causal", "masked"
-_ROWS = 1024  # of a block, looked at at once
 
 
 @dataclass

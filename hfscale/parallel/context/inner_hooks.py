@@ -29,6 +29,8 @@ from .methods import read
 
 Gather = Callable[[Tensor, CutBatch], Tensor]
 """``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""
+_BY_LENGTH = ("dynamic", "longrope")
+"""The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 
 class WholeSequences:
@@ -94,10 +96,6 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
 def read_alone(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall) -> Tensor:
     """Return the attention of full sequences, which need no other rank."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
-
-
-_BY_LENGTH = ("dynamic", "longrope")
-"""The host's kinds of rotary embeddings that look at the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 
 def counting_tables(model: nn.Module) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..._compat.torch_fsdp import parameter_groups
 from ...distributed.mesh import Mesh
+from ...distributed.ops.collectives import all_reduce_together
 from ...plan import Plan
 from ...plan.parameter import data_axes
 
@@ -111,13 +112,10 @@ class PowerSGD:
 
     def _mean(self, tensors: list[Tensor]) -> None:
         """Average tensors over the replicas in place with one all-reduce."""
-        if not tensors:
-            return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        if tensors:
+            all_reduce_together(tensors, self._group)
+        for tensor in tensors:
+            tensor.div_(dist.get_world_size(self._group))
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ...distributed.ops.collectives import apply_mapping
+from ...distributed.ops.collectives import apply_mapping, tied
 from ...errors import ConfigError
 from ...train.runtime.forward_passes import ForwardPasses
 
@@ -104,23 +103,12 @@ def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
     return apply_mapping(loss, lambda loss: loss + share.to(loss.device), record)
 
 
-class _Attached(torch.autograd.Function):
-    """Return ``x`` unchanged; in backward, give ``share``, a term of the loss, its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-        ctx.current, ctx.times, ctx.like = current, times, share.detach()
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        scale = ctx.current.scale
-        return grads[0], None if scale is None else torch.ones_like(ctx.like) * scale * ctx.times, None, None
-
-
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
     """Return the activation ``x``, with ``times`` the gradient of ``share`` (a scalar term of the loss) added in
     backward. The term then needs no path to the loss out of recomputed layers or pipeline stages.
     """
-    return _Attached.apply(x, share, current, times)
+
+    def backward(grad: Tensor) -> Any:
+        return None if current.scale is None else torch.ones_like(grad) * current.scale * times
+
+    return tied(x, [apply_mapping(share, lambda share: share.view_as(share), backward)])

@@ -22,12 +22,15 @@ from ..._compat.replaced import attribute_replaced
 from ...config.routing import RoutingConfig
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import all_gather, reduce_from_tp_region
+from ...distributed.ops.vocab_cross_entropy import gathered
 from ...errors import ConfigError
 from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
 from . import router_functions
 from .forward_contexts import ForwardContexts, Pass, attach, real_tokens
+
+NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 
 @dataclass(frozen=True)
@@ -256,10 +259,8 @@ class LayerRouting:
         """Return samples and tokens of the batch of each rank that sends to these experts; exchanged once a pass."""
         group = self.mesh.expert_reports
         if not now.shapes and group is not None:  # on the host, without a device synchronization
-            own = torch.tensor(now.real.shape)
-            every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, own, group=group)
-            now.shapes = [(samples, tokens) for samples, tokens in torch.stack(every).tolist()]
+            every = gathered(torch.tensor(now.real.shape), group)
+            now.shapes = [(samples, tokens) for samples, tokens in every.tolist()]
         return now.shapes or [(now.real.shape[0], now.real.shape[1])]
 
 
@@ -274,9 +275,6 @@ class _OwnTokens:
     def of(self, whole: Tensor) -> Tensor:
         """Return the entries of these tokens in a tensor ``[b, s, ...]`` of all tokens."""
         return whole.narrow(1, self.start, self.real.shape[1])
-
-
-NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
 
 
 @dataclass

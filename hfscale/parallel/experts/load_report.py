@@ -16,6 +16,8 @@ from ...train.runtime import runtime_of
 from .layer import NUMBERS
 from .part import ExpertRouting
 
+_SUFFIXES = (".png", ".svg")
+
 
 @dataclass(frozen=True)
 class LayerLoad:
@@ -102,9 +104,6 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         loads, tokens = tuple(round(value) for value in values[: planned.count]), max(1.0, tokens)
         layers.append(LayerLoad(planned.name, loads, round(dropped), balance / tokens, z / tokens))
     return ExpertLoad(tuple(layers))
-
-
-_SUFFIXES = (".png", ".svg")
 
 
 class ExpertLoadHistory:

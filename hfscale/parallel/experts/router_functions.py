@@ -16,6 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+_ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11
+_Number = TypeVar("_Number", int, Tensor)
+
 
 def probabilities(logits: Tensor, scores: str = "softmax") -> Tensor:
     """Return probabilities ``[n, e]``, in 32 bits at least; sigmoids over their sum (DeepSeek-AI 2024, V3)."""
@@ -57,10 +60,6 @@ def round_robin(index: Tensor, count: int) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Return ``x`` in 32 bits at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-_ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11
-_Number = TypeVar("_Number", int, Tensor)
 
 
 def room(tokens: _Number, factor: float, k: int, count: int) -> _Number:

@@ -37,6 +37,8 @@ from .random import cut_region
 from .sequence_hooks import draw_sums_alike
 from .sequence_region import RUNNING, SequenceRegion
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class Overlap:
     """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
@@ -94,9 +96,6 @@ class Overlap:
             return forward(x, *args, **kwargs) if later is None else column_parallel_linear(x, later, module.bias)
 
         module.forward = forward_apart
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def install_block_edges(

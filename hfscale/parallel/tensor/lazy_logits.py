@@ -36,6 +36,8 @@ _ASKS = (
     *("is_nested", "itemsize", "nbytes"),
 )
 _QUESTIONS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__")
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_IGNORED = -100
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
@@ -52,7 +54,6 @@ def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
 _REPLAYED = _pointwise()
 _ANSWERED = {getattr(Tensor, name).__get__ for name in _ASKS} | {getattr(Tensor, name) for name in _QUESTIONS}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel}
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class LazyLogits(Tensor):
@@ -180,9 +181,6 @@ def _plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.dim() == 0 and not value.requires_grad
     return isinstance(value, (Number, torch.dtype, torch.device, torch.memory_format, str, type(None)))
-
-
-_IGNORED = -100
 
 
 class Scoring:

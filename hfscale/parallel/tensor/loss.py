@@ -81,12 +81,6 @@ class VocabParallelLoss(KeepsOutputs):
         """Return whether the loss of a pass with labels is the one that trains the model."""
         return self._scoring is None and (self.count is not None or model.training)
 
-    def targets(self, labels: Tensor) -> Tensor:
-        """Shift labels ``[b, s]`` to each position's target ``[b, s]``; the last positions get -100."""
-        if self._shifted:
-            return labels
-        return nn.functional.pad(labels, (0, self.shift), value=-100)[..., self.shift :]
-
     def look(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return, on the device, how many labels a microbatch has, and how many are outside of the vocabulary."""
         targets = batch.get("shift_labels")
@@ -199,7 +193,10 @@ class VocabParallelLoss(KeepsOutputs):
         given = labels if shift_labels is None else shift_labels
         if given is None:
             raise ConfigError("the loss got neither labels nor shift_labels: pass one of them")
-        targets = (self.targets(given) if shift_labels is None else given).reshape(-1)
+        targets = given
+        if shift_labels is None and not self._shifted:  # the last positions have no target
+            targets = nn.functional.pad(given, (0, self.shift), value=-100)[..., self.shift :]
+        targets = targets.reshape(-1)
         if targets.device != logits.device:
             targets = targets.to(logits.device)
         if targets.numel() != logits.shape[:-1].numel():

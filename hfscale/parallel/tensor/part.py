@@ -31,6 +31,8 @@ from .random import agree_on_replicated_stream, install_generate
 from .sequence_hooks import install_sequence_hooks
 from .sequence_region import SequenceRegion
 
+_COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
+
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Replace every parameter that is sharded over the tensor or expert axis by this rank's shard; ties and
@@ -49,9 +51,6 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         own_parameters(module)[attribute] = replaced[id(whole)]
         if attribute == "weight":
             follow_weight(module)
-
-
-_COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
 
 @contextmanager

@@ -31,10 +31,13 @@ from torch import Tensor, nn
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_parameters
 from ...distributed.mesh import Mesh
-from ...distributed.ops.collectives import apply_mapping, copy_to_tp_region
+from ...distributed.ops.collectives import all_reduce_together, apply_mapping, copy_to_tp_region
 from ...plan import ParameterPlan, Plan
 from ...train.runtime.parameter_names import computing, module_at, owner_of
 from ...train.runtime.shards import gradients_aside, local_tensor
+
+# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
+_Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
 
 
 class PartialSums:
@@ -56,15 +59,7 @@ class PartialSums:
             grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
             with torch.no_grad():
                 for dtype in dict.fromkeys(grad.dtype for grad in grads):
-                    _sum_flat([grad for grad in grads if grad.dtype == dtype], self.group)
-
-
-def _sum_flat(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors of one type over the ranks, in place, with one all-reduce."""
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    dist.all_reduce(flat, group=group)
-    for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
-        piece.copy_(total.view_as(piece))
+                    all_reduce_together([grad for grad in grads if grad.dtype == dtype], self.group)
 
 
 def install_partial_sums(
@@ -132,10 +127,6 @@ def computes_with(model: nn.Module, holder: nn.Module) -> nn.Module:
     return next(module for module in model.modules() if any(child is holder for child in module.children()))
 
 
-# One all-reduce of a gradient: (dim, spans along it, group); no spans mean the full tensor.
-_Sum = tuple[int, Sequence[tuple[int, int]], dist.ProcessGroup]
-
-
 def install_replica_sums(model: nn.Module, plan: Plan, mesh: Mesh, holds: Callable[[str], bool]) -> None:
     """Sum in backward, over the groups of :attr:`hfscale.plan.Plan.replicas`, gradients of heads held several times."""
     sums: dict[nn.Module, dict[str, list[_Sum]]] = {}
@@ -179,5 +170,5 @@ def _summed(grad: Tensor, sums: list[_Sum]) -> Tensor:
         if not spans:
             dist.all_reduce(grad, group=group)
             continue
-        _sum_flat([grad.narrow(dim, start, stop - start) for start, stop in spans], group)
+        all_reduce_together([grad.narrow(dim, start, stop - start) for start, stop in spans], group)
     return grad

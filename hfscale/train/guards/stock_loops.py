@@ -45,6 +45,12 @@ _judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()  
 _hooked: list[Any] = []
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
 _spread_models: "WeakSet[nn.Module]" = WeakSet()
+_NORMS = {
+    "clip_grad_norm_": "would clip each rank of {} by the norm of its own shards, and ranks would drift apart: use "
+    "hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the whole model on every rank",
+    "get_total_norm": "would return, on each rank of {}, the norm of what that rank holds: "
+    'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing',
+}
 
 
 def refuse_stock_accelerator() -> None:
@@ -96,14 +102,6 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
                 "hfscale.clip_grad_norm_(model, 1.0); optimizer.step(). One process may use Trainer as it is"
             )
     return accelerator, *args
-
-
-_NORMS = {
-    "clip_grad_norm_": "would clip each rank of {} by the norm of its own shards, and ranks would drift apart: use "
-    "hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the whole model on every rank",
-    "get_total_norm": "would return, on each rank of {}, the norm of what that rank holds: "
-    'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing',
-}
 
 
 def _check_tensors(name: str, tensors: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -159,7 +159,8 @@ class _Gathering:
                 shards.setdefault(id(entry), []).append((ranks, share))
         for entry in bucket:
             wanted = self.mesh.control is None or self.mesh.rank in self.to
-            yield entry, self._put_together(entry, shards.get(id(entry), [])) if wanted else _nothing(entry)
+            whole = self._put_together(entry, shards.get(id(entry), [])) if wanted else None
+            yield entry, torch.empty(0, dtype=entry.dtype) if whole is None else whole
 
     def _exchanged(self, pieces: dict[int, list[_Piece]]) -> dict[int, Tensor]:
         """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
@@ -186,8 +187,10 @@ class _Gathering:
             return flat
         return torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat)
 
-    def _put_together(self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]) -> Tensor:
-        """Return a full tensor from the shards that ranks sent; if none did, this rank has all of it."""
+    def _put_together(self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]) -> Tensor | None:
+        """Return a full tensor from the shards that ranks sent; if none did, this rank has all of it. Return ``None``
+        if the attempt to make it fails.
+        """
         if not shards:
             own = self.share_of(entry)
             return torch.empty(entry.shape, dtype=entry.dtype) if own is None else own
@@ -197,8 +200,4 @@ class _Gathering:
         whole = self.attempt(partial(torch.empty, entry.shape, dtype=entry.dtype))
         for ranks, share in shards:
             self.attempt(write_share, whole, share, cuts, ranks)
-        return _nothing(entry) if whole is None else whole
-
-
-def _nothing(entry: SavedTensor) -> Tensor:
-    return torch.empty(0, dtype=entry.dtype)
+        return whole

@@ -31,6 +31,7 @@ from .shards import LocalWeights
 from .snapshot import Undo
 
 _ATTRIBUTE = "_hfscale"
+_P = TypeVar("_P", bound="Part")
 
 Batch = Mapping[str, Any]
 
@@ -214,9 +215,6 @@ class SequenceAxis:
     def is_seq_sharded(self, module: str) -> bool:
         """Return whether a module of the layers sees this rank's tokens only, in the present forward pass."""
         return False
-
-
-_P = TypeVar("_P", bound=Part)
 
 
 @dataclass

@@ -14,12 +14,11 @@ from torch import nn
 from ..._compat.torch import CONTENTS, HOOKS, forget_composed
 from ..._compat.torch_fsdp import MARKS
 
+_Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
+
 
 class _Missing:
     """Mark an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
-
-
-_Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 
 @dataclass

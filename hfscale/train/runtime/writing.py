@@ -17,6 +17,9 @@ from ...distributed.mesh import Mesh
 from ...errors import CheckpointError, ConfigError, HFScaleError, RankFailedError, in_words
 
 _log = logging.getLogger(__name__)
+_saves: list[None] = []  # one entry per running save of this process
+Attempt = Callable[..., Any]  # calls a function and returns its result, or keeps its exception and returns ``None``
+_Result = TypeVar("_Result")
 
 
 def is_writer(mesh: Mesh) -> bool:
@@ -35,9 +38,6 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
             f"{call} is a collective call, and not every rank made it within {timeout.total_seconds():.0f} s: call it "
             f"on all {mesh.layout.total_size} ranks (not only on the main process). Nothing was written. {error}"
         ) from error
-
-
-_saves: list[None] = []  # one entry per running save of this process
 
 
 @contextmanager
@@ -110,9 +110,6 @@ def _tell(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
     return "", True
 
 
-Attempt = Callable[..., Any]  # calls a function and returns its result, or keeps its exception and returns ``None``
-
-
 def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
     """Call ``work`` and let exceptions through: the default :data:`Attempt`."""
     return work(*arguments)
@@ -136,9 +133,6 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     found = next(filter(None, mesh.all_gather_object(name)), None)
     if found and is_writer(mesh):
         _log.warning("%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one", where, found)
-
-
-_Result = TypeVar("_Result")
 
 
 class Staging:
