@@ -9,18 +9,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-
-def user_line_of(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's code in a traceback."""
-    return next(filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place")
-
-
 _PACKAGE = str(Path(__file__).parents[1])
 _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 # Libraries may lie elsewhere too: beside their sources, or where PYTHONPATH finds another version.
 _SPECS = [find_spec(name) for name in ("torch", "transformers", "accelerate", "peft", "trl")]
 _FOLDERS = [os.path.dirname(spec.origin) for spec in _SPECS if spec is not None and spec.origin]
 _LIBRARIES = tuple({os.path.join(folder, "") for folder in (*_PLACES, *_FOLDERS)})
+
+
+def user_line_of(trace: TracebackType | None) -> str:
+    """Return the innermost line of the user's code in a traceback."""
+    return next(filter(None, innermost_lines(reversed(list(traceback.walk_tb(trace))))), "an unknown place")
 
 
 def innermost_lines(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from ..config.parallel import ParallelConfig
 from .cut import Cut, cut_shape, narrow_spans
 
 Kind = Literal["sum", "sum-stages", "sum-replicas", "reduce-scatter", "all-reduce"]
+MODEL_AXES = ("ep", "tp")  # the axes whose cuts change the shapes of a model's parameters
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,6 @@ def data_cut(layout: ParallelConfig, spread: bool = False, dim: int = 0) -> list
     _, axis = data_axes(spread)
     size = layout.size(axis)
     return [Cut(axis, dim, size)] if size > 1 else []
-
-
-MODEL_AXES = ("ep", "tp")  # the axes whose cuts change the shapes of a model's parameters
 
 
 def join_path(block: str, child: str) -> str:

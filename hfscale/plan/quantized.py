@@ -19,6 +19,10 @@ from math import ceil, prod
 from .cut import Cut, Spans, cut_shape, share_spans
 from .parameter import ParameterPlan
 
+AS_STORED = "as_stored"  # the quantization config that keeps weights in the bytes that their checkpoint stores
+BLOCK = 64  # values per scale in 4 bits
+OUTER_BLOCK = 256  # scales per scale of their own, in double quantization
+
 
 @cache
 def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
@@ -68,11 +72,6 @@ def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool
     inner, total = prod(shape[dim + 1 :]), prod(shape)
     runs = [(offset + low * inner, offset + high * inner) for low, high in spans[dim]]
     return all(begin % block == 0 and (end % block == 0 or end == total) for begin, end in runs)
-
-
-AS_STORED = "as_stored"  # the quantization config that keeps weights in the bytes that their checkpoint stores
-BLOCK = 64  # values per scale in 4 bits
-OUTER_BLOCK = 256  # scales per scale of their own, in double quantization
 
 
 @dataclass(frozen=True)

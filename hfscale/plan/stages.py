@@ -13,6 +13,8 @@ from ..config.schedules import V_SCHEDULES
 from ..errors import ConfigError
 from .columns import aligned
 
+_COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs", "of the mean")
+
 
 @dataclass(frozen=True)
 class Loan:
@@ -38,9 +40,6 @@ class Loan:
     def name(self) -> str:
         """The name of the module in the model."""
         return ".".join(filter(None, (self.lender, self.owner, self.child)))
-
-
-_COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs", "of the mean")
 
 
 def balance(work: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ _DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 << 20
 _MOST_HEADER, _MOST_ROWS = 100_000_000, 1 << 62  # safetensors' own limit, and torch's
+_SUM_BYTES = 64 << 20
 
 
 class SafetensorsFile:
@@ -236,9 +237,6 @@ class ShareOnDisk(PartOnDisk):
 
     def __init__(self, source: TensorOnDisk, cuts: tuple[Cut, ...], ranks: dict[str, int]) -> None:
         super().__init__(source, [spans or [(0, 0)] for spans in share_spans(source.shape, cuts, ranks)])
-
-
-_SUM_BYTES = 64 << 20
 
 
 class ResizedOnDisk(TensorOnDisk):

@@ -25,6 +25,7 @@ from .collectives import apply_mapping
 ALIGNED = 16  # alignment in bytes of the rows of a grouped product's operands
 # The kernel is written for Hopper and datacenter Blackwell; elsewhere it is a loop that waits for the device.
 _KERNEL_CAPABILITIES = (9, 10)
+Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a dtype
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -111,9 +112,6 @@ def kernel_takes(x: Tensor, weight: Tensor) -> bool:
         and x.is_contiguous()
         and weight.is_contiguous()
     )
-
-
-Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a dtype
 
 
 class _FrozenLinear(torch.autograd.Function):

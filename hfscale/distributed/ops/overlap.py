@@ -37,6 +37,9 @@ _ATTRIBUTE, _ENTRY = "_hfscale_products", "_hfscale_entry"
 # Bytes of a block's input with all tokens. Taking projections apart costs the host 0.4 ms a block, and to hide is less:
 # GPUs sum 1 MiB in 0.01 to 0.2 ms, while a layer of so few tokens is computed faster than it is launched.
 OVERLAPPED_FROM = 1 << 20
+Start = Callable[[Tensor], Started]
+Derive = Callable[[Tensor], Tensor]
+"""Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
 
 
 class Products:
@@ -76,11 +79,6 @@ def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
 def multiplied_by(module: Any) -> Callable[[], Products]:
     """Return what :func:`multiply_by` set, or torch's own."""
     return module.__dict__.get(_ATTRIBUTE, Products)
-
-
-Start = Callable[[Tensor], Started]
-Derive = Callable[[Tensor], Tensor]
-"""Derives from a gathered tensor ``[n, h]`` what the forward pass made of it: another type, or with entries dropped."""
 
 
 class Regather:

@@ -33,6 +33,8 @@ _LORA_REFUSED = (
     *("lora_ga_config", "corda_config", "eva_config"),
 )
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
+_log = logging.getLogger(__name__)
+WEIGHTS = "adapter_model.safetensors"
 
 
 def config_class(method: str) -> tuple[type, dict[str, Any]]:
@@ -114,10 +116,6 @@ def needs_weights(config: Any) -> bool:
     """Return whether the initial values of adapters depend on the weights that they adapt."""
     init = getattr(config, "init_lora_weights", True)
     return bool(getattr(config, "use_dora", False)) or (isinstance(init, str) and init != "gaussian")
-
-
-_log = logging.getLogger(__name__)
-WEIGHTS = "adapter_model.safetensors"
 
 
 def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:

@@ -33,6 +33,8 @@ from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
 
+_LABELS = ("labels", "shift_labels")
+
 
 def plan_prediction(draft: Draft) -> None:
     """Plan the layers that predict tokens further ahead, if a loss of theirs is asked for."""
@@ -56,9 +58,6 @@ def plan_prediction(draft: Draft) -> None:
         return
     text = next(name for name, module in draft.modules.items() if module is draft.model.get_decoder())
     draft.features.append(PredictionPlan(tuple(draft.predictors), tuple(last[kind] for kind in wanted), text))
-
-
-_LABELS = ("labels", "shift_labels")
 
 
 class MultiTokenPrediction(Part):

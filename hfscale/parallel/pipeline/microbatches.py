@@ -21,6 +21,7 @@ from .timeline import Order, fullest_live, peak_live
 Batch = Mapping[str, Any]
 
 _PER_STAGE = 4  # microbatches per stage where the user named no number: a bubble of a quarter at most, (p - 1) / 4p
+_GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 def share_out(
@@ -106,9 +107,6 @@ def _unfit(count: int, wanted: int | None, rows: list[int], fitting: list[int], 
 def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:12]))
     return shown + (" ..." if len(numbers) > 12 else "")
-
-
-_GIVEN = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class _Seen(Exception):

@@ -17,6 +17,8 @@ from ...errors import ConfigError
 from .csv_table import read_csv
 from .timeline import Action, Kind, Order
 
+_SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
+
 
 def _breadth_first(rank: int, pp_size: int, num_microbatches: int, virtual_stages: int) -> list[Action]:
     """Return the actions that run all microbatches stage by stage, backward in reverse (Lamy-Poirier 2023)."""
@@ -181,8 +183,6 @@ _ROWS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 
 if TYPE_CHECKING:
     from ...config.parallel import ParallelConfig
-
-_SINGLE = ("gpipe", "1f1b", *ASYNCHRONOUS)
 
 
 def order(schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1) -> Order:

@@ -18,6 +18,7 @@ GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
 """The kinds that make the gradient which the stage before waits for."""
 RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
 """The kinds after which a microbatch's activations are no longer needed."""
+Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
 
 
 class Action(NamedTuple):
@@ -146,9 +147,6 @@ def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
         if not action.paired:
             pieces.append([])
     return [piece for piece in pieces if piece]
-
-
-Result: TypeAlias = tuple[int, str, int]  # a stage's ``"activation"`` or ``"gradient"`` (of its input) of a microbatch
 
 
 def needs(action: Action, last: int) -> list[Result]:

@@ -29,6 +29,9 @@ _RESULTS = {"forward": (0, "activation"), "RECV_F": (-1, "activation"), "RECV_B"
 _RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))  # what a step gives its rank: the result of a stage further on
 Step = tuple[str, int, int]
 """Name what a rank does: a kind of action or one of the transfers above; the stage; the microbatch."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LENGTH = 6
+_Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
@@ -89,11 +92,6 @@ def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[
             if there is not None and there != here:
                 yield here, (f"SEND_{letter}", action.stage, action.microbatch)
                 yield there, (f"RECV_{letter}", action.stage + further, action.microbatch)
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LENGTH = 6
-_Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class ActivationTypes:

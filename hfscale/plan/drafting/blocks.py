@@ -17,6 +17,11 @@ from .draft import Draft
 from .layers import find_lists
 
 _GROUPS = "num_key_value_groups"
+KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "kv_dim")
+"""Names under which stock classes keep how many key/value heads there are, or how wide they are together."""
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def plan_tensor(draft: Draft) -> None:
@@ -170,13 +175,6 @@ def _inner(role: Block, child: str) -> Block:
         optional=True,
         dropout=(),
     )
-
-
-KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "kv_dim")
-"""Names under which stock classes keep how many key/value heads there are, or how wide they are together."""
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def check_heads(draft: Draft, groups: int) -> None:

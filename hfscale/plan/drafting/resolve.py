@@ -19,6 +19,13 @@ from .draft import Draft
 from .layers import find_layers
 from .text_model import blueprint_of_text, find_text_model
 
+_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared", "mla_kv_a_proj": "shared"}
+# Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
+_EXPERT_STYLES = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
+_GATHERED = ("colwise_gather_output", "rowwise_split_input")
+_Rule = tuple[str, str, str]  # transformers' for a module: its layer list, its path inside a layer, and a style
+_Roles = dict[str, dict[str, Any]]  # of one block: field of :class:`Block` -> module, and how it is cut, if it says so
+
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
     """Find the blueprint of a model on any device (meta too); if none is written, infer one, in a second or two."""
@@ -94,16 +101,6 @@ def _with_roles(draft: Draft, block: str, role: Block) -> Block:
         if wide and child.startswith("k"):
             keys[child] = ()
     return replace(role, shared=tuple(shared), across=tuple(across), key_value=keys)
-
-
-_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "shared", "mla_kv_a_proj": "shared"}
-# Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
-_EXPERT_STYLES = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
-_GATHERED = ("colwise_gather_output", "rowwise_split_input")
-
-
-_Rule = tuple[str, str, str]  # transformers' for a module: its layer list, its path inside a layer, and a style
-_Roles = dict[str, dict[str, Any]]  # of one block: field of :class:`Block` -> module, and how it is cut, if it says so
 
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:

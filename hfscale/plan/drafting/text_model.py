@@ -35,6 +35,13 @@ _CROSS = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
 """Inputs of the host's attention, besides the stream, that keys and values are made of."""
 
 Find = Callable[[Any, bool], Blueprint]
+_ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
+"""Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
+
+_FEATURES = "deepstack_visual_indexes"  # the config field that lists a tower's layers whose features these are
+
+_MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
+"""Inputs that are pictures or sounds, as the host names them."""
 
 
 def find_text_model(model: Any) -> str | None:
@@ -75,15 +82,6 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
 def other_inputs(text: Any) -> tuple[str, ...]:
     """Return the inputs of a text model that models of text alone do not have."""
     return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)
-
-
-_ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
-"""Inputs by which a model of text adds features of pictures behind its first layers (Meng et al. 2024, DeepStack)."""
-
-_FEATURES = "deepstack_visual_indexes"  # the config field that lists a tower's layers whose features these are
-
-_MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")
-"""Inputs that are pictures or sounds, as the host names them."""
 
 
 def plan_towers(draft: Draft) -> None:
