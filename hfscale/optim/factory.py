@@ -155,6 +155,7 @@ class _Order:
 
     def made(self, groups: list[dict[str, Any]], defaults: Options, steppers: Any) -> ShardedOptimizer:
         """Return the optimizer; ``steppers`` makes its steppers from members and groups with all their options."""
+        self.runtime.scores = None  # an earlier optimizer's
         full = [{**defaults, **group} for group in groups]
         made, aside = list(steppers(members_of(full, self.plans), full)), self.aside
         made += [CountUpdates((), self.runtime.mesh)] if aside is not None and aside.seed is not None else []

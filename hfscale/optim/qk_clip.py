@@ -12,6 +12,7 @@ read one key head, ``g`` is the smallest ``gamma``. Outputs of the projections a
     keys  sqrt(g)        queries of head h  gamma_h / sqrt(g)        so that scores of head h are multiplied by gamma_h
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -39,13 +40,14 @@ from .sharded import Groups, Member, State, Stepper
 PROJECTIONS = ("q_proj", "k_proj")
 _PREFIX = "measured_"
 _SCORES = 1 << 26  # entries in memory at once
+_HIDDEN = -9e3  # from here down, what a mask adds hides a key: code that does not take a type's least number adds -1e4
 
 
 class LargestScores:
     """Measure the largest score of each query head of some attention ``modules``, as long as it is referenced.
 
     A score is a query times a key times the scaling: before softcaps, biases and sinks. Hidden pairs do not count, nor
-    do evaluation and recomputation. ``context`` is the group of the ranks that have the other keys.
+    do evaluation, recomputation and infinite scores. ``context`` is the group of the ranks that have the other keys.
     """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], context: dist.ProcessGroup | None = None):
@@ -73,14 +75,17 @@ class LargestScores:
         rows = max(1, _SCORES // max(1, samples * heads * key.shape[2]))
         dtype = torch.promote_types(query.dtype, torch.float32)
         largest = self._found.setdefault(module, query.new_full((heads,), float("-inf"), dtype=dtype))
+        query = query * scaling  # before the product, which may be too large for float16 otherwise
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
             asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # all that read one key head
             scores = (asking @ key.mT).view(samples, heads, -1, key.shape[2])
             scores.masked_fill_(~_visible(mask, own, scores, causal), float("-inf"))
-            torch.maximum(largest, scores.amax((0, 2, 3)).to(dtype) * scaling, out=largest)
+            found = scores.amax((0, 2, 3)).to(dtype)
+            torch.maximum(largest, found.where(found.isfinite(), float("-inf")), out=largest)
 
 
+_log = logging.getLogger(__name__)
 _measures: WeakKeyDictionary[nn.Module, ref[LargestScores]] = WeakKeyDictionary()
 
 
@@ -105,8 +110,8 @@ def _visible(mask: Any, own: slice, scores: Tensor, causal: bool) -> Tensor:
     if mask is None:  # as transformers calls torch's attention without a mask
         every = torch.ones_like(scores[:1, :1], dtype=torch.bool)
         return every.tril(own.start) if causal else every
-    part: Tensor = mask[:, :, own, : scores.shape[3]]
-    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+    part: Tensor = mask[:, :, own if mask.shape[2] > 1 else slice(1), : scores.shape[3]]
+    return part if part.dtype == torch.bool else part > _HIDDEN
 
 
 def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
@@ -132,8 +137,8 @@ class _Attention:
 class QueryKeyClip(Stepper):
     """Clip the attention scores of a model's layers at ``threshold``: a stepper to be called after all others.
 
-    ``members`` are all that the optimizer steps. The scores of all microbatches since the last step count; those of a
-    step that is skipped (an overflow) count in the next one.
+    ``members`` are all that the optimizer steps. The scores of all microbatches since the last step count; an overflow
+    that skips a step drops them.
     """
 
     def __init__(self, threshold: float, members: Sequence[Member], runtime: Runtime) -> None:
@@ -147,13 +152,22 @@ class QueryKeyClip(Stepper):
         self._heads = first_count(text_config(runtime.model.config), HEAD_FIELDS) or 1
         self._attentions = list(self._find({member.planned.name: member for member in members}, runtime))
         modules = [attention.module for attention in self._attentions]
-        self._scores = LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
+        self._runtime, scores = runtime, LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
+        # Held there alone, so that measuring ends on all ranks together: where another optimizer is made.
+        runtime.scores, self._own = scores, ref(scores)
 
     def step(self, groups: Groups, state: State) -> None:
         """Shrink the heads that have exceeded the threshold since the last step; one collective over each axis."""
-        found = self._scores.take()
+        if (scores := self._own()) is None or scores is not self._runtime.scores:
+            raise ConfigError("another optimizer was made for the model since the one with qk_clip: make this one last")
         if not self._attentions:
             return
+        found = scores.take()
+        if not found and self._attentions[0].projections[0][0].parameter.grad is not None:
+            _log.warning(
+                "qk_clip has seen no attention since the last step: a model's attention implementation must not be "
+                "changed after its optimizer was made, nor its layers be checkpointed with use_reentrant=True"
+            )
         dtype = torch.promote_types(self._attentions[0].projections[0][0].weight.dtype, torch.float32)
         shape = len(self._attentions), self._heads
         largest = torch.full(shape, float("-inf"), dtype=dtype, device=self._mesh.device)
@@ -200,5 +214,4 @@ class QueryKeyClip(Stepper):
 
 def clip_scores(threshold: float | None, members: Sequence[Member], runtime: Runtime) -> list[Stepper]:
     """Return what clips the scores behind an optimizer's other steppers: nothing without a ``threshold``."""
-    runtime.measures_scores = threshold is not None
     return [] if threshold is None else [QueryKeyClip(threshold, members, runtime)]

@@ -195,7 +195,7 @@ def _agreed(
     given, seen, refused = list[Microbatch](), None, None
     told: tuple[list[int], list[Tensor]] = [], []
     try:
-        given = _microbatches(runtime, microbatches_of(batch, routes), loss, train)
+        given = _microbatches(runtime, microbatches_of(batch, routes), loss)
         told = executor.tell(train) if agrees else told
         seen = look_at(given, loss.look, hashed=sharing is not None, tokens=_vocabulary(runtime, given))
     except ConfigError as error:  # the others must not wait for this rank
@@ -250,13 +250,14 @@ def _refuse_outside(runtime: Runtime, outside: int) -> None:
         )
 
 
-def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss, train: bool) -> list[Microbatch]:
+def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> list[Microbatch]:
     """Check the given batches and return the microbatches that go through the model."""
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
     filled = [_without_gaps(runtime, microbatch) for microbatch in given]
     asks = "" if loss.needs_labels else "loss_fn"
-    asks = "qk_clip, whose scores padding would change" if runtime.measures_scores and train else asks
+    if runtime.scores is not None and runtime.model.training and torch.is_grad_enabled():
+        asks = "qk_clip, whose scores padding would change"
     if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
     shared = [Microbatch(each) for each in runtime.executor.share_out([dict(microbatch) for microbatch in filled])]

@@ -1,6 +1,5 @@
 """QK-clip with Muon: the weights of a reference that computes every score, in every layout; and what is refused."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.utils import GradScalerKwargs
 from peft import LoraConfig
 from torch import Tensor
 from transformers import BloomConfig, DeepseekV3Config, MixtralConfig, OlmoConfig
@@ -250,7 +250,7 @@ def measured() -> Iterator[list[int]]:
         yield calls
 
 
-def test_scores_are_measured_in_training_alone_and_while_the_optimizer_lives() -> None:
+def test_scores_are_measured_in_training_alone_and_for_the_newest_optimizer() -> None:
     model = build("llama").train()
     (batch,) = batches(0, 1, 0, 1, rows="plain")
     with measured() as calls:
@@ -263,10 +263,90 @@ def test_scores_are_measured_in_training_alone_and_while_the_optimizer_lives() -
         assert len(calls) == 0
         hfscale.train_step(model.train(), batch)
         assert len(calls) == 2
-        del optimizer
-        gc.collect()
+        hfscale.create_optimizer(model, "adamw_torch", lr=1e-3)
         hfscale.train_step(model, batch)
         assert len(calls) == 2
+    with pytest.raises(ConfigError, match="another optimizer was made"):
+        optimizer.step()
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_an_overflow_drops_scores() -> None:
+    """The step that follows leaves all weights as they are, and so does what overflowed the next one."""
+    scaling = GradScalerKwargs(init_scale=2.0**120, growth_interval=1000)
+    model = hfscale.from_config(
+        CONFIGS["llama"](), seed=3, dtype=torch.float32, mixed_precision="fp16", loss_scaling=scaling
+    ).train()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(300.0)
+    optimizer = hfscale.create_optimizer(model, "muon", qk_clip=0.01, lr=1e-3)
+    (batch,) = batches(0, 1, 0, 1, rows="plain")
+    before = weights(model)
+    hfscale.train_step(model, batch)
+    assert hfscale.metrics(model)["step_was_skipped"]
+    optimizer.step()
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strange", [torch.inf, torch.nan, 1e30])
+def test_scores_that_are_not_finite_leave_weights(strange: float) -> None:
+    """Of a batch whose step the user leaves out: what it measured must not reach the next one."""
+    model = build("llama", attn_implementation="eager").train()
+    optimizer = hfscale.create_optimizer(model, "muon", qk_clip=1e9, **OPTIONS)
+    (batch,) = batches(0, 1, 0, 1, rows="plain")
+    kept = model.model.embed_tokens.weight.detach().clone()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(strange)
+    hfscale.train_step(model, batch)
+    scores = [each.clone() for each in runtime_of(model).scores._found.values()]
+    assert len(scores) == 2
+    assert all((each.isneginf() | each.isfinite()).all() for each in scores)
+    if strange == 1e30:
+        return
+    assert scores[0].isneginf().all()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(0.01)
+        model.model.embed_tokens.weight.copy_(kept)
+    optimizer.zero_grad()
+    hfscale.train_step(model, batch)
+    optimizer.step()
+    assert all(weight.isfinite().all() for weight in weights(model).values())
+
+
+def test_products_beyond_float16_are_scaled_first() -> None:
+    """Queries times keys are above 65504, scores are not."""
+    query = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16)
+    module = torch.nn.Identity()
+    scores = qk_clip.LargestScores(hfscale.from_config(CONFIGS["llama"](), dtype=torch.float32), [module])
+    scores.measure(module, query, query, None, 64**-0.5, causal=True)
+    torch.testing.assert_close(scores.take()[module], torch.full((2,), 64 * 1600.0 / 8))
+
+
+@pytest.mark.parametrize("rows", [1, TOKENS])
+def test_masks_of_older_code(rows: int) -> None:
+    """That hide by -1e4, in bfloat16 -9984, for all queries alike or for each."""
+    query = torch.arange(float(TOKENS)).view(1, 1, TOKENS, 1)
+    mask = torch.zeros(1, 1, rows, TOKENS, dtype=torch.bfloat16)
+    mask[..., 5:] = -1e4
+    module = torch.nn.Identity()
+    scores = qk_clip.LargestScores(hfscale.from_config(CONFIGS["llama"](), dtype=torch.float32), [module])
+    with mock.patch.object(qk_clip, "_SCORES", 1):
+        scores.measure(module, query, query, mask, 1.0, causal=False)
+    assert float(scores.take()[module]) == (TOKENS - 1) * 4
+
+
+def test_says_that_nothing_was_measured(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama").train()
+    optimizer = hfscale.create_optimizer(model, "muon", qk_clip=MOST, **OPTIONS)
+    model.set_attn_implementation("eager")
+    (batch,) = batches(0, 1, 0, 1, rows="plain")
+    hfscale.train_step(model, batch)
+    optimizer.step()
+    assert "qk_clip has seen no attention since the last step" in caplog.text
 
 
 def test_scores_follow_exactly() -> None:

@@ -183,6 +183,8 @@ class LossScaling(Part):
         if self.overflowed:
             for parameter in parameters:
                 parameter.grad = None
+            if runtime.scores is not None:
+                runtime.scores.take()
             self.scale, self.growth, self.skipped = self.scale * how.backoff_factor, 0, self.skipped + 1
             return
         self.growth += 1

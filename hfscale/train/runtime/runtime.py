@@ -236,7 +236,7 @@ class Runtime:
     steps: int = 0  # how many training steps have begun
     compiled: bool | str = False  # how its layers are compiled now, as :attr:`Options.compile` says
     keeps_small_updates: bool = False  # whether the optimizer loses no small updates of 16-bit weights
-    measures_scores: bool = False  # whether the optimizer reads attention scores of each token in training
+    scores: Any = None  # what measures the attention scores of all tokens in training, for the optimizer
     run: str = ""  # the id of the run, stored in its saved states; empty before it saves or loads one
     stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
 
