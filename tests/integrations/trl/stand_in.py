@@ -22,6 +22,9 @@ class _Scores:
     def __init__(self, path: str, **given: Any) -> None:
         self.path = path
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
+        for module in self.model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):  # a layout that some processors have for evaluation
+                module.support_avx512bf16_for_cpu = False
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         given = dict(weights)  # kept, as an engine may until a layer is complete
