@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfscale.cli.look import show
-from hfscale.cli.model_flags import add_model_arguments, auto_class_of, load_config, remote_code, tokens_of
+from hfscale.cli.model_flags import (
+    add_model_arguments,
+    auto_class_of,
+    check_place,
+    load_config,
+    remote_code,
+    tokens_of,
+)
 from hfscale.cost.tools.model_summary import ModelSummary, summarize
 from hfscale.errors import ConfigError
 from hfscale.plan.columns import aligned
@@ -150,6 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         if size < 1:
             raise ConfigError(f"{flag} {size} is invalid: use a whole number of at least 1")
     sequence = tokens_of(arguments.sequence_length, "--sequence-length")
+    check_place(arguments.model)
     config = load_config(arguments.model, arguments.trust_remote_code)
     dtype = arguments.dtype or "float32"
     more: dict[str, Any] = remote_code(arguments)

@@ -93,8 +93,10 @@ def prediction_depths(config: Any) -> int:
     """Return how many tokens ahead, besides the next one, a config's layers predict; refuse configs without any."""
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:
-        if not depths or not hasattr(_Host, "get_weight_conversions"):
+        if not depths:
             raise ValueError("its config has no num_nextn_predict_layers above 0 that transformers knows")
+        if not hasattr(_Host, "get_weight_conversions"):
+            raise ValueError("this version of transformers does not name the stored tensors of such layers")
         if hasattr(config.get_mtp_config(), "chain_hidden_post_norm"):
             raise ValueError("its layers share a norm behind them")
     except ValueError as error:

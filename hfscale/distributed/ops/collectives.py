@@ -121,10 +121,12 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def all_reduce_together(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors of one type over the ranks, in place, with one all-reduce."""
+def all_reduce_together(pieces: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Sum tensors over the ranks, in place, with one all-reduce in their widest type, and divide the sums."""
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     dist.all_reduce(flat, group=group)
+    if divisor != 1:  # before sums are rounded to a narrower type
+        flat.div_(divisor)
     for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
         piece.copy_(total.view_as(piece))
 

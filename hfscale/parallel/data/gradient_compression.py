@@ -113,9 +113,7 @@ class PowerSGD:
     def _mean(self, tensors: list[Tensor]) -> None:
         """Average tensors over the replicas in place with one all-reduce."""
         if tensors:
-            all_reduce_together(tensors, self._group)
-        for tensor in tensors:
-            tensor.div_(dist.get_world_size(self._group))
+            all_reduce_together(tensors, self._group, dist.get_world_size(self._group))
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:

@@ -113,6 +113,19 @@ def test_matrices_of_one_height_are_made_orthonormal_at_once(pools: Pools) -> No
     assert pools(2).run(_together) == [(2, True)] * 2
 
 
+def _vector_in_16_bits() -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    flat = torch.cat((torch.randn(120), torch.full((7,), 40000.0))).half()
+    PowerSGD(group, [(12, 10), (7,)], 2, seed=0)(flat)
+    return flat[120:]
+
+
+def test_vectors_in_16_bits_are_divided_before_they_are_rounded(pools: Pools) -> None:
+    """The sum of two is beyond float16, their mean is not."""
+    assert all((vector == 40000).all() for vector in pools(2).run(_vector_in_16_bits))
+
+
 def test_a_matrix_of_that_rank_is_exact(pools: Pools) -> None:
     for exact, narrow in pools(2).run(_of_low_rank):
         assert exact < 1e-12
