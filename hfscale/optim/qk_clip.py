@@ -40,6 +40,7 @@ from .sharded import Groups, Member, State, Stepper
 PROJECTIONS = ("q_proj", "k_proj")
 _PREFIX = "measured_"
 _SCORES = 1 << 26  # entries in memory at once
+_ROWS = 256  # queries at once where the keys behind them are hidden, and not multiplied
 _HIDDEN = -9e3  # from here down, what a mask adds hides a key: code that does not take a type's least number adds -1e4
 
 
@@ -72,16 +73,18 @@ class LargestScores:
             assert self._context is not None
             key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
         samples, heads, length = query.shape[:3]
-        rows = max(1, _SCORES // max(1, samples * heads * key.shape[2]))
+        triangle = causal and mask is None
+        rows = max(1, min(_ROWS if triangle else length, _SCORES // max(1, samples * heads * key.shape[2])))
         dtype = torch.promote_types(query.dtype, torch.float32)
         largest = self._found.setdefault(module, query.new_full((heads,), float("-inf"), dtype=dtype))
         query = query * scaling  # before the product, which may be too large for float16 otherwise
         for start in range(0, length, rows):
             own = slice(start, min(start + rows, length))
             asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # all that read one key head
-            scores = (asking @ key.mT).view(samples, heads, -1, key.shape[2])
-            scores.masked_fill_(~_visible(mask, own, scores, causal), float("-inf"))
-            found = scores.amax((0, 2, 3)).to(dtype)
+            keys = key[:, :, : own.stop] if triangle else key
+            scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
+            _hide(mask, own, scores, causal)
+            found = scores.flatten(2).amax(2).amax(0).to(dtype)
             torch.maximum(largest, found.where(found.isfinite(), float("-inf")), out=largest)
 
 
@@ -103,15 +106,19 @@ def _attention(
     return host(module, query, key, value, mask, **kwargs)
 
 
-def _visible(mask: Any, own: slice, scores: Tensor, causal: bool) -> Tensor:
-    """Return where the queries ``own`` of this rank read keys, given their ``scores``, to whose shape it expands."""
+def _hide(mask: Any, own: slice, scores: Tensor, causal: bool) -> None:
+    """Set ``scores`` of the queries ``own`` of this rank to minus infinity where a key is hidden from them."""
     if isinstance(mask, MaskBlocks):
-        return mask.of_own(own)
-    if mask is None:  # as transformers calls torch's attention without a mask
-        every = torch.ones_like(scores[:1, :1], dtype=torch.bool)
-        return every.tril(own.start) if causal else every
-    part: Tensor = mask[:, :, own if mask.shape[2] > 1 else slice(1), : scores.shape[3]]
-    return part if part.dtype == torch.bool else part > _HIDDEN
+        hidden = ~mask.of_own(own)
+    elif mask is None:  # as transformers calls torch's attention without a mask
+        if not causal:
+            return
+        scores = scores[..., own.start :]  # keys before the first of these queries are read by all of them
+        hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    else:
+        part: Tensor = mask[:, :, own if mask.shape[2] > 1 else slice(1), : scores.shape[3]]
+        hidden = ~part if part.dtype == torch.bool else part <= _HIDDEN
+    scores.masked_fill_(hidden, float("-inf"))
 
 
 def scale_scores(gamma: Tensor, outputs: Sequence[int]) -> list[Tensor]:
@@ -165,8 +172,7 @@ class QueryKeyClip(Stepper):
         found = scores.take()
         if not found and self._attentions[0].projections[0][0].parameter.grad is not None:
             _log.warning(
-                "qk_clip has seen no attention since the last step: a model's attention implementation must not be "
-                "changed after its optimizer was made, nor its layers be checkpointed with use_reentrant=True"
+                "qk_clip has seen no attention since the last step: keep its implementation, and use_reentrant=False"
             )
         dtype = torch.promote_types(self._attentions[0].projections[0][0].weight.dtype, torch.float32)
         shape = len(self._attentions), self._heads

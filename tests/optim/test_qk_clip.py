@@ -174,10 +174,11 @@ def test_one_process(wanted: Any, kind: str, attention: str, rows: str) -> None:
     assert difference({}, kind, 1, rows, wanted(kind, rows), attn_implementation=attention) < 1e-12
 
 
-@pytest.mark.parametrize(("entries", "rows"), [(1, "packed"), (500, "plain")])
+@pytest.mark.parametrize(("entries", "rows"), [(1, "packed"), (500, "plain"), (1 << 26, "plain")])
 def test_blocks_of_queries(wanted: Any, monkeypatch: pytest.MonkeyPatch, entries: int, rows: str) -> None:
-    """Of one query, and of two."""
+    """Of one query, of two, and of five."""
     monkeypatch.setattr(qk_clip, "_SCORES", entries)
+    monkeypatch.setattr(qk_clip, "_ROWS", 5)
     assert difference({}, "llama", 1, rows, wanted("llama", rows)) < 1e-12
 
 
