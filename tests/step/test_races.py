@@ -25,7 +25,6 @@ LAYOUTS = named("tp2", "apart", "sequence", "regather", "1f1b", "zbv", "shard2",
 # What each starts and does not wait for at once; FSDP2 does so on GPUs only.
 ASYNCHRONOUS = {
     "tp2": {"all_reduce"},
-    "apart": {"all_reduce"},
     "sequence": {"all_gather", "all_to_all_single"},
     "regather": {"all_gather", "all_to_all_single"},
     "1f1b": {"isend", "irecv"},
