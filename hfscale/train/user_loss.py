@@ -204,7 +204,6 @@ class UserLoss:
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [each.like({name: each[name] for name in each if name in self._taken}) for each in self._given]
-        runtime.data.release()  # or weights that FSDP2 has gathered would be listed as parameters
         parameters = list(runtime.model.parameters()) if train else []
         with torch.set_grad_enabled(train), gradients_aside(parameters):
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
