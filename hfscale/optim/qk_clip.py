@@ -83,7 +83,8 @@ class LargestScores:
             asking = query[:, :, own].unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # all that read one key head
             keys = key[:, :, : own.stop] if triangle else key
             scores = (asking @ keys.mT).view(samples, heads, -1, keys.shape[2])
-            _hide(mask, own, scores, causal)
+            if triangle or mask is not None:
+                _hide(mask, own, scores)
             found = scores.flatten(2).amax(2).amax(0).to(dtype)
             torch.maximum(largest, found.where(found.isfinite(), float("-inf")), out=largest)
 
@@ -106,13 +107,11 @@ def _attention(
     return host(module, query, key, value, mask, **kwargs)
 
 
-def _hide(mask: Any, own: slice, scores: Tensor, causal: bool) -> None:
+def _hide(mask: Any, own: slice, scores: Tensor) -> None:
     """Set ``scores`` of the queries ``own`` of this rank to minus infinity where a key is hidden from them."""
     if isinstance(mask, MaskBlocks):
         hidden = ~mask.of_own(own)
-    elif mask is None:  # as transformers calls torch's attention without a mask
-        if not causal:
-            return
+    elif mask is None:  # a causal one, which transformers leaves to torch's attention
         scores = scores[..., own.start :]  # keys before the first of these queries are read by all of them
         hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     else:
@@ -175,8 +174,7 @@ class QueryKeyClip(Stepper):
                 "qk_clip has seen no attention since the last step: keep its implementation, and use_reentrant=False"
             )
         dtype = torch.promote_types(self._attentions[0].projections[0][0].weight.dtype, torch.float32)
-        shape = len(self._attentions), self._heads
-        largest = torch.full(shape, float("-inf"), dtype=dtype, device=self._mesh.device)
+        largest = torch.full((len(self._attentions), self._heads), float("-inf"), dtype=dtype, device=self._mesh.device)
         for row, attention in zip(largest, self._attentions, strict=True):
             if attention.module in found:
                 row[attention.own] = found[attention.module].to(dtype)
