@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.out, arguments.html)
-    from ..cost.model.machines_known import MEASURED, constants_of, find_machine
+    from ..cost.model.machines_known import constants_of, evidence, find_machine
     from ..cost.tools.model_summary import summarize
     from ..cost.tools.search import search
 
@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
         print_json({**found.to_dict(), **training})
     else:
         print(found)
-        print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}. {MEASURED}.")
+        rates, seconds = evidence(arguments.hardware)
+        print(f"\nweights in {dtype}, mixed precision {mixed}, {optimizer}.\n{rates}.\n{seconds}.")
         print("Prove a layout with `hfscale verify`, see its terms with `hfscale estimate`.")
         _print_rules(arguments, found.tokens)
     flags.write_html(arguments.html, found, f"{arguments.model} on {found.gpus} x {machine.name}")

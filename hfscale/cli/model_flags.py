@@ -157,7 +157,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_machine_arguments(parser: Adds) -> None:
     """Add ``--hardware`` and ``--sequence-length``."""
-    told = "h100, h200, b200, gb200, gb300, a100-80, a100-40, or a calibration's JSON"
+    told = "h100, b200, l40s, rtx-4090, mi300x, ... (an unknown name lists all), or a calibration's JSON"
     parser.add_argument("--hardware", default="h100", metavar="NAME", help=told)
     told = "tokens of a sequence, as 8192 or 8K (default: 4K)"
     parser.add_argument("--sequence-length", default="4096", metavar="N", help=told)

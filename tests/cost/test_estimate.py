@@ -14,7 +14,7 @@ from transformers import Llama4TextConfig, LlamaConfig, MambaConfig, MixtralConf
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
-from hfscale.cost.model.machines_known import find_machine, fitted, machine_names
+from hfscale.cost.model.machines_known import evidence, find_machine, fitted, machine_names
 from hfscale.cost.model.model_shape import shape_of_plan
 
 from ..tiny_models import tiny
@@ -142,6 +142,32 @@ def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
     wrong.write_text(json.dumps(asdict(mine)))
     assert of(hardware=str(wrong)).time.products == pytest.approx(of().time.products / 2)
     assert all(find_machine(name).sources for name in machine_names())
+
+
+def test_machines_say_what_is_known_of_them(tmp_path: Path) -> None:
+    measured = {name for name in machine_names() if "were measured on one" in evidence(name)[0]}
+    assert measured == {"h100", "h200"}
+    rates, seconds = evidence("rtx-4090")
+    assert rates == (
+        "NVIDIA GeForce RTX 4090 24 GB: 165.2 TFLOP/s in 16 bits, 330.3 in 8; memory 1008 GB/s; "
+        "32 GB/s within a node of 8, 1.25 beyond; as its vendor says; "
+        "nothing was measured on it (hfscale calibrate does)"
+    )
+    assert of(hardware="rtx-4090").notes[-2:] == (rates, seconds)
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(asdict(replace(find_machine("h100"), name="own"))))
+    assert evidence(str(own))[0].endswith("; as its file says")
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_machines_are_plausible(name: str) -> None:
+    machine = find_machine(name)
+    assert 50e12 <= machine.flops <= 3e15
+    assert machine.flops_8 is None or machine.flops_8 == pytest.approx(2 * machine.flops, rel=0.03)
+    assert 0.3e12 <= machine.memory_bandwidth <= 10e12
+    assert 20e9 <= machine.memory <= 300e9
+    assert machine.nic_bandwidth <= machine.link_bandwidth <= machine.memory_bandwidth
+    assert machine.host_bandwidth <= 0.5e12
 
 
 def test_steps_that_were_measured_on_one_gpu() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import ConfigError
 
-MEASURED = (
+_FITTED = (
     "seconds: estimated, with constants fitted on steps of hfscale on one H100 and one H200 (torch 2.11, transformers "
     "5.23); what ranks exchange as in runs of other code on H100s, since hfscale was not measured on several GPUs"
 )
@@ -40,6 +40,7 @@ class Machine:
     host_bandwidth: float = 32e9  # to the host's memory
     flops_8: float | None = None  # likewise of products in 8 bits, where it has them
     products: float | None = None  # fraction of flops that large products reach, where runs told; else the constants'
+    measured: bool = False  # whether steps of hfscale on it are among those that the constants were fitted on
     title: str = ""  # for people
     sources: tuple[str, ...] = ()  # where the numbers are from
 
@@ -52,6 +53,18 @@ class Machine:
     def budget(self) -> float:
         """Bytes that a run may use without being slowed down by an allocator short of memory."""
         return _BUDGET * self.memory
+
+    @property
+    def rates(self) -> str:
+        """The rates that estimates take, in words."""
+        peaks = [f"{self.flops / 1e12:g} TFLOP/s in 16 bits"]
+        if self.flops_8:
+            peaks.append(f"{self.flops_8 / 1e12:g} in 8")
+        links = f"{self.link_bandwidth / 1e9:g} GB/s within a node of {self.ranks_per_node}"
+        return (
+            f"{self.label}: {', '.join(peaks)}; memory {self.memory_bandwidth / 1e9:g} GB/s; "
+            f"{links}, {self.nic_bandwidth / 1e9:g} beyond"
+        )
 
     def verdict(self, needed: float, likely: float, budget: float | None = None) -> str:
         """Return ``fits``, ``tight`` (the allocator will be short of memory, and slow) or ``does not fit``."""
@@ -131,6 +144,20 @@ def constants_of(hardware: str | Machine) -> Constants:
     if path is not None and path.is_file() and '"time"' in path.read_text():
         return read_constants(path)
     return fitted()
+
+
+def evidence(hardware: str | Machine) -> tuple[str, str]:
+    """Return what estimates take of a machine, and what their seconds rest on."""
+    machine = find_machine(hardware)
+    if machine.name not in machine_names():
+        source = "as its file says"
+    elif machine.measured:
+        source = "as its vendor says; steps of hfscale were measured on one"
+    else:
+        source = "as its vendor says; nothing was measured on it (hfscale calibrate does)"
+    rates = f"{machine.rates}; {source}"
+    calibrated = constants_of(hardware) != fitted()
+    return rates, "seconds: estimated, with the constants of its calibration" if calibrated else _FITTED
 
 
 def read_constants(path: Path) -> Constants:

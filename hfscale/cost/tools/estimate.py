@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...plan import Plan
 from ...plan.columns import aligned
 from ...plan.table import human
 from ..model.job import Job, job_of, places_of, with_host_of
-from ..model.machines_known import MEASURED, Constants, Machine, constants_of, find_machine
+from ..model.machines_known import Constants, Machine, constants_of, evidence, find_machine
 from ..model.memory_model import MemoryEstimate
 from ..model.model_shape import ModelShape, shape_of_plan
 from ..model.step_time import StepTime, part_seconds, stage_seconds, step_time
@@ -158,7 +158,7 @@ def estimate(
     Args:
         source: a plan, or what :func:`hfscale.plan` takes: a config, a path or an id.
         parallel: the layout; with a plan, the plan's.
-        hardware: a name (``h100``, ``h200``, ``b200``, ``gb200``, ``gb300``, ``a100-80``, ``a100-40``), a JSON file of
+        hardware: a name (``h100``, ``rtx-4090``, ``mi300x``, ...: :func:`machine_names`), a JSON file of
             ``hfscale calibrate``, or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
         batch_size: sequences of one microbatch of one batch rank.
@@ -185,7 +185,8 @@ def estimate(
         spec = run_spec(config, mixed_precision=mixed_precision, **plan_kwargs)
     sizes = sequence_length, batch_size, num_microbatches
     shape, job, held = costs(plan, spec, *sizes, mixed_precision, optimizer=optimizer, options=optim_args)
-    return _of_plan(plan, shape, job, machine, constants, held)
+    found = _of_plan(plan, shape, job, machine, constants, held)
+    return replace(found, notes=(*found.notes, *evidence(hardware)))
 
 
 def costs(
@@ -238,7 +239,7 @@ def _of_plan(
         tokens=job.step_tokens,
         ranks=plan.layout.total_size,
         flops=flops,
-        notes=(*held[0].notes, *_range_of_mixture(shape, job, time, held), MEASURED),
+        notes=(*held[0].notes, *_range_of_mixture(shape, job, time, held)),
         schedule=played,
     )
 
