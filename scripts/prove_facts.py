@@ -1,12 +1,13 @@
-"""Prove what plans need to know of the classes of the sweeps, and write it to hfscale/models/facts/json.
+"""Prove what plans need to know of the classes of the sweeps, and write it to hfscale/models/facts.json.
 
-    python scripts/prove_facts.py [--only llama gemma] [--check] [--sample 100] [--seed 1]
+    python scripts/prove_facts.py [--only llama gemma] [--anew] [--check] [--sample 100] [--seed 1]
 
 Every family of causal language models is planned with its default config, variants of it and tiny clones, and so are
-the other classes of scripts/family_clones.py, in each kind of layout, with nothing known beforehand: whatever is asked
-is proved, once for each digest of a config, and written family by family. With ``--only``, what the table has stays.
+the other classes of scripts/family_clones.py, in each kind of layout: whatever is asked and the table does not say is
+proved, once for each digest of a config, and written family by family. A digest has the class's source in it, so one
+run for each release of transformers proves what that release has changed. With ``--anew`` the table is emptied first.
 
-With ``--check`` it stays altogether, and what it does not say is an error. Everything is proved for each config then:
+With ``--check`` it stays as it is, and what it does not say is an error. Everything is proved for each config then:
 two of one digest that differ are an error, too, since the digest (hfscale/models/facts.py) leaves out what tells
 them apart.
 """
@@ -91,14 +92,15 @@ def cases(family: str) -> Iterator[tuple[str, Any, Any]]:
             yield "default", AutoConfig.for_model(family, **start), auto_class
 
 
-def prove(chosen: Iterable[tuple[str, Any, Any]], doubted: bool) -> tuple[Any, dict[str, str]]:
+def prove(chosen: Iterable[tuple[str, Any, Any]], doubted: bool, known: Any = None) -> tuple[Any, dict[str, str]]:
     """All that is asked about some cases, and what config each digest is of.
 
     Args:
         doubted: also where another config of the digest has been asked about.
+        known: answers that are not proved again.
     """
     configs: dict[str, str] = {}
-    with proved_anew(doubted=doubted) as facts:
+    with proved_anew(known, doubted=doubted) as facts:
         for words, config, auto_class in chosen:
             try:
                 with torch.device("meta"):
@@ -137,20 +139,18 @@ def read(table: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, Any], dict[s
     return answers, {key: words for groups in table.values() for g in groups for key, words in g["configs"].items()}
 
 
-def as_text(tables: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+def as_text(releases: list[str], table: dict[str, list[dict[str, Any]]]) -> str:
     """JSON with a line for each answer."""
-    lines = []
-    for version, table in tables.items():
-        classes = []
-        for name, groups in table.items():
-            each = []
-            for group in groups:
-                answers = [f"   {json.dumps(question)}: {json.dumps(a)}" for question, a in group["answers"].items()]
-                listed = ",\n".join(answers)
-                each.append(f'  {{"configs": {json.dumps(group["configs"])}, "answers": {{\n{listed}}}}}')
-            classes.append(f" {json.dumps(name)}: [\n" + ",\n".join(each) + "]")
-        lines.append(f"{json.dumps(version)}: {{\n" + ",\n".join(classes) + "}")
-    return "{" + ",\n".join(lines) + "}\n"
+    classes = []
+    for name, groups in sorted(table.items()):
+        each = []
+        for group in groups:
+            answers = [f"   {json.dumps(question)}: {json.dumps(a)}" for question, a in group["answers"].items()]
+            listed = ",\n".join(answers)
+            each.append(f'  {{"configs": {json.dumps(group["configs"])}, "answers": {{\n{listed}}}}}')
+        classes.append(f" {json.dumps(name)}: [\n" + ",\n".join(each) + "]")
+    listed = ",\n".join(classes)
+    return f'{{"transformers": {json.dumps(sorted(releases))},\n"classes": {{\n{listed}}}}}\n'
 
 
 def plain(answer: Any) -> Any:
@@ -175,13 +175,21 @@ def differences(facts: DoubtedFacts) -> list[str]:
 
 
 def add(facts: Facts, configs: dict[str, str]) -> None:
-    """Write what was proved into the table for this transformers."""
-    tables = json.loads(TABLE.read_text())
-    answers, words = read(tables.get(transformers.__version__, {}))
+    """Write what was proved into the table."""
+    stored = json.loads(TABLE.read_text())
+    answers, words = read(stored["classes"])
     for name, digests in facts.proved.items():
-        answers[name] = {**answers.get(name, {}), **digests}
-    tables[transformers.__version__] = written(answers, {**words, **configs})
-    TABLE.write_text(as_text(tables))
+        of_class = answers.setdefault(name, {})
+        for key, proved in digests.items():
+            of_class[key] = {**of_class.get(key, {}), **proved}
+    TABLE.write_text(as_text(stored["transformers"], written(answers, {**configs, **words})))
+
+
+def note_release() -> None:
+    """Write into the table that it has been made for this transformers, too."""
+    stored = json.loads(TABLE.read_text())
+    releases = {*stored["transformers"], transformers.__version__}
+    TABLE.write_text(as_text([*releases], stored["classes"]))
 
 
 def check(families: list[str], sample: int, seed: int) -> list[str]:
@@ -196,6 +204,7 @@ def main() -> int:
     """Write or check the table; the exit status is 1 where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--anew", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--sample", type=int, default=0, help="how many configs to check; all by default")
     parser.add_argument("--seed", type=int, default=1)
@@ -208,11 +217,13 @@ def main() -> int:
         wrong = check(families, arguments.sample, arguments.seed)
         print("\n".join(wrong) or "the table says what is proved")
         return int(bool(wrong))
-    if not arguments.only:
-        tables = json.loads(TABLE.read_text())
-        TABLE.write_text(as_text({**tables, transformers.__version__: {}}))
+    if arguments.anew:
+        TABLE.write_text(as_text([], {}))
     for family in tqdm(families, desc="families"):
-        add(*prove(list(cases(family)), doubted=False))  # at once: what is proved is not lost with what comes later
+        # written at once: what is proved is not lost with what comes later
+        add(*prove(list(cases(family)), doubted=False, known=Facts().written))
+    if not arguments.only:
+        note_release()
     return 0
 
 

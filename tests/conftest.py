@@ -1,6 +1,7 @@
 """Pools of rank processes, one per world size, for the whole run."""
 
 import gc
+import os
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ import pytest
 # Nothing slow is imported here: xdist's workers start once the process that starts them has read this.
 if TYPE_CHECKING:
     from hfscale.testing import RankPool
+
+os.environ["HFSCALE_CACHE"] = "off"  # nothing is left in the user's cache, and nothing found there
 
 # By all ranks: once for all in the process that they are forked from. PEFT recommends a package as it comes.
 IMPORTED = ("peft", "hfscale.testing", "hfscale.api.build", "hfscale.recipes.run", "trl.trainer.grpo_trainer")

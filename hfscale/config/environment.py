@@ -20,6 +20,21 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def cache_directory() -> Path | None:
+    """Return where hfscale may keep what is costly to find out again; ``None`` if ``HFSCALE_CACHE=off``."""
+    from huggingface_hub.constants import HF_HOME
+
+    given = os.environ.get("HFSCALE_CACHE", "")
+    if given == "off":
+        return None
+    return Path(given) if given else Path(HF_HOME) / "hfscale"
+
+
+def writes_cache() -> bool:
+    """Return whether this process writes there: the first one of a job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def cpu_requested() -> bool:
     """Return whether Accelerate is configured to stay on the CPU."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")

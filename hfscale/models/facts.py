@@ -1,8 +1,9 @@
 """Look up proved facts about model classes, and prove missing ones on request.
 
-``facts.json`` holds answers by version of transformers and class, for groups of configs with the same answers, by
-digest (:func:`digest`); ``python scripts/prove_facts.py`` writes it. A model in it costs a lookup. Any other is proved
-when asked for, once per process, by the proofs that wrote the table (:mod:`hfscale.testing.proofs`).
+``facts.json`` holds answers by class, for groups of configs with the same answers, by digest (:func:`digest`), which
+counts the class's source in: a release of transformers that leaves a family as it was finds its answers.
+``python scripts/prove_facts.py`` writes it, for one release after the other. A model in it costs a lookup. Any other is
+proved when asked for, once per user, by the proofs that wrote the table (:mod:`hfscale.testing.proofs`).
 """
 
 import hashlib
@@ -14,12 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
 from .._compat.torch import passes_otherwise
 from .._compat.transformers.prediction import without_prediction
+from .class_source import source_hash
 from .clone import PER_LAYER, tiny_clone
+from .kept_facts import KeptFacts, kept_facts
 from .names import wild_name
 
 _UNREAD = {
@@ -47,7 +50,8 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
     no entry could apply to them, or if ``model`` has hooks, foreign classes or a changed ``forward``.
 
     It is made of the tiny clone's config, in which sizes are constants, without fields that no forward pass reads, and
-    with only the sign of numbers that scale; of the full config's kinds of layers; and of the classes of modules.
+    with only the sign of numbers that scale; of the full config's kinds of layers; of the classes of modules; and of
+    the code in the modeling files of all families among them.
     """
     classes = {kind, *(map(type, model.modules()) if model is not None else ())}
     if not all(map(_is_stock, classes)) or (model is not None and any(map(passes_otherwise, model.modules()))):
@@ -64,8 +68,18 @@ def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
         _meaning("", small.to_dict(), ends_texts),
         sorted(_layer_kinds(config.to_dict())),
         [] if model is None else sorted(_structure(model)),
+        source_hash({*classes, *_config_classes(config)}),
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _config_classes(config: Any) -> Iterator[type]:
+    """Yield the classes of a config and of those inside it."""
+    yield type(config)
+    for name in getattr(config, "sub_configs", ()):
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield from _config_classes(inner)
 
 
 def _is_stock(kind: type) -> bool:
@@ -122,17 +136,18 @@ def _structure(model: nn.Module) -> set[str]:
 
 
 class Facts:
-    """Hold the facts in the table and those proved since."""
+    """Hold the facts in the table, those that earlier processes kept, and those proved since."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptFacts | None = None) -> None:
+        self._kept = kept or KeptFacts(None)
         self.proved: Answers = {}  # what no table had, and holds for all models of the same digest
         self._latest: dict[Hashable, Any] = {}
         self._told: set[type] = set()
 
     @cached_property
     def written(self) -> Answers:
-        """The table for the installed transformers; empty where there is none."""
-        table = json.loads(TABLE.read_text()).get(transformers.__version__, {})
+        """The table."""
+        table = json.loads(TABLE.read_text())["classes"]
         return {
             name: {key: group["answers"] for group in groups for key in group["configs"]}
             for name, groups in table.items()
@@ -153,12 +168,18 @@ class Facts:
             exact = _exactly(name, kind, model, stock is None)
             if exact is not None and exact in self._latest:
                 return self._latest[exact]
+            kept = self._kept.read(kind.__name__, key) if key else {}
+            if name in kept:
+                self._note(kind, key, name, kept[name])
+                return kept[name]
             if kind not in self._told:
                 self._told.add(kind)
                 _log.info("%s with this config is not among hfscale's facts: a tiny clone is run", kind.__name__)
             answer, lasts = importlib.import_module(PROOFS).prove(question, model, **given)
         if lasts and key:
-            self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
+            self._note(kind, key, name, answer)
+            path = self._kept.add(kind.__name__, key, name, answer)
+            _log.debug("%s: %s: kept for later processes in %s", kind.__name__, name, path)
         if exact is not None:
             self._latest[exact] = answer
             if len(self._latest) > _MOST:
@@ -166,7 +187,11 @@ class Facts:
         return answer
 
 
-_facts = Facts()
+    def _note(self, kind: type, key: str, name: str, answer: Any) -> None:
+        self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
+
+
+_facts = Facts(kept_facts())
 
 
 def ask(question: str, model: Any, *about: str, stock: type | None = None, **given: Any) -> Any:

@@ -16,7 +16,8 @@ from hfscale.testing import proofs
 
 pytestmark = [
     pytest.mark.skipif(
-        transformers.__version__ not in json.loads(TABLE.read_text()), reason="the table is of another transformers"
+        transformers.__version__ not in json.loads(TABLE.read_text())["transformers"],
+        reason="the table is of another transformers",
     ),
     pytest.mark.filterwarnings("ignore"),  # of stock code, about its own configs
 ]
@@ -49,7 +50,7 @@ def test_what_the_table_does_not_say_is_found(sample: tuple[Facts, dict[str, str
 def test_it_is_read_as_it_is_written(sample: tuple[Facts, dict[str, str]]) -> None:
     facts, configs = sample
     table = written(facts.proved, configs)
-    assert json.loads(as_text({"1": table, "2": table})) == {"1": table, "2": table}
+    assert json.loads(as_text(["2", "1"], table)) == {"transformers": ["1", "2"], "classes": table}
     assert read(table)[0] == facts.proved
     assert any("default" in group["configs"].values() for group in table["GPT2LMHeadModel"])
 

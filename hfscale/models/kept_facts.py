@@ -1,0 +1,67 @@
+"""Keep what was proved of model classes in the user's cache, so that it is proved once and not in every process."""
+
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..config.environment import cache_directory, writes_cache
+
+_PROOFS = Path(__file__).parents[1] / "testing" / "proofs"
+Answers = dict[str, Any]  # question -> answer
+
+
+class KeptFacts:
+    """Read and write answers about one class and digest each, in files that outlive the process.
+
+    They hold for these versions of torch and transformers and for this code of the proofs: others look elsewhere. A
+    directory that cannot be read or written keeps nothing, without a word.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def read(self, kind: str, digest: str) -> Answers:
+        """Return the answers that are kept; none if nothing is, or if a file is damaged."""
+        path = self._path(kind, digest)
+        try:
+            found = json.loads(path.read_text()) if path is not None else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def add(self, kind: str, digest: str, question: str, answer: Any) -> Path | None:
+        """Keep one answer more, and return where; ``None`` if it cannot be kept."""
+        path = self._path(kind, digest)
+        if path is None or not writes_cache():
+            return None
+        text = json.dumps({**self.read(kind, digest), question: answer}, indent=1)
+        aside = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(text)
+            aside.replace(path)  # a reader sees all of it or nothing; of two writers at once the later one counts
+        except OSError:
+            return None
+        return path
+
+    def _path(self, kind: str, digest: str) -> Path | None:
+        return None if self._directory is None else self._directory / "facts" / _situation() / f"{kind}-{digest}.json"
+
+
+@cache
+def kept_facts() -> KeptFacts:
+    """Return what this user's cache keeps."""
+    return KeptFacts(cache_directory())
+
+
+@cache
+def _situation() -> str:
+    """Return a name for all that the proofs' answers depend on besides the model."""
+    code = b"".join(path.read_bytes() for path in sorted(_PROOFS.rglob("*.py")))
+    return f"transformers-{transformers.__version__}-torch-{torch.__version__}-{hashlib.sha256(code).hexdigest()[:8]}"
