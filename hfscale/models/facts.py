@@ -174,18 +174,17 @@ class Facts:
                 return kept[name]
             if kind not in self._told:
                 self._told.add(kind)
-                _log.info("%s with this config is not among hfscale's facts: a tiny clone is run", kind.__name__)
+                told = "%s with this config is not among hfscale's facts: a tiny clone is run; its answers are kept %s"
+                _log.info(told, kind.__name__, self._kept.place)
             answer, lasts = importlib.import_module(PROOFS).prove(question, model, **given)
         if lasts and key:
             self._note(kind, key, name, answer)
-            path = self._kept.add(kind.__name__, key, name, answer)
-            _log.debug("%s: %s: kept for later processes in %s", kind.__name__, name, path)
+            self._kept.add(kind.__name__, key, name, answer)
         if exact is not None:
             self._latest[exact] = answer
             if len(self._latest) > _MOST:
                 del self._latest[next(iter(self._latest))]
         return answer
-
 
     def _note(self, kind: type, key: str, name: str, answer: Any) -> None:
         self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ class KeptFacts:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
+    @property
+    def place(self) -> str:
+        """Where answers are kept, in words."""
+        return "in this process" if self._directory is None else f"in {self._directory}"
+
     def read(self, kind: str, digest: str) -> Answers:
         """Return the answers that are kept; none if nothing is, or if a file is damaged."""
         path = self._path(kind, digest)
@@ -35,20 +41,17 @@ class KeptFacts:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def add(self, kind: str, digest: str, question: str, answer: Any) -> Path | None:
-        """Keep one answer more, and return where; ``None`` if it cannot be kept."""
+    def add(self, kind: str, digest: str, question: str, answer: Any) -> None:
+        """Keep one answer more, where that can be."""
         path = self._path(kind, digest)
         if path is None or not writes_cache():
-            return None
+            return
         text = json.dumps({**self.read(kind, digest), question: answer}, indent=1)
         aside = path.with_suffix(f".{os.getpid()}")
-        try:
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text)
             aside.replace(path)  # a reader sees all of it or nothing; of two writers at once the later one counts
-        except OSError:
-            return None
-        return path
 
     def _path(self, kind: str, digest: str) -> Path | None:
         return None if self._directory is None else self._directory / "facts" / _situation() / f"{kind}-{digest}.json"

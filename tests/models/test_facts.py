@@ -1,6 +1,7 @@
 """What is known of model classes beforehand: asked of a table, and proved where the table is silent."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.models import facts
+from hfscale.models import class_source, facts
 from hfscale.models.blueprint import as_data, from_data
+from hfscale.models.class_source import _without_comments, source_hash
 from hfscale.models.clone import tiny_clone
-from hfscale.models.facts import digest
+from hfscale.models.facts import _config_classes, digest
+from hfscale.models.kept_facts import KeptFacts
 from hfscale.testing import proofs
 from hfscale.testing.proofs.infer.search_blueprint import infer
 
@@ -86,8 +89,50 @@ def test_what_is_unknown_is_proved_once_and_said(proved: list[str], caplog: pyte
         assert str(hfscale.plan(config, ParallelConfig(pp_size=2))) == first
     assert proved == ["passage"]
     assert [record.message for record in caplog.records] == [
-        "LlamaForCausalLM with this config is not among hfscale's facts: a tiny clone is run"
+        "LlamaForCausalLM with this config is not among hfscale's facts: a tiny clone is run; "
+        "its answers are kept in this process"
     ]
+
+
+def test_a_digest_is_of_what_the_modeling_files_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '"""Words."""\n\nclass A:\n    """Words."""\n\n    def f(self):\n        # words\n        return """1"""\n'
+    assert _without_comments(text) == 'class A:\n    def f(self):\n        return """1"""'
+    before = _digest(_model())
+    monkeypatch.setattr(class_source, "_folder_hash", lambda folder: f"{folder.name} as it was changed")
+    assert _digest(_model()) not in ("", before)
+
+
+def test_a_composite_has_the_source_of_its_inner_models() -> None:
+    config = AutoConfig.for_model("llava")
+    text, vision = type(config.text_config), type(config.vision_config)
+    assert {*_config_classes(config)} == {type(config), text, vision}
+    assert len({source_hash([type(config)]), source_hash([type(config), text]), source_hash([text])}) == 3
+
+
+def test_what_is_proved_is_kept_for_later_processes(
+    tmp_path: Path, proved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned() -> tuple[str, list[str]]:
+        """A plan by what a new process knows, and what it had to prove."""
+        proved.clear()
+        with proved_anew() as known:
+            known._kept = KeptFacts(tmp_path)
+            return str(hfscale.plan(tiny("llama"), ParallelConfig(pp_size=2))), [*proved]
+
+    monkeypatch.setenv("RANK", "1")
+    first = planned()
+    assert first[1] == ["passage"]
+    assert [*tmp_path.rglob("*.json")] == [], "the first rank writes alone"
+    monkeypatch.setenv("RANK", "0")
+    assert planned() == first
+    assert planned() == (first[0], [])
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(kept.read_text()[:-9])
+    assert planned() == first, "a damaged file is none"
+    assert planned() == (first[0], [])
+    tmp_path.joinpath("file").touch()
+    KeptFacts(tmp_path / "file").add("A", "1", "question", 2)
+    assert KeptFacts(tmp_path / "file").read("A", "1") == {}, "what cannot be written keeps nothing"
 
 
 def test_the_table_answers_for_its_digests_alone(proved: list[str]) -> None:
