@@ -14,7 +14,13 @@ _aten: Any = torch.ops.aten
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse; keys and values may have fewer heads."""
+    """Return output and lse; several query heads may share a key head.
+
+    Raises:
+        ValueError: query heads are no multiple of key heads, by which the kernel divides without looking.
+    """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 

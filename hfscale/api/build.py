@@ -104,8 +104,16 @@ def from_pretrained(
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
     """
     layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
-    given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
-    options = Options(*given)
+    options = Options(
+        mixed_precision=mixed_precision,
+        routing=routing,
+        memory=memory,
+        loss_scaling=loss_scaling,
+        float8=float8,
+        use_liger_kernel=use_liger_kernel,
+        mtp_loss_weight=mtp_loss_weight,
+        compile=compile,
+    )
     check_count("seed", seed, least=0)
     arguments.check_place(path)
     hf_kwargs = arguments.reachable(str(path), hf_kwargs)
@@ -144,8 +152,16 @@ def from_config(
     :func:`from_pretrained`; the model is in training mode, as in transformers.
     """
     layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
-    given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
-    options = Options(*given)
+    options = Options(
+        mixed_precision=mixed_precision,
+        routing=routing,
+        memory=memory,
+        loss_scaling=loss_scaling,
+        float8=float8,
+        use_liger_kernel=use_liger_kernel,
+        mtp_loss_weight=mtp_loss_weight,
+        compile=compile,
+    )
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
             "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
@@ -185,12 +201,23 @@ def parallelize(
         MeshError: the layout does not fit the processes that were started.
     """
     layout = arguments.check_layout(parallel, {})
-    options = Options(mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, compile=compile)
+    options = Options(
+        mixed_precision=mixed_precision,
+        routing=routing,
+        memory=memory,
+        loss_scaling=loss_scaling,
+        float8=float8,
+        use_liger_kernel=use_liger_kernel,
+        compile=compile,
+    )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"parallelize takes a model of transformers, and got {_shown(model)}: load it first")
     reason = "hfscale already parallelized it" if find_runtime(model) else is_distributed_by_host(model)
-    if not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
-        reason = "it is no model of transformers"
+    if not reason and not isinstance(model, PreTrainedModel) and not wrapped_by_peft(model):
+        raise ConfigError(
+            f"parallelize takes a model of transformers (a PreTrainedModel), and got {class_name(model)}: train other "
+            "modules with accelerate, or parallelize the model of transformers inside it before it is wrapped"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         reason = reason or "some of its weights are on the meta device, so that there is nothing to shard"
     if reason:
@@ -226,7 +253,13 @@ def plan(
         PlanError: the layout does not fit; every problem is listed with the valid values.
     """
     layout, auto_class = arguments.check_layout(parallel, hf_kwargs), model_class(auto_class)
-    options = Options(mixed_precision, memory=memory, float8=float8, mtp_loss_weight=mtp_loss_weight)
+    options = Options(
+        mixed_precision=mixed_precision,
+        memory=memory,
+        float8=float8,
+        mtp_loss_weight=mtp_loss_weight,
+        compile=compile,
+    )
     quantization = hf_kwargs.pop("quantization_config", None)
     if isinstance(source, PreTrainedConfig):
         config, rest = source, hf_kwargs

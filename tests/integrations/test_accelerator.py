@@ -360,3 +360,22 @@ def test_a_stage_without_gradients_takes_part_in_the_norm(pools: Pools, tmp_path
     stock(input_ids=Rows(4).ids, labels=Rows(4).ids).loss.backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters() if p.grad is not None]).item()
     assert pools(2).run(norm_of_the_last_stage, str(tmp_path), given) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def orders_of_ones_own(path: str, layout: dict[str, int]) -> tuple[list[int], list[int]]:
+    """The order that the default generator gives before and after the model is prepared."""
+    torch.manual_seed(3)
+    model, accelerator = build(path, layout), hfscale.Accelerator()
+    before = torch.random.get_rng_state()
+    first = torch.randperm(20).tolist()
+    torch.random.set_rng_state(before)
+    accelerator.prepare(model)
+    return first, torch.randperm(20).tolist()
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2}])
+def test_preparing_leaves_the_default_generator_alone(pools: Pools, tmp_path: Path, layout: dict[str, int]) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64).save_pretrained(tmp_path)
+    first, second = pools(2).run(orders_of_ones_own, str(tmp_path), layout)
+    assert first == second
+    assert first[0] == first[1]

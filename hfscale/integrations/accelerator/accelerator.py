@@ -28,7 +28,6 @@ from ...distributed.process_groups import latest_mesh
 from ...distributed.processes import TIMEOUT, met_before, own_device, start
 from ...errors import ConfigError
 from ...parallel.data import set_gradient_sync
-from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, runtime_of
 from .loaders import OneOrder, dealt, seed_workers_alike
@@ -303,9 +302,6 @@ class Accelerator(accelerate.Accelerator):
                     "the model first, or a schedule whose length was computed from it is wrong",
                     stacklevel=4,
                 )
-        streams = runtime.part(RandomStreams)
-        if streams is not None:
-            streams.synchronize(runtime)
 
     def _agree_on_order(self, data_loader: Any) -> None:
         """Make every rank shuffle alike; samplers that Accelerate handles get generators in the same state."""

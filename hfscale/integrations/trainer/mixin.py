@@ -84,7 +84,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         agree_anew(self)
         self._seams.follow_casts()
         self._streams = TrainerRandomStreams(self.runtime.mesh)
-        self.add_callback(self._streams)
+        self._streams.follow(self.callback_handler)
         self.check_loss()
 
     def check_loss(self) -> None:

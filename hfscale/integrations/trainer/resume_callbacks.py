@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch_device import device_module, is_accelerator
@@ -31,7 +32,7 @@ from ...distributed.mesh import Mesh
 from ...train.runtime.writing import all_or_none, is_writer
 
 
-class TrainerRandomStreams(TrainerCallback):
+class TrainerRandomStreams:
     """Save and restore RNG states, of an epoch's beginning and of the checkpoint; stock checkpoints have the latter."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -74,7 +75,18 @@ class TrainerRandomStreams(TrainerCallback):
         if self._left_off is not None:
             restore_random_states(self._mesh, self._left_off)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def follow(self, handler: CallbackHandler) -> None:
+        """Begin each epoch of a Trainer after its callbacks have; as a callback it would stand in the user's list."""
+        call_callbacks = handler.on_epoch_begin
+
+        def on_epoch_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control = call_callbacks(args, state, control, **kwargs)
+            self._begin_epoch(args, state)
+            return control
+
+        handler.on_epoch_begin = on_epoch_begin  # type: ignore[method-assign]
+
+    def _begin_epoch(self, args: Any, state: Any) -> None:
         """Restore the RNG states from which a resumed run draws the epoch's order."""
         within = state.epoch is not None and state.epoch % 1 != 0 and not args.ignore_data_skip
         states = self._before if within else self._left_off

@@ -175,3 +175,9 @@ def evaluated(out: str) -> list[float]:
 def test_a_streams_last_rows_count_once_in_evaluation(pools: Pools, tmp_path: Path) -> None:
     for listed, streamed in pools(2).run(evaluated, str(tmp_path)):
         assert streamed == pytest.approx(listed, rel=1e-6)
+
+
+def test_the_list_of_callbacks_is_the_users(start: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(start)
+    stock = transformers.Trainer(model, arguments(str(tmp_path))).callback_handler.callback_list
+    assert hfscale.Trainer(model, arguments(str(tmp_path))).callback_handler.callback_list == stock

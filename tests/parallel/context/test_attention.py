@@ -296,3 +296,9 @@ def test_ranks_that_count_together_have_the_tokens_of_all_of_them(total: int, to
         assert torch.equal(own, own.sort().values)
         for member, which in zip(range(rank * together, (rank + 1) * together), grouped.members(rank), strict=True):
             assert torch.equal(own[which], alone.places(member))
+
+
+def test_heads_that_no_kernel_divides_are_refused() -> None:
+    q, k, v = draw(heads=2, keys=4)
+    with pytest.raises(ValueError, match="query heads must be a multiple of key heads, got 2 and 4"):
+        FlashOnCpu(SCALE).forward(q, k, v, ScoreBlock())
