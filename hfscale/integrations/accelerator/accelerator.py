@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from accelerate.utils import InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
@@ -31,6 +32,7 @@ from ...parallel.data import set_gradient_sync
 from ...parallel.tensor import RandomStreams
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, runtime_of
+from ...train.runtime.handover import check_optimizers
 from .loaders import OneOrder, dealt, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
@@ -110,8 +112,11 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as Accelerate does; models must be parallelized, and are returned as they are."""
-        for model in (obj for obj in args if isinstance(obj, nn.Module)):
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        for model in models:
             self._adopt(model)
+        known = [runtime_of(model) for model in (*models, *prepared(self, "models"))]
+        check_optimizers([obj for obj in args if isinstance(obj, Optimizer)], known)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
