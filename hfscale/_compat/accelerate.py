@@ -3,9 +3,11 @@
 Read and run with Accelerate 1.15.
 """
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.data_loader import get_sampler
@@ -21,7 +23,9 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """A schedule that steps ``batches()`` times per optimizer step, where Accelerate's steps once per process."""
+    """A schedule that steps ``batches()`` times per optimizer step, where Accelerate's steps once per process; one of a
+    metric steps once for each of its values.
+    """
 
     def __init__(self, scheduler: Any, optimizers: list[Any], batches: Callable[[], int], follows: bool) -> None:
         super().__init__(scheduler, optimizers, follows, split_batches=True)  # once per call
@@ -29,8 +33,10 @@ class BatchScheduler(AcceleratedScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as Accelerate does; a finite schedule (one cycle) may be stepped once too often."""
-        for _ in range(self._batches() if self.gradient_state.sync_gradients else 1):
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+        told = bool(args or kwargs)  # of a metric, or of an epoch
+        for _ in range(self._batches() if self.gradient_state.sync_gradients and not told else 1):
+            # Schedules of schedules, and those of a metric, count no steps.
+            if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", math.inf):
                 super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +47,7 @@ class BatchScheduler(AcceleratedScheduler):
         """Continue after the same number of optimizer steps, even if the number of distinct batches has changed."""
         state, now = dict(state_dict), self._batches()
         then = state.pop(_BATCHES, 1)
-        if then != now:
+        if then != now and not _follows_a_metric(self.scheduler):
             if not isinstance(self.scheduler, LambdaLR):  # its state has no lengths
                 raise CheckpointError(
                     f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer "
@@ -51,6 +57,36 @@ class BatchScheduler(AcceleratedScheduler):
             epoch = state["last_epoch"] * now // then
             state.update(last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"])
         super().load_state_dict(state)
+
+
+def _follows_a_metric(scheduler: Any) -> bool:
+    """Return whether a schedule's steps must be told a number, so that nothing in it counts steps of a length."""
+    given = inspect.signature(type(scheduler).step).parameters.values()
+    return any(each.default is inspect.Parameter.empty for each in list(given)[1:])
+
+
+@dataclass
+class LastBatch:
+    """Hold the last batch of a stream; of its step's rows on all ranks, the first ``left`` are no repeated ones."""
+
+    batch: Any
+    left: int
+
+
+def count_last_batch(loader: Any) -> None:
+    """Let a prepared loader of a stream say, in its ``remainder``, how many rows of the last step count.
+
+    Accelerate takes the examples of one rank for those of all, or does not know them, and then drops none.
+    """
+    base = loader.base_dataloader
+    made = base.__iter__
+
+    def iterate() -> Iterator[Any]:
+        for batch in made():
+            loader.remainder = batch.left if isinstance(batch, LastBatch) else 0
+            yield batch.batch if isinstance(batch, LastBatch) else batch
+
+    base.__iter__ = iterate  # Accelerate asks the instance
 
 
 def is_prepared(what: Any) -> bool:

@@ -15,6 +15,7 @@ from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
 from ..train.distillation import evaluating
 from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.handover import Replaced
 from ..train.runtime.shards import LocalWeights
 from .assemble import assemble, take_apart
 
@@ -27,8 +28,8 @@ def get_peft_model(
     """Put adapters around the modules of a parallelized model; call it on every rank.
 
     The counterpart of PEFT's ``get_peft_model`` over shards: stock weights are frozen, and the adapter's factors start
-    from the values that PEFT gives them in one process. Optimizers made before do not train them. The model itself
-    still works, with the adapters, in :func:`hfscale.train_step` and everywhere else.
+    from the values that PEFT gives them in one process. Optimizers made before are refused at their next
+    step. The model itself still works, with the adapters, in :func:`hfscale.train_step` and everywhere else.
 
     Args:
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
@@ -59,6 +60,7 @@ def get_peft_model(
     template = empty_copy(runtime.model)
     plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
     training = runtime.model.training
+    replaced = _replaced(runtime, "hfscale.get_peft_model")
     shares = take_apart(runtime)
     before = LocalWeights(dict(shares.tensors), list(shares.quantized))
     try:
@@ -66,13 +68,17 @@ def get_peft_model(
             runtime.model, template, config, plan, mesh, shares.tensors, source=source, name=adapter_name, seed=seed
         )
     except Exception:  # the model goes on without
-        assemble(runtime.model, plan, mesh, options, before)
+        replaced.hand_over(assemble(runtime.model, plan, mesh, options, before))
         raise
-    assemble(runtime.model, planned, mesh, options, shares, adapters)
+    replaced.hand_over(assemble(runtime.model, planned, mesh, options, shares, adapters))
     adapters.peft_model.train(training)
     for part in (adapters.peft_model, adapters.peft_model.base_model):
         part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
     return adapters.peft_model
+
+
+def _replaced(runtime: Runtime, by: str) -> Replaced:
+    return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
 
 
 def _merge_as_peft_does(model: nn.Module, *_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
@@ -115,11 +121,12 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
     training = runtime.model.training
     merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
     plain = {} if dtype is None else dequantized_weights(runtime, dtype)
+    replaced = _replaced(runtime, "hfscale.merge_and_unload")
     tensors = {**take_apart(runtime).tensors, **plain}
     if quantized is not None:
         plan = put_plain_modules(adapters, runtime, plain)
     stock, tensors = merge_local_weights(adapters, runtime, tensors)
-    assemble(stock, plan, runtime.mesh, runtime.options, LocalWeights(tensors))
+    replaced.hand_over(assemble(stock, plan, runtime.mesh, runtime.options, LocalWeights(tensors)))
     stock.train(training)
     if before is not None:
         what, expected = before

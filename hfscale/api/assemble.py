@@ -150,4 +150,5 @@ def take_apart(runtime: Runtime) -> LocalWeights:
             empty = torch.empty(shape, dtype=shares.tensors[owner].dtype, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=trains[owner])
         put_parameter(runtime.model, planned.name, made[owner])
+    runtime.forget_parameters()
     return shares

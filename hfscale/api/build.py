@@ -24,6 +24,7 @@ from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime
+from ..train.runtime.handover import Replaced
 from ..train.watchdog import watch_by_default
 from . import arguments
 from .assemble import assemble
@@ -42,6 +43,7 @@ def build(
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
     check_kernels(options.use_liger_kernel, plan.family, mesh.device)
+    replaced = Replaced(source.named_parameters(), "hfscale.parallelize")
     model, weights = source.load(plan, mesh)
     if weights is not None:
         plan = weights.plan or plan
@@ -53,7 +55,7 @@ def build(
         adapters, plan = attach_adapters(
             model, source.template(model), config, plan, mesh, weights.tensors, source=saved, seed=seed
         )
-    assemble(model, plan, mesh, options, weights, adapters)
+    replaced.hand_over(assemble(model, plan, mesh, options, weights, adapters))
     watch_by_default(mesh)
     return model
 

@@ -118,6 +118,10 @@ class FromSeed:
         """Return a copy of the full stock model on the meta device."""
         return copy.deepcopy(self.outline.model)
 
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return none: nobody holds parameters of a model that is made here."""
+        return ()
+
 
 @dataclass
 class FromCheckpoint(FromSeed):
@@ -170,6 +174,10 @@ class InMemory:
         cut_parameters(model, plan, mesh)
         model.to(mesh.device)
         return model, None
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return the parameters that are cut, tied ones by all of their names."""
+        return self.model.named_parameters(remove_duplicate=False)
 
 
 Source = FromSeed | InMemory

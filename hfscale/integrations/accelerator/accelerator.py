@@ -8,6 +8,7 @@ leaves the model, which hfscale has wrapped already, alone.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import accelerate
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from accelerate.utils import InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from ..._compat.accelerate import BatchScheduler, is_prepared, one_run, prepared
+from ..._compat.accelerate import BatchScheduler, count_last_batch, is_prepared, one_run, prepared
 from ..._compat.torch_device import accelerators
 from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
 from ...config.environment import started_processes, without_launcher_switches
@@ -30,7 +32,8 @@ from ...errors import ConfigError
 from ...parallel.data import set_gradient_sync
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, runtime_of
-from .loaders import OneOrder, dealt, seed_workers_alike
+from ...train.runtime.handover import check_optimizers
+from .loaders import CollateLast, OneOrder, dealt, seed_workers_alike
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -50,6 +53,7 @@ class Accelerator(accelerate.Accelerator):
 
     serves_hfscale = True
     _runtime: Runtime | None = None
+    flag_tensor: Tensor | None
     _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # finite ones
 
     def __init__(self, **kwargs: Any) -> None:
@@ -109,8 +113,11 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as Accelerate does; models must be parallelized, and are returned as they are."""
-        for model in (obj for obj in args if isinstance(obj, nn.Module)):
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        for model in models:
             self._adopt(model)
+        known = [runtime_of(model) for model in (*models, *prepared(self, "models"))]
+        check_optimizers([obj for obj in args if isinstance(obj, Optimizer)], known)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -133,8 +140,8 @@ class Accelerator(accelerate.Accelerator):
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
         rows = data_loader.batch_size is not None  # or the stream's examples are batches
-        if self.mesh.batch_world > 1 and rows and hasattr(data_loader.dataset, "n_shards"):
-            # A stream of datasets, in the order of one process: Accelerate gives each process files of its own.
+        if self.mesh.batch_world > 1 and rows and _is_stream(data_loader.dataset):
+            # In the order of one process: Accelerate gives each process files of its own of a stream of datasets.
             data_loader = dealt(data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches)
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
@@ -156,14 +163,20 @@ class Accelerator(accelerate.Accelerator):
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         prepared(self, "dataloaders").append(loader)
-        seed_workers_alike(loader, self.mesh, self._worker_seeds)
+        self._follow_one_process(loader)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader over the rest of an epoch, as Accelerate does."""
         rest = super().skip_first_batches(dataloader, num_batches)
-        seed_workers_alike(rest, self.mesh, self._worker_seeds)
+        self._follow_one_process(rest)
         return rest
+
+    def _follow_one_process(self, loader: Any) -> None:
+        """Seed the workers of ranks that share a batch alike, and count the last rows of a stream."""
+        seed_workers_alike(loader, self.mesh, self._worker_seeds)
+        if isinstance(getattr(loader, "collate_fn", None), CollateLast):
+            count_last_batch(loader)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule as Accelerate does: it steps :attr:`num_processes` times per optimizer step.
@@ -198,10 +211,27 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(gather_one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over distinct batches, without the duplicates that pad the last batch."""
-        if use_gather_object:
-            raise ConfigError("use_gather_object=True gathers over all processes: gather tensors instead")
-        return super().gather_for_metrics(input_data)
+        """Gather over distinct batches, without the duplicates that pad the last batch; objects into one list."""
+        if not use_gather_object and _holds_tensors_alone(input_data):
+            return super().gather_for_metrics(input_data)
+        told = self.mesh.all_gather_object((self.mesh.batch_rank, input_data))
+        by_batch: dict[int, Any] = {}
+        for batch_rank, objects in told:  # ranks that share a batch have the same ones
+            by_batch.setdefault(batch_rank, objects)
+        gathered = [each for _, objects in sorted(by_batch.items(), key=itemgetter(0)) for each in objects]
+        state = self.gradient_state
+        trims = state.end_of_dataloader and state.remainder > 0
+        return gathered[: state.remainder] if trims else gathered
+
+    def check_trigger(self) -> bool:
+        """Return whether :meth:`set_trigger` was called on any process, the same on all, and reset it."""
+        if self.flag_tensor is None:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        told = super().reduce(self.flag_tensor)  # over processes: those that share a batch decide by themselves
+        if told.item() < 1:
+            return False
+        self.flag_tensor = torch.tensor(0, device=self.device)
+        return True
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or mean over the distinct batch ranks."""
@@ -321,3 +351,17 @@ class Accelerator(accelerate.Accelerator):
         else:
             seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
             sampler.generator = torch.Generator().manual_seed(self.mesh.all_gather_object(seed)[0])
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Return whether a dataset is a stream, of torch or of datasets, that is not dealt out yet."""
+    streams = isinstance(dataset, IterableDataset) or hasattr(dataset, "n_shards")
+    return streams and not isinstance(dataset, IterableDatasetShard)
+
+
+def _holds_tensors_alone(data: Any) -> bool:
+    try:
+        recursively_apply(lambda each: each, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

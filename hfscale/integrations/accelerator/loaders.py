@@ -1,6 +1,7 @@
 """Give ranks that share a batch the same order of an epoch, and the same seeds of workers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from ..._compat.accelerate import LastBatch
 from ..._compat.torch import before_iterators
 from ...distributed.mesh import Mesh
 
@@ -60,8 +62,35 @@ class OneOrder(Sampler[int]):
         self._left_off = torch.random.get_rng_state()
 
 
+@dataclass
+class _OfLastStep:
+    """Mark an example of a stream's last step, which has only ``left`` examples of all ranks."""
+
+    example: Any
+    left: int
+
+
 class StreamShare(IterableDatasetShard):
-    """Accelerate's shard of a stream with a position, which behind each batch is that of one process."""
+    """Accelerate's shard of a stream with a position, which behind each batch is that of one process. Examples from
+    the beginning fill the last step; its batches are :class:`~hfscale._compat.accelerate.LastBatch`.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self.dataset
+        if not hasattr(stream, "set_epoch") and isinstance(getattr(stream, "generator", None), torch.Generator):
+            stream.generator.manual_seed(self.epoch)
+        places = range(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
+        first, step = list[Any](), list[Any]()
+        for example in stream:
+            step.append(example)
+            if len(step) == self.batch_size * self.num_processes:
+                yield from (step[place] for place in places)
+                first = first or step
+                step = []
+        if step and not self.drop_last:
+            left = len(step)
+            filled = step + (first or step) * self.num_processes * self.batch_size
+            yield from (_OfLastStep(filled[place], left) for place in places)
 
     def state_dict(self) -> Any:
         """Return the stream's position."""
@@ -72,11 +101,28 @@ class StreamShare(IterableDatasetShard):
         self.dataset.load_state_dict(state)
 
 
+class CollateLast:
+    """A wrapper of ``collate`` that tells the last batch of a :class:`StreamShare` from others."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Collate examples; those of a last step into a :class:`~hfscale._compat.accelerate.LastBatch`."""
+        marked = [each for each in examples if isinstance(each, _OfLastStep)]
+        if not marked:
+            return self._collate(examples)
+        return LastBatch(self._collate([each.example for each in marked]), marked[0].left)
+
+
 def dealt(loader: Any, batches: int, index: int, split: bool, kind: type[IterableDatasetShard] = StreamShare) -> Any:
     """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
     size = loader.batch_size // batches if split else loader.batch_size
     stream = kind(loader.dataset, size, loader.drop_last, batches, index)
-    return DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in KEPT})
+    made = DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in KEPT})
+    if kind is StreamShare:
+        made.collate_fn = CollateLast(made.collate_fn)
+    return made
 
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:

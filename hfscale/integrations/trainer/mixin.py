@@ -29,6 +29,7 @@ from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train import Teacher, metrics, train_step
 from ...train.runtime import find_runtime, runtime_of
+from ...train.runtime.handover import check_optimizers
 from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
@@ -81,6 +82,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         with context, self._seams.while_made(type(self)):
             super().__init__(model, *args, **kwargs)
         self._while_made = ExitStack()
+        if self.optimizer is not None:  # the script's own
+            check_optimizers([self.optimizer], [self.runtime])
         agree_anew(self)
         self._seams.follow_casts()
         self._streams = TrainerRandomStreams(self.runtime.mesh)

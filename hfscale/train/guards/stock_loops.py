@@ -33,6 +33,7 @@ from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
 from ...plan.feature_plans import offloaded
 from ..runtime import Runtime, find_runtime
+from ..runtime.handover import follow
 
 _PATCHED = "_hfscale_refuses"
 _MARK = "_hfscale_parts"
@@ -145,20 +146,22 @@ class _Held(NamedTuple):
 def refuse_other_optimizers(runtime: Runtime) -> None:
     """Refuse, at their first step, optimizers that differ from one process, fail on shards, or undo offloading."""
     layout, on_host = runtime.mesh.layout, offloaded(runtime.plan).optimizer
+    _judged.clear()  # their parameters may have been replaced
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_check))
     if layout.total_size == 1 and not on_host:
         return
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
         differs = max(layout.tp, layout.pp, layout.ep) > 1
         setattr(parameter, _MARK, _Held(layout.describe(), planned.name, cut, layout.pp > 1, differs, on_host))
-    if not _hooked:
-        _hooked.append(register_optimizer_step_pre_hook(_check))
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Check an optimizer before the first step over its groups; torch calls it before every optimizer's step."""
     if _trying or _judged.get(optimizer) == len(optimizer.param_groups):
         return
+    follow(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = [getattr(parameter, _MARK) for parameter in held if hasattr(parameter, _MARK)]
     if getattr(optimizer, "state_device", None) is None and any(part.on_host for part in parts):

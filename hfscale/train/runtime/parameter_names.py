@@ -33,6 +33,10 @@ class LiveParameters:
             self._version = version
         return dict(self._found)
 
+    def forget(self) -> None:
+        """Hold no parameters any more."""
+        self._found, self._version = {}, 0
+
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the stock module under any number of wrappers."""

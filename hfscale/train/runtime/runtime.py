@@ -293,6 +293,10 @@ class Runtime:
         """Return this rank's parameters by their stock names and by their names with PEFT's wrappers."""
         return self._live.by_name()
 
+    def forget_parameters(self) -> None:
+        """Hold no parameters any more, once the model is taken apart."""
+        self._live.forget()
+
     @property
     def shares_casts(self) -> bool:
         """Return whether microbatches in flight share one low-precision copy of each weight; FSDP2 makes its own."""

@@ -1,0 +1,187 @@
+"""Hand the parameters of a model that was cut, or taken apart, to the optimizers that hold those before.
+
+An optimizer knows its parameters by identity, and cutting a model replaces them: the optimizer that a script made
+before would go on with tensors that no gradient reaches, and nothing would raise. So each replaced parameter that
+somebody still holds is marked with its successor::
+
+    optimizer.param_groups[i]["params"]  -->  old parameter  --mark-->  new parameter, by name in the plan
+    optimizer.state[old]                 -->  optimizer.state[new], its tensors cut as the parameter was
+
+Groups change in place, so their options stay, and schedules go on with the same optimizer. The optimizers in memory
+are looked for once, if anything holds an old parameter; others follow where they are prepared, or at their first step.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...errors import ConfigError
+from ...plan import ParameterPlan
+from .runtime import Runtime
+from .shards import like_sharded, local_tensor
+
+_MARK = "_hfscale_successor"
+
+
+@dataclass(frozen=True)
+class _Successor:
+    """Tell what has taken the place of a parameter."""
+
+    name: str
+    by: str  # the call that replaced it
+    planned: ParameterPlan | None  # ``None`` if the model has no parameter of this name any more
+    parameter: Tensor | None  # ``None`` if no stage of this rank holds it
+    ranks: dict[str, int]
+
+    def state_of(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state of the replaced parameter for the new one."""
+        return {key: self._moved(key, value) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+    def _moved(self, key: str, value: Tensor) -> Tensor:
+        assert self.planned is not None  # or the optimizer was refused
+        assert self.parameter is not None  # or its state was dropped
+        if value.ndim == 0:
+            return value
+        new, share = local_tensor(self.parameter), local_tensor(value)
+        if self.planned.cuts and share.shape != new.shape:
+            if tuple(share.shape) != self.planned.shape:
+                raise ConfigError(
+                    f"the optimizer's state must have the shape of its parameter, so that {self.by} can cut both, got "
+                    f"{tuple(share.shape)} as {key!r} of {self.name}, which is {self.planned.shape}: make the "
+                    "optimizer, or step it first, after the model is cut"
+                )
+            share = self.planned.take(share, self.ranks).clone()
+        return like_sharded(share.to(new.device), self.parameter)
+
+
+class Replaced:
+    """Hold a model's parameters, weakly, while ``by``, a call of hfscale's, replaces them."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], by: str) -> None:
+        self._before = [(name, weakref.ref(parameter)) for name, parameter in named]
+        self._by = by
+
+    def hand_over(self, runtime: Runtime) -> None:
+        """Mark parameters that are still held with those in their place, and let optimizers in memory follow."""
+        plans = runtime.plan.by_name
+        now = {planned.name: parameter for planned, parameter in runtime.parameters()}
+        live = set(map(id, now.values()))
+        marked = False
+        for name, reference in self._before:
+            old, planned = reference(), plans.get(name)
+            if old is None or id(old) in live:
+                continue
+            owner = name if planned is None else planned.tied_to or name
+            successor = _Successor(owner, self._by, plans.get(owner), now.get(owner), runtime.mesh.ranks)
+            setattr(old, _MARK, successor)
+            marked = True
+        if marked:
+            _let_all_follow()
+
+
+def _let_all_follow() -> None:
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer):
+            with suppress(ConfigError):  # one that nobody uses any more is none of ours; others are refused in a step
+                follow(found)
+
+
+def replaced_by(parameter: Tensor) -> str | None:
+    """Return the call that has replaced a parameter in its model, or ``None``."""
+    found = _successor_of(parameter)
+    return None if found is None else found.by
+
+
+def _successor_of(parameter: Tensor) -> _Successor | None:
+    found: _Successor | None = None
+    following: Tensor | None = parameter
+    while following is not None and hasattr(following, _MARK):
+        found = getattr(following, _MARK)
+        following = found.parameter
+    return found
+
+
+def follow(optimizer: Any) -> None:
+    """Give an optimizer the parameters in place of those that were replaced; do nothing if none was.
+
+    Raises:
+        ConfigError: it cannot go on with them; it is unchanged.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    held = [parameter for group in groups for parameter in group["params"]]
+    found = {id(each): successor for each in held if (successor := _successor_of(each)) is not None}
+    if not found:
+        return
+    _refuse(optimizer, held, found)
+    states = []
+    for old in held:
+        successor = found.get(id(old))
+        if successor is not None and old in optimizer.state:
+            moved = None if successor.parameter is None else successor.state_of(optimizer.state[old])
+            states.append((old, successor.parameter, moved))
+    for old, new, moved in states:
+        del optimizer.state[old]
+        if new is not None:
+            optimizer.state[new] = moved
+    for group in groups:
+        _replace(group, found)
+
+
+def _refuse(optimizer: Any, held: list[Tensor], found: dict[int, _Successor]) -> None:
+    """Refuse what cannot follow: parameters that are gone or frozen, and steppers over the old ones."""
+    first, kind = next(iter(found.values())), type(optimizer).__name__
+    remedy = f"make the optimizer after {first.by}"
+    if getattr(optimizer, "keeps_plain_state", False):
+        raise ConfigError(
+            f"the optimizer of hfscale.create_optimizer must be made of the model as it is, got one made before "
+            f"{first.by}: {remedy}"
+        )
+    gone = next((each for each in found.values() if each.planned is None), None)
+    if gone is not None:
+        raise ConfigError(
+            f"{kind} must hold parameters of the model, got {gone.name}, which the model lost by {gone.by}: {remedy}"
+        )
+    trained = any(old.requires_grad for old in held)
+    new = [old if id(old) not in found else found[id(old)].parameter for old in held]
+    here = [each for each in new if each is not None]
+    if trained and here and not any(each.requires_grad for each in here):
+        raise ConfigError(
+            f"{kind} must hold parameters that train, got {len(here)} that {first.by} has frozen ({first.name}, for "
+            f"one): {remedy}"
+        )
+
+
+def _replace(group: dict[str, Any], found: dict[int, _Successor]) -> None:
+    """Replace a group's parameters, in its own list; those of other stages leave it, with their names if it has any."""
+    kept = [_now(parameter, found) for parameter in group["params"]]
+    names = group.get("param_names")
+    if names is not None:
+        names[:] = [name for name, parameter in zip(names, kept, strict=True) if parameter is not None]
+    group["params"][:] = [parameter for parameter in kept if parameter is not None]
+
+
+def _now(parameter: Tensor, found: dict[int, _Successor]) -> Tensor | None:
+    successor = found.get(id(parameter))
+    return parameter if successor is None else successor.parameter
+
+
+def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> None:
+    """Let optimizers follow their parameters; over ranks, refuse those that train none of these models."""
+    for optimizer in optimizers:
+        follow(optimizer)
+    spread = next((runtime for runtime in runtimes if runtime.mesh.layout.total_size > 1), None)
+    if spread is None:
+        return
+    own = {id(parameter) for runtime in runtimes for _, parameter in runtime.parameters()}
+    held = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    if held and own.isdisjoint(map(id, held)):
+        raise ConfigError(
+            f"the optimizer must hold parameters of the model that is trained over {spread.mesh.layout.describe()}, "
+            f"got {len(held)} of which none is its own: make it of model.parameters()"
+        )
