@@ -4,6 +4,7 @@
     python scripts/layout_fuzz.py --seed 1 --only 17 [--shrink]
     python scripts/layout_fuzz.py --seed 1 --draws 100 --levers 2
     python scripts/layout_fuzz.py --seed 1 --draws 100 --lever fp8 gradient_compression
+    python scripts/layout_fuzz.py --seed 1 --draws 100 --crossing
     python scripts/layout_fuzz.py --spec '{"family": "llama", "layout": {"tp_size": 2}}' [--shrink]
 
 Everything of a draw follows from the seed and its index; a draw prints as one line of JSON that can be given back. The
@@ -20,7 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.fuzz import Draw, Verdict, choose, judge, read, report_page, shrink
+from tests.fuzz import Draw, Verdict, choose, choose_crossing, judge, read, report_page, shrink
 from tests.fuzz.judge import TIMEOUT
 from tests.fuzz.many import import_everything, judge_many
 
@@ -32,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
     parser.add_argument("--levers", type=int, default=0, help="draws alone that have so many levers of memory or more")
     parser.add_argument("--lever", nargs="*", default=(), help="draws alone that have one of these levers, by name")
+    parser.add_argument("--crossing", action="store_true", help="draws of what is kept between passes, by projections")
     parser.add_argument("--only", type=int, nargs="*", help="these indices alone")
     parser.add_argument("--spec", nargs="*", help="draws as JSON, instead of a seed's")
     parser.add_argument("--shrink", action="store_true", help="make what fails as small as it still fails")
@@ -45,7 +47,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     warnings.filterwarnings("ignore")
-    drawn = ((index, choose(arguments.seed, index)) for index in arguments.only or count(arguments.first))
+    chooses = choose_crossing if arguments.crossing else choose
+    drawn = ((index, chooses(arguments.seed, index)) for index in arguments.only or count(arguments.first))
     asked = set(arguments.lever)
     wanted = (
         (index, draw)

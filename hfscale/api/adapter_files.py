@@ -16,7 +16,7 @@ Values are copied. Families whose checkpoints store stacked experts (gpt-oss) ar
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,49 +26,22 @@ from torch import Tensor
 
 from .._compat.peft import LORA_A, LORA_B
 from .._compat.transformers.classes import empty_model, stock_class
-from .._compat.transformers.prediction import refuse_adapters_of_prediction
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
 from ..checkpoint.carried import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain
 from ..checkpoint.stored_forms.forms import in_the_file, load_weights_as, open_plain
-from ..checkpoint.stored_forms.scheme import describe_form, form_in, split_stored_form
-from ..config.parallel import ParallelConfig
-from ..distributed.files.reader import TensorOnDisk, open_tensors
+from ..checkpoint.stored_forms.scheme import describe_form, form_in
 from ..distributed.files.replace import finish_move
 from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
 from ..errors import CheckpointError, ConfigError
-from ..features.adapters.adapter_structure import adapter_parameters, quietly
 from ..features.adapters.attach import Adapters
 from ..features.adapters.merge_adapters import WholeMerge
-from ..features.adapters.plan import plan_adapters
-from ..features.adapters.storage import WEIGHTS, read_config, stored_names
+from ..features.adapters.storage import WEIGHTS
 from ..plan import AdapterParameter
 from ..train.runtime.writing import atomic_directory
-from .build_plan import build_plan
+from .adapted_base import PREFIX, AdaptedBase
 
-_PREFIX = "base_model.model."
-
-
-class AdaptedBase:
-    """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs."""
-
-    name = "default"
-
-    def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
-        config, _ = read_config(str(adapter))
-        self.trained: dict[str, TensorOnDisk] = open_tensors([adapter / WEIGHTS])
-        refuse_adapters_of_prediction(self.trained, str(adapter))
-        try:
-            self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
-        except (LookupError, OSError) as error:
-            raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
-        self.model.config, self.form = split_stored_form(self.model.config)
-        self.stock_plan = build_plan(self.model, ParallelConfig())
-        self.whole: Any = quietly(wrapped, config, self.name)  # PEFT's model around another of the same class
-        self.adapters = adapter_parameters(self.whole, self.stock_plan)
-        self.plan = plan_adapters(self.stock_plan, self.adapters)
-        # keys, in the adapter's file, of its parameters and of other trained ones, by name
-        self.keys = stored_names(self.whole, self.name, self.plan, True)
+_OF_TOKENIZERS = ("tokenizer", "special_tokens_map", "added_tokens", "vocab.", "merges.", "chat_template")
 
 
 class _Merged:
@@ -89,16 +62,45 @@ class _Merged:
             for name in (target.name, *target.others):
                 self.keys_of.setdefault(self.owned.get(name, name), []).append(key)
         self._ready: dict[str, Tensor] = {}
-        needed = (key for name, key in adapted.keys.items() if name in self.merge.factors)
-        missing = [key for key in needed if key not in adapted.trained]
-        if missing:
-            raise CheckpointError(f"{adapter} lacks {len(missing)} tensors of its config, {missing[0]} for one")
+        self.placed = adapted.placed()
+        lost = [key for name, key in self.placed.items() if name not in self.keys_of]
+        if lost:
+            raise CheckpointError(
+                f"{adapter} has {lost[0]}, and {base} stores no such weight: merge it into the checkpoint that it was "
+                "trained on"
+            )
+        self._refuse_rows(base)
+
+    def _refuse_rows(self, base: Path) -> None:
+        """Refuse weights with a row for each token that the adapter does not bring, if it has other tokens."""
+        for key, shape in self.resized().items():
+            if not self.changed(key):
+                raise CheckpointError(
+                    f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}, of which {base} "
+                    f"stores {self.stored[key].shape[0]} rows and {shape[0]} are needed: save it with the embedding "
+                    "and the head (PEFT's save_embedding_layers=True)"
+                )
+
+    def resized(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes of what is stored with another number of tokens than the adapter's, by key."""
+        if self.adapted.tokens is None:
+            return {}
+        plain = {key: target.name for key, target in self.targets.items() if target.converter is None}
+        shapes = {key: self.adapted.plan.by_name[name].shape for key, name in plain.items()}
+        return {key: shape for key, shape in shapes.items() if shape != tuple(self.stored[key].shape)}
+
+    def layout(self) -> dict[str, Any]:
+        """Return tensors with the shapes and dtypes of the result, by key."""
+        found: dict[str, Any] = dict(self.stored)
+        for key, shape in self.resized().items():
+            found[key] = torch.empty(shape, dtype=self.stored[key].dtype, device="meta")
+        return found
 
     def changed(self, key: str) -> bool:
         """Return whether the adapter changes what is stored as ``key``."""
         target = self.targets[key]
         names = {self.owned.get(name, name) for name in (target.name, *target.others)}
-        return any(self.merge.parts(name) != [name] for name in names)
+        return any(name in self.placed or self.merge.parts(name) != [name] for name in names)
 
     def stored_with(self, key: str) -> dict[str, Tensor]:
         """Return the merged tensor that is stored as ``key``, and those that are stored together with it, by key."""
@@ -122,8 +124,8 @@ class _Merged:
 
     def _read(self, name: str) -> Tensor:
         """Return a factor, or a weight from the adapter if it was trained, else from the base."""
-        trained = self.adapted.keys.get(name)
-        if trained in self.adapted.trained:
+        trained = self.placed.get(name) or (self.adapted.keys[name] if name in self.merge.factors else None)
+        if trained is not None:
             return self.adapted.trained[trained][...]
         tensors = {key: self.stored[key][...] for key in self.keys_of[name]}
         made = convert(tensors, self.targets, self.adapted.model, self.adapted.model.config)
@@ -138,8 +140,11 @@ def merge_adapter(
     max_shard_size: str | int = "5GB",
     trust_remote_code: bool = False,
     as_stored: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> int:
-    """Write ``base`` merged, or ``as_stored`` again in its form; return the number of changed tensors."""
+    """Write ``base`` merged, or ``as_stored`` again in its form; return the number of changed tensors. ``check`` is
+    given the directory of the result before it becomes ``out``; if it raises, nothing is written.
+    """
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)
     form = merged.adapted.form if as_stored else None
@@ -151,13 +156,20 @@ def merge_adapter(
         for path in base.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
                 shutil.copyfile(path, staging.path / path.name)
+        if merged.adapted.tokens is not None:
+            merged.adapted.model.config.save_pretrained(staging.path)
+            for path in adapter.iterdir():
+                if path.name.startswith(_OF_TOKENIZERS):  # the base's does not have the new tokens
+                    shutil.copyfile(path, staging.path / path.name)
         if merged.adapted.form is not None:
             describe_form(staging.path, form)
+        if check is not None:
+            check(staging.path)
     return changed
 
 
 def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: str | int) -> int:
-    writer = CheckpointWriter(out, again.layout(merged.stored), max_shard_size)
+    writer = CheckpointWriter(out, again.layout(merged.layout()), max_shard_size)
     changed = dict.fromkeys(key for key in merged.stored if merged.changed(key))
     for key, tensor in merged.stored.items():
         if key not in changed:
@@ -174,27 +186,50 @@ def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: st
 
 
 def logit_difference(base: Path, adapter: Path, out: Path, trust_remote_code: bool = False) -> float:
-    """Return how far logits of base with adapter and of the merged model differ, relative to the largest logit."""
+    """Return how far logits of base with adapter and of the merged model differ, relative to the largest logit.
+
+    Raises:
+        CheckpointError: by more than rounding explains, or one of them is not finite.
+    """
+    trusted = trust_remote_code
+    kind, tokens = stock_class(empty_model(base, trusted)), AdaptedBase(base, adapter, trusted).tokens
+    apart = _logits(kind, base, trusted, str(adapter), tokens)
+    together = _logits(kind, out, trusted)
+    difference = float((apart - together).abs().max() / apart.abs().max())
+    rounding = _ROUNDING if form_in(out) is None else _ROUNDING_AGAIN
+    if not difference <= rounding[together.dtype]:
+        raise CheckpointError(
+            f"the merged model's logits differ from those of {base} with {adapter} by {difference:.1e} of the largest, "
+            f"where rounding explains {rounding[together.dtype]:.0e}: nothing is written; report it with the adapter's "
+            "config, or look at the result with --no-check"
+        )
+    return difference
+
+
+# What rounding may change logits by, relative to the largest: weights of the result are in the base's type.
+_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+_ROUNDING_AGAIN = dict.fromkeys(_ROUNDING, 0.7)  # to 8 or 4 bits
+
+
+@torch.no_grad()
+def _logits(kind: Any, directory: Path, trusted: bool, adapter: str | None = None, tokens: int | None = None) -> Tensor:
     from peft import PeftModel
 
     from .build import from_pretrained
 
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    kind, ids = stock_class(empty_model(base, trust_remote_code)), torch.arange(32).view(2, 16)
-
-    def logits(directory: Path, adapter: str | None = None) -> Tensor:
-        model: Any
-        if form_in(directory) is not None:  # transformers computes with packed weights only on some GPUs
-            model = from_pretrained(directory, auto_class=kind, peft_config=adapter, **options)
-        else:
-            model = kind.from_pretrained(directory, **options)
-            model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
-        with torch.no_grad():
-            found: Tensor = model.eval()(input_ids=ids).logits
-        return found.float()
-
-    apart, together = logits(base, str(adapter)), logits(out)
-    return float((apart - together).abs().max() / apart.abs().max())
+    options: dict[str, Any] = {"trust_remote_code": True} if trusted else {}
+    model: Any
+    if form_in(directory) is not None:  # transformers computes with packed weights only on some GPUs
+        options["resize_token_embeddings"] = tokens
+        model = from_pretrained(directory, auto_class=kind, peft_config=adapter, **options)
+    else:
+        model = kind.from_pretrained(directory, **options)
+        if tokens is not None:
+            model.resize_token_embeddings(tokens, mean_resizing=False)
+        model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    ids = torch.arange(32).view(2, 16) % int(model.config.get_text_config().vocab_size)
+    found: Tensor = model.eval()(input_ids=ids).logits
+    return found
 
 
 def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False) -> int:
@@ -251,8 +286,8 @@ def _per_expert(a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int,
     """Return the factors of each stored module, keyed as in an adapter's file."""
     by_expert, found = b.view(len(b), -1, experts), dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
-        found[f"{_PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
-        found[f"{_PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
+        found[f"{PREFIX}{module}.{LORA_A}.weight"] = a.view(experts, -1, a.shape[1])[expert].clone()
+        found[f"{PREFIX}{module}.{LORA_B}.weight"] = by_expert[rows, :, expert].contiguous()
     return found
 
 

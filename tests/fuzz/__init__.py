@@ -5,8 +5,9 @@
 """
 
 from .choose import choose
+from .choose_crossing import choose_crossing
 from .draw import Draw, read
 from .judge import DEFECTS, OUTCOMES, Verdict, judge
 from .shrink import shrink
 
-__all__ = ["DEFECTS", "OUTCOMES", "Draw", "Verdict", "choose", "judge", "read", "shrink"]
+__all__ = ["DEFECTS", "OUTCOMES", "Draw", "Verdict", "choose", "choose_crossing", "judge", "read", "shrink"]

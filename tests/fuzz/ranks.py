@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import hfscale
+from hfscale.distributed.ops import overlap
 from hfscale.testing.differences import difference
 from hfscale.testing.parity import stored
 from hfscale.train.runtime import Runtime, runtime_of
@@ -53,6 +54,7 @@ def run(draw: Draw, directory: Path, rank: int, note: Note) -> None:
         note: told what comes next: ``config``, ``plan``, ``build``, ``step 0`` ...
     """
     warnings.simplefilter("ignore")
+    overlap.OVERLAPPED_FROM = 0  # tiny blocks are taken apart as large ones are
     note("config")
     layout = draw.parallel()
     note("plan")

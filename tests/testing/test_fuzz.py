@@ -13,7 +13,8 @@ import torch
 import hfscale
 from hfscale import ParallelConfig
 from hfscale.features.quantization.quantized_modules import dequantized
-from tests.fuzz import Draw, Verdict, choose, read, shrink
+from tests.fuzz import Draw, Verdict, choose, choose_crossing, read, shrink
+from tests.fuzz.choose_crossing import PROJECTIONS
 from tests.fuzz.judge import compared
 from tests.fuzz.measures import Yardstick
 from tests.fuzz.models import quantization
@@ -40,6 +41,17 @@ def test_draws_reach_every_axis() -> None:
     for name in vars(usual):
         assert any(getattr(draw, name) != getattr(usual, name) for draw in draws), name
     assert len({draw.family for draw in draws}) > 100
+
+
+def test_draws_of_what_is_kept_cross_projections_with_adapters() -> None:
+    draws = [choose_crossing(3, index) for index in range(60)]
+    assert [read(draw.write()) for draw in draws] == draws
+    assert {draw.steps for draw in draws} == {3}
+    again = [draw for draw in draws if draw.layout.get("sequence_regather") and draw.peft is not None]
+    in_the_layer = {family for family, _ in PROJECTIONS["in the layer"]}
+    assert in_the_layer & {draw.family for draw in again}
+    assert {draw.family for draw in draws} - in_the_layer
+    assert any(draw.quantize for draw in draws)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +137,19 @@ def test_experts_in_few_bits_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # minutes beside another worker's ranks
-@pytest.mark.parametrize(("seed", "draws"), [(8, 1), pytest.param(13, 16, marks=pytest.mark.slow)])
-def test_draws_are_equal_or_refused(seed: int, draws: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "draws", "kind"),
+    [
+        (8, 1, ()),
+        (19, 4, ("--crossing",)),
+        pytest.param(13, 16, (), marks=pytest.mark.slow),
+        pytest.param(13, 100, ("--crossing",), marks=pytest.mark.slow),
+    ],
+)
+def test_draws_are_equal_or_refused(seed: int, draws: int, kind: tuple[str, ...]) -> None:
     """In a process of their own, which forks while no thread runs; a few (1,000 in make test-all)."""
     script = Path(__file__).parents[2] / "scripts" / "layout_fuzz.py"
-    command = [sys.executable, str(script), "--seed", str(seed), "--draws", str(draws), "--jobs", "2"]
+    command = [sys.executable, str(script), "--seed", str(seed), "--draws", str(draws), "--jobs", "2", *kind]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout or done.stderr
     print(done.stdout)

@@ -48,6 +48,8 @@ def install_adapter_edges(runtime: Runtime) -> None:
 
 def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSums, block: BlockPlan) -> None:
     stream, rank = tensor.region_of(block.name), runtime.mesh.tp_rank
+    # An MLP whose projections are children of its layer (OPT, BERT) is a block around the layer's attention.
+    inner = [f"{other.name}." for other in runtime.plan.blocks if other.name.startswith(f"{block.name}.")]
 
     def in_cut_stream() -> bool:
         return stream.cut if stream is not None and stream.cut else block.dropout > 0
@@ -56,11 +58,14 @@ def _install_in_block(runtime: Runtime, tensor: TensorParallel, sums: PartialSum
         if unwrapped(wrapper) is wrapper or BASE in path.split("."):
             continue
         name = f"{block.name}.{path}" if path else block.name  # the stock one
+        if f"{name}.".startswith(tuple(inner)):
+            continue
         row = name in block.row
         if row:
             sum_norms(wrapper, sums.group)
         overlap = None if row else tensor.overlaps.get(block.name)
-        if overlap is not None and overlap.regather:
+        # Others may run before the block's entry, and would find what the pass before has left.
+        if overlap is not None and overlap.regather and name in (*block.column, *block.shared):
             _keep_shares(wrapper, overlap, sums)
         for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
             if isinstance(dropout, nn.Dropout):

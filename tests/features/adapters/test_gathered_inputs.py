@@ -16,6 +16,7 @@ from hfscale.parallel.tensor.edges import Overlap
 from hfscale.testing import Case, RankPool, assert_layout_equal
 from hfscale.train.runtime import local_tensor, runtime_of
 
+from ...families import config_of
 from ...sweeps import cases
 from ...tiny_models import tiny
 
@@ -110,3 +111,49 @@ def test_equals_one_process(pools: Pools, layout: str, changes: dict[str, Any], 
     parallel = ParallelConfig(**{**AGAIN, **sizes})
     case = Case(tiny("llama"), peft=LoraConfig(**{**LORA, **changes}), checkpointing=recomputes)
     assert_layout_equal(case, parallel, pools(parallel.total_size))
+
+
+# An MLP whose projections are children of its layer makes the layer a block around its attention.
+IN_THE_LAYER = ["opt", "bert", "xglm"]
+
+
+@pytest.mark.parametrize("family", cases(IN_THE_LAYER, daily=["opt", "bert"]))
+@pytest.mark.parametrize("changes", cases([{}, {"bias": "all"}], daily=[{}]))
+@pytest.mark.parametrize("recomputes", cases([False, True], daily=[False]))
+def test_blocks_around_blocks_equal_one_process(
+    pools: Pools, family: str, changes: dict[str, Any], recomputes: bool
+) -> None:
+    case = Case(config_of(family), steps=3, peft=LoraConfig(**{**LORA, **changes}), checkpointing=recomputes)
+    assert_layout_equal(case, ParallelConfig(**AGAIN), pools(2))
+
+
+def losses_and_gradients(family: str, layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Of three steps of a plain loop."""
+    model = hfscale.from_config(
+        config_of(family),
+        parallel=ParallelConfig(**layout),
+        dtype=torch.float64,
+        seed=0,
+        peft_config=LoraConfig(**LORA, init_lora_weights=False),
+    ).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+    losses, plan = [], runtime_of(model).plan
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    cut = {planned.name for planned in plan.parameters if planned.cuts}
+    named = runtime_of(model).parameters()
+    return losses, {p.name: leaf.grad for p, leaf in named if leaf.grad is not None and p.name not in cut}
+
+
+def test_blocks_around_blocks_in_a_plain_loop(pools: Pools) -> None:
+    losses, gradients = losses_and_gradients("opt", {})
+    for found, whole in pools(2).run(losses_and_gradients, "opt", AGAIN):
+        assert found == pytest.approx(losses, rel=1e-10)
+        assert whole
+        for name, gradient in whole.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-8, atol=1e-12)

@@ -2,17 +2,26 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import hfscale
+from hfscale.api import adapter_files
 from hfscale.cli import main
 
 from ...mixtures import qwen3_moe
 from ...tiny_models import tiny
+
+# What PEFT says of its own saving and of ties.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+]
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (lambda: tiny("llama"), {"target_modules": "all-linear"}),
@@ -70,3 +79,111 @@ def test_what_is_there_stays_unless_told(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "file").write_text("")
     assert main(["merge", *places[:2], str(tmp_path / "file"), "--overwrite"]) == 2
     assert "is a file: name a directory" in capsys.readouterr().err
+
+
+IDS = torch.randint(3, 70, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(model.eval()(input_ids=ids, labels=ids).loss)
+
+
+def places(directory: Path) -> list[str]:
+    return [str(directory / name) for name in ("base", "adapter", "out")]
+
+
+def save_trained(directory: Path, config: Any, tokens: int, embedding: bool = False, **options: Any) -> float:
+    """A base and a trained stock adapter; the live loss on ``tokens`` tokens."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "base")
+    base = AutoModelForCausalLM.from_pretrained(directory / "base")
+    if tokens != config.vocab_size:
+        base.resize_token_embeddings(tokens)
+    options = {"target_modules": ["q_proj"], **options}
+    model = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    if embedding:
+        model.get_input_embeddings().weight.requires_grad_(True)
+    ids = IDS % tokens
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= parameter.grad
+                    parameter.grad = None
+    model.save_pretrained(directory / "adapter", save_embedding_layers=True if embedding else "auto")
+    return loss_of(model, ids)
+
+
+BESIDE: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "biases": ({}, 67, {"bias": "all"}),
+    "biases of the adapted": ({}, 67, {"bias": "lora_only"}),
+    "embedding": ({}, 67, {"embedding": True}),
+    "embedding, tied": ({"tie_word_embeddings": True}, 67, {"embedding": True}),
+    "new tokens": ({}, 70, {}),
+    "new tokens, tied": ({"tie_word_embeddings": True}, 70, {}),
+    "new tokens, fewer": ({}, 61, {}),
+    "new tokens, trained": ({}, 70, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "new tokens, adapted": ({}, 70, {"target_modules": ["q_proj", "lm_head", "embed_tokens"]}),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_what_is_no_factor_is_merged_too(tmp_path: Path, kind: str) -> None:
+    changes, tokens, options = BESIDE[kind]
+    live = save_trained(tmp_path, tiny("qwen2", **changes), tokens, **options)
+    assert main(["merge", *places(tmp_path)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loss_of(merged, IDS % tokens) == pytest.approx(live, rel=1e-5)
+    assert merged.config.vocab_size == len(merged.get_input_embeddings().weight) == tokens
+
+
+def test_an_adapter_of_new_tokens_that_hfscale_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    options: dict[str, Any] = {"dtype": torch.float32, "peft_config": config, "resize_token_embeddings": 70}
+    model = hfscale.from_pretrained(tmp_path / "base", **options)
+    hfscale.save_pretrained(model, tmp_path / "adapter")
+    (tmp_path / "adapter" / "tokenizer.json").write_text("{}")
+    assert main(["merge", *places(tmp_path)]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert AutoConfig.from_pretrained(tmp_path / "out").vocab_size == 70
+    assert loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), IDS) == pytest.approx(loss_of(model, IDS))
+
+
+REFUSED = {
+    "strange": (lambda key: "q_proj.lora_A" in key, lambda key: key.replace("q_proj", "z_proj"), "lacks 2 tensors"),
+    "beside": (None, lambda key: key.replace("q_proj", "z_proj"), "z_proj.lora_A.weight, which its config and"),
+    "head": (lambda key: "lm_head" in key, None, "trained with 70 tokens, and has no lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_keys_without_a_place_are_refused_before_anything_is_written(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dropped, added, words = REFUSED[kind]
+    save_trained(tmp_path, tiny("llama"), 70)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    more = {added(key): value.clone() for key, value in tensors.items() if "q_proj" in key} if added else {}
+    kept = {key: value for key, value in tensors.items() if dropped is None or not dropped(key)}
+    save_file({**more, **kept}, file, metadata={"format": "pt"})
+    assert main(["merge", *places(tmp_path)]) != 0
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_check_is_an_exit_code_and_leaves_what_was_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_trained(tmp_path, tiny("llama"), 67)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    with patch.object(adapter_files.WholeMerge, "merged", lambda self, name, parts: {name: 2 * parts[name]}):
+        assert main(["merge", *places(tmp_path), "--overwrite"]) != 0
+    assert "where rounding explains" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "mine"

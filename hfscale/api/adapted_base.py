@@ -1,0 +1,122 @@
+"""A checkpoint and an adapter of it on disk: the model on the meta device, and where each key belongs."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._compat.peft import COPY
+from .._compat.transformers.classes import empty_model, input_embedding
+from .._compat.transformers.prediction import refuse_adapters_of_prediction
+from ..checkpoint.stored_forms.scheme import split_stored_form
+from ..config.parallel import ParallelConfig
+from ..distributed.files.reader import TensorOnDisk, open_tensors
+from ..errors import CheckpointError
+from ..features.adapters.adapter_structure import adapter_parameters, quietly
+from ..features.adapters.plan import plan_adapters
+from ..features.adapters.storage import WEIGHTS, read_config, stored_names
+from .build_plan import build_plan
+
+PREFIX = "base_model.model."
+_FACTOR = ".lora_"  # in the keys of LoRA's factors
+
+
+class AdaptedBase:
+    """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs. The
+    model has the adapter's number of tokens, :attr:`tokens`, if that differs from the checkpoint's.
+    """
+
+    name = "default"
+
+    def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
+        config, _ = read_config(str(adapter))
+        self.directory = adapter
+        self.trained: dict[str, TensorOnDisk] = open_tensors([adapter / WEIGHTS])
+        refuse_adapters_of_prediction(self.trained, str(adapter))
+        try:
+            self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
+        except (LookupError, OSError) as error:
+            raise CheckpointError(f"no model can be built from the checkpoint {base}: {error}") from error
+        self.tokens = _other_tokens(self.model, self.trained)
+        for model in (self.model, wrapped) if self.tokens is not None else ():
+            model.resize_token_embeddings(self.tokens, mean_resizing=False)
+        self.model.config, self.form = split_stored_form(self.model.config)
+        self.stock_plan = build_plan(self.model, ParallelConfig())
+        self.whole: Any = quietly(wrapped, config, self.name)  # PEFT's model around another of the same class
+        self.adapters = adapter_parameters(self.whole, self.stock_plan)
+        self.plan = plan_adapters(self.stock_plan, self.adapters)
+        # keys, in the adapter's file, of its parameters and of other trained ones, by name
+        self.keys = stored_names(self.whole, self.name, self.plan, True)
+
+    def placed(self) -> dict[str, str]:
+        """Return the keys of trained weights of the model itself (biases, embeddings), by owned name.
+
+        Raises:
+            CheckpointError: the file lacks a tensor of its config, or has one that belongs nowhere, has another shape,
+                or differs from another of the same weight.
+        """
+        factors, plan = {adapter.name for adapter in self.adapters}, self.plan
+        self._refuse_missing(key for name, key in self.keys.items() if name in factors)
+        self._refuse_strange()
+        found: dict[str, str] = {}
+        for name, key in self.keys.items():
+            if key not in self.trained:
+                continue
+            planned, shape = plan.by_name[name], tuple(self.trained[key].shape)
+            if shape != planned.shape:
+                raise CheckpointError(
+                    f"{self.directory}: {key} has the shape {shape}, and the checkpoint's {name} is {planned.shape}: "
+                    "merge it into the checkpoint that it was trained on"
+                )
+            if name in factors:
+                continue
+            other = found.setdefault(planned.tied_to or name, key)
+            if not self._equal(key, other):
+                raise CheckpointError(
+                    f"{self.directory}: {other} and {key} differ, and are one weight of the checkpoint: set "
+                    "tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
+                )
+        return found
+
+    def _refuse_missing(self, needed: Iterable[str]) -> None:
+        missing = [key for key in needed if key not in self.trained]
+        if missing:
+            raise CheckpointError(f"{self.directory} lacks {len(missing)} tensors of its config, {missing[0]} for one")
+
+    def _refuse_strange(self) -> None:
+        """Refuse keys that no weight has; PEFT writes a trained embedding's copy under two of them."""
+        known = set(self.keys.values())
+        strange = [key for key in self.trained if key not in known]
+        for key in strange:
+            again = key.replace(f".{COPY}.", ".")
+            if again == key or again not in known or not self._equal(key, again):
+                raise CheckpointError(
+                    f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge it with "
+                    "the library that wrote it, or into the checkpoint that it was trained on"
+                )
+
+    def _equal(self, key: str, other: str) -> bool:
+        if key == other:
+            return True
+        first, second = (self.trained.get(each) for each in (key, other))
+        if first is None or second is None or first.shape != second.shape:
+            return False
+        return torch.equal(first[...], second[...])
+
+
+def _other_tokens(model: Any, trained: Mapping[str, TensorOnDisk]) -> int | None:
+    """Return the number of tokens of an adapter that was trained with others than ``model`` has; ``None`` if with as
+    many, or if it has no embedding.
+    """
+    embedding = input_embedding(model)
+    if embedding is None:
+        return None
+    ends = [module for module in (embedding, model.get_output_embeddings()) if module is not None]
+    paths = tuple(f"{PREFIX}{path}." for path, module in model.named_modules() if any(module is end for end in ends))
+    rows = {
+        tensor.shape[0]
+        for key, tensor in trained.items()
+        if key.startswith(paths) and key.endswith(".weight") and _FACTOR not in key
+    }
+    return rows.pop() if len(rows) == 1 and rows != {len(embedding.weight)} else None
