@@ -105,9 +105,7 @@ def test_one_process_loads_what_the_host_dequantizes(
 
 @pytest.mark.parametrize("layout", [{}, {"tp_size": 2}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_table_is_what_the_host_looks_up(
-    dtype: torch.dtype, layout: Layout, pools: Pools, tmp_path: Path
-) -> None:
+def test_a_table_is_what_the_host_looks_up(dtype: torch.dtype, layout: Layout, pools: Pools, tmp_path: Path) -> None:
     """The host keeps the codes of an embedding, and multiplies the rows that it looks up."""
     write(CONFIGS["llama"], WRITTEN["fp8"], tmp_path / "stored", tmp_path / "plain")
     file, described = tmp_path / "stored/model.safetensors", tmp_path / "stored/config.json"
