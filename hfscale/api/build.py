@@ -107,7 +107,7 @@ def from_pretrained(
     given = mixed_precision, routing, memory, loss_scaling, float8, use_liger_kernel, mtp_loss_weight, compile
     options = Options(*given)
     check_count("seed", seed, least=0)
-    arguments.check_place(path)
+    arguments.check_place(path, hf_kwargs.get("subfolder") or "")
     hf_kwargs = arguments.reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     adapter = None if peft_config is None else read_config(peft_config)
