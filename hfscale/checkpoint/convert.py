@@ -90,7 +90,8 @@ def _write_model(
     converted = AsStored(model, contents)
     again = quantized_again(model) if as_stored else QuantizedAgain()
     carried = carried_tensors(model, as_stored)
-    writer = CheckpointWriter(target, {**again.layout(converted.layout), **carried}, size)
+    count = sum(prod(tensors[key].shape) for key in set(stored.values()) if key.startswith("weights/"))
+    writer = CheckpointWriter(target, {**again.layout(converted.layout), **carried}, size, count)
     for name, key in stored.items():
         write_parameter(writer, converted, again, name, reader.whole(key))
     copy_tensors(carried, writer)
