@@ -94,6 +94,14 @@ def fp8(block: tuple[int, int] | None, scales: torch.dtype = torch.float32) -> C
     return store
 
 
+def table(weight: Tensor) -> StoredWeight:
+    """Store an embedding with one scale, by which the host multiplies the rows that it looks up, in their type."""
+    scale = weight.abs().max().reshape(1) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    tensors = {".weight": codes, ".weight_scale": scale}
+    return StoredWeight(tensors, lambda dtype: codes.to(dtype) * scale.to(dtype))
+
+
 def e2m1_in_fp8(weight: Tensor) -> StoredWeight:
     """Store a weight as DeepSeek-V4 does its experts: two codes per byte, and powers of two for 32 columns each."""
     generator = torch.Generator().manual_seed(5)

@@ -169,7 +169,8 @@ def merge_adapter(
 
 
 def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: str | int) -> int:
-    writer = CheckpointWriter(out, again.layout(merged.layout()), max_shard_size)
+    size = merged.adapted.stock_plan.parameter_count
+    writer = CheckpointWriter(out, again.layout(merged.layout()), max_shard_size, size)
     changed = dict.fromkeys(key for key in merged.stored if merged.changed(key))
     for key, tensor in merged.stored.items():
         if key not in changed:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from .._compat.hub import hub_is_away
 from .._compat.transformers.classes import classes_by_config, made_or_explained
 from .._compat.transformers.loading import loading_arguments
 from ..config.parallel import ParallelConfig
+from ..distributed.files.foreign import GGUF_TOOL, refuse_foreign, written_elsewhere
 from ..distributed.files.replace import finish_move
 from ..models.fields import field
 from ..plan.quantized import AS_STORED
 
 # Arguments of transformers' from_pretrained that distribute a model by other means.
 _EXCLUSIVE = ("device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "max_memory", "offload_folder")
-_WEIGHTS = ("state_dict", "gguf_file")
+# Others that hold weights, and what to do.
+_WEIGHTS = {"state_dict": "leave it out", "gguf_file": f"a GGUF file has no slices to read: {GGUF_TOOL}"}
 # Arguments that choose the files from which a config is read, not its values.
 _CODE = ("trust_remote_code", "code_revision")
 # Fields of a config -> the largest that any model could have.
@@ -53,7 +56,8 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
     weights = next((name for name in _WEIGHTS if kwargs.get(name) is not None), None)
     if weights is not None:
         raise errors.ConfigError(
-            f"{weights}= would replace the checkpoint's weights, which hfscale reads from its files: leave it out"
+            f"{weights}= would replace the checkpoint's weights, which hfscale reads from safetensors: "
+            f"{_WEIGHTS[weights]}"
         )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
@@ -111,12 +115,15 @@ def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
 
 
-def check_place(path: Any) -> None:
-    """Refuse a ``path`` that cannot contain a checkpoint."""
+def check_place(path: Any, subfolder: str = "") -> None:
+    """Refuse a ``path`` that cannot contain a checkpoint, or has one of another trainer's."""
     errors.check_path("path", path)
     if os.path.isfile(path):
-        raise errors.CheckpointError(f"{path} is a file: give the directory of a checkpoint, with a config.json")
+        found = written_elsewhere(Path(path))
+        told = "" if found is None else f", of {found}"
+        raise errors.CheckpointError(f"{path} is a file{told}: give the directory of a checkpoint, with a config.json")
     refuse_missing(str(path))
+    refuse_foreign(Path(path, subfolder))
 
 
 def refuse_missing(path: str) -> None:

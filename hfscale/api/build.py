@@ -117,7 +117,7 @@ def from_pretrained(
         compile=compile,
     )
     check_count("seed", seed, least=0)
-    arguments.check_place(path)
+    arguments.check_place(path, hf_kwargs.get("subfolder") or "")
     hf_kwargs = arguments.reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
     adapter = None if peft_config is None else read_config(peft_config)

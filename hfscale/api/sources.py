@@ -137,7 +137,7 @@ class FromCheckpoint(FromSeed):
             model, weights, missing = load_pretrained(
                 self.outline.auto_class, self.path, plan, mesh, self.kwargs, self.resized, self.outline.form
             )
-            warn_of_not_finite(mesh, not_finite(weights.tensors), self.path)
+            warn_of_not_finite(mesh, not_finite(weights.numbers_besides(missing)), self.path)
         if missing:
             template = self.template(model)
             fresh, _ = initialize_local_weights(template, plan, mesh, self.seed, wanted=lambda name: name in missing)

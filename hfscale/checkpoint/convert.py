@@ -15,6 +15,7 @@ from .._compat.transformers.prediction import PREDICTION, attach_prediction, sto
 from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
+from ..distributed.files.foreign import has_plain_weights, written_elsewhere
 from ..distributed.files.reader import open_tensors
 from ..distributed.files.replace import finish_move
 from ..distributed.files.writer import REPLACED, CheckpointWriter
@@ -89,7 +90,8 @@ def _write_model(
     converted = AsStored(model, contents)
     again = quantized_again(model) if as_stored else QuantizedAgain()
     carried = carried_tensors(model, as_stored)
-    writer = CheckpointWriter(target, {**again.layout(converted.layout), **carried}, size)
+    count = sum(prod(tensors[key].shape) for key in set(stored.values()) if key.startswith("weights/"))
+    writer = CheckpointWriter(target, {**again.layout(converted.layout), **carried}, size, count)
     for name, key in stored.items():
         write_parameter(writer, converted, again, name, reader.whole(key))
     copy_tensors(carried, writer)
@@ -107,7 +109,11 @@ def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
     finish_move(source)
     files = sorted(source.glob("*.safetensors"))
     is_state = (source / INDEX).exists() or not files
-    states = (states_in(source) or candidates(source)) if is_state else [source]
+    states = states_in(source)
+    if not states and not has_plain_weights(source) and (other := written_elsewhere(source)) is not None:
+        what, _, tool = other.partition(": ")
+        return f"{source}: {what}, which hfscale does not read\n  {tool}", False
+    states = (states or candidates(source)) if is_state else [source]
     if states[0] == source or len(states) == 1:
         text, problems = _state(states[0], verify) if is_state else _checkpoint(source, files)
         return "\n".join([*text, *(f"  not whole: {problem}" for problem in problems)]), not problems

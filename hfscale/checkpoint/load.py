@@ -20,6 +20,7 @@ from .._compat.transformers.classes import empty_copy, stock_class
 from .._compat.transformers.loading import loading_through
 from .._compat.transformers.prediction import attach_prediction, stored_names
 from .._compat.transformers.stored import Destination, checkpoint_targets
+from ..distributed.files.foreign import refuse_foreign
 from ..distributed.files.reader import ResizedOnDisk, ShareOnDisk, TensorOnDisk, is_elsewhere, named_files
 from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow
@@ -282,6 +283,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     runtime = runtime_of(model)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         finish_move(directory)
+        refuse_foreign(Path(directory))
         if (adapters := runtime.part(Adapters)) is not None:
             shares = load_adapter(str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh)
         else:

@@ -92,7 +92,8 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Qua
         if writing.is_writer(runtime.mesh):
             carried = staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
             layout = {**layout, **carried}
-            writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size)
+            size = runtime.plan.parameter_count
+            writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size, size)
         # All tensors are sent and received even after a failure, so that no rank waits for another.
         tensors = full_tensors(runtime, entries, attempt=staging.attempt)
         for entry, tensor in tensors:

@@ -201,7 +201,8 @@ def load_state(
     Args:
         directory: of a state; or of several states, of which the newest complete one is loaded.
         verify: compare every file's checksum first; all ranks together read each file once more.
-        missing_ok: return step 0 if there is no state at all, for the first start of a job that restarts itself.
+        missing_ok: return step 0 if there is no state and nothing else, for the first start of a job that restarts
+            itself: raise where there are weights of another kind.
 
     Returns:
         the loaded state's directory and ``step``; step 0 if there is none.

@@ -21,12 +21,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..distributed.files import complete, directories
+from ..distributed.files.foreign import has_plain_weights, written_elsewhere
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..train.runtime.writing import is_writer
 from .state_format import INDEX
 
 LATEST = "latest"
+_NOTES = {
+    *(".log", ".txt", ".out", ".err", ".md", ".csv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".py", ".sh"),
+    *(".html", ".png", ".svg", ".wandb"),
+}
 _log = logging.getLogger(__name__)
 _warn_once = functools.lru_cache(_log.warning)
 
@@ -122,19 +127,61 @@ def candidates(source: Path) -> list[Path]:
     if not marked and passed:
         raise CheckpointError(f"{words}: there is no complete state in {source}")
     if not marked:
+        holds = "" if (other := _held_by(source)) is None else f". It holds {other}"
         raise CheckpointError(
             f"{source} is not a state of hfscale.save_state and contains none: give the directory of a state, or "
-            "its parent"
+            f"its parent{holds}"
         )
     return marked
 
 
+def _held_by(source: Path) -> str | None:
+    """Return what a directory without states has of weights, and what reads it, in words; ``None``: nothing known."""
+    if (source / "adapter_config.json").exists():
+        return "an adapter: hfscale.from_pretrained(BASE, peft_config=...) reads it"
+    if has_plain_weights(source):
+        return "weights in safetensors, and no state of a run: hfscale.from_pretrained reads them, at step 0"
+    return written_elsewhere(source)
+
+
+def _refuse_other_files(source: Path) -> None:
+    """Refuse a directory without states as the place of a run that begins: it may hold another trainer's. Notes and
+    logs in it are no weights, nor is what interrupted saves have left.
+    """
+    if not source.exists():
+        return
+    if (held := _held_by(source)) is not None:
+        raise CheckpointError(
+            f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
+            f"hfscale.save_state, but {held}. To begin at step 0 all the same, name another directory"
+        )
+    files = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
+    strange = next((file for file in files if not _may_lie_beside(file.relative_to(source))), None)
+    if strange is not None:
+        raise CheckpointError(
+            f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
+            f"hfscale.save_state, but other files ({strange.relative_to(source)}, for one): name a directory for "
+            f"states alone, such as {source / 'states'}"
+        )
+
+
+def _may_lie_beside(path: Path) -> bool:
+    """Return whether a path may be in a directory without states: hidden, a log, or of an interrupted save."""
+    hidden = any(part.startswith(".") and part != ".metadata" for part in path.parts)
+    return hidden or path.suffix in _NOTES or "tfevents" in path.name
+
+
 def none_there(source: Path, mesh: Mesh) -> bool:
-    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank."""
+    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank.
+
+    Raise :class:`CheckpointError`, on the first rank, if there are weights of another kind.
+    """
     found: list[Path] = []
     if is_writer(mesh):
         with suppress(CheckpointError):
             found = candidates(source)
+        if not found and not states_in(source):
+            _refuse_other_files(_meant(source))
     return not mesh.all_gather_object(found)[0]
 
 

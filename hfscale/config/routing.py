@@ -41,8 +41,8 @@ class RoutingConfig(Spelled):
         balance_scores: scores of that loss: ``"softmax"`` or ``"sigmoid"`` of the logits, normalized; ``None``: as in
             the router's own code.
         z_loss: coefficient of the router z-loss (Zoph et al. 2022, ST-MoE), summed over layers.
-        bias_update_rate: after every :func:`hfscale.train_step` in training, move each expert's
-            ``e_score_correction_bias`` by this much towards balance (Wang et al. 2024).
+        bias_update_rate: after every :func:`hfscale.train_step` in training, move the bias that the router adds to each
+            expert's score for the choice alone by this much towards balance (Wang et al. 2024).
         noise_std: standard deviation of the noise of ``noisy_topk``, on the logits; ``None``: ``1 / experts`` (Riquelme
             et al. 2021, V-MoE).
         force_balanced: spread tokens round-robin, whatever the router says: for benchmarks.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import TypeVar
 
 from ..config.parallel import ParallelConfig
@@ -130,6 +131,11 @@ class PlanContents:
         assert self.stages is not None
         tied = next((tie for tie in self.stages.ties if name in tie.names), None)
         return (self.by_name[name].stage,) if tied is None else tied.stages
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of entries of all parameters, tied ones once."""
+        return sum(prod(planned.shape) for planned in self.owned())
 
     def owned(self) -> Iterator[ParameterPlan]:
         """Return the parameters without the second names of tied tensors."""

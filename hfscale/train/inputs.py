@@ -15,7 +15,18 @@ from ..errors import ConfigError
 from ..plan.feature_plans import IDS, ROUTES, TARGETS
 from .guards import before_step, check_model, check_packed_rows
 from .runtime import Batch, Runtime, StepLoss
-from .runtime.batches import BORDERS, Counts, Microbatch, agree, look_at, to_device, total_of, with_borders
+from .runtime.batches import (
+    BORDERS,
+    Counts,
+    Microbatch,
+    agree,
+    look_at,
+    tell_of_no_labels,
+    tell_of_numbers,
+    to_device,
+    total_of,
+    with_borders,
+)
 from .runtime.parameter_names import stock_name
 
 _INDICES = ("input_ids", "decoder_input_ids", "position_ids", "token_type_ids")  # indices into embedding tables
@@ -167,6 +178,8 @@ def prepare(
             _refuse_outside(runtime, sum(row.outside for row in rows))
             for each, row in zip(given, rows, strict=True):
                 each.learn(row)
+            if mesh.speaks_for_batch and any(row.numbered for row in rows):
+                tell_of_numbers()
             if packed := [each for each, row in zip(given, rows, strict=True) if row.packed]:
                 check_packed_rows(runtime.model, packed)
             microbatches = [runtime.context.shard_batch(each) for each in given]
@@ -176,6 +189,8 @@ def prepare(
     control = mesh.control if mesh.data_world > 1 else None
     passes = runtime.executor.passes_together(len(microbatches))
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
+    if total == 0 and loss.needs_labels and loss.ignores and mesh.rank == 0:
+        tell_of_no_labels()
     if uses_flash_attention(runtime.model):
         model = runtime.model
         microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.distributed.files.reader import SafetensorsFile
+from hfscale.distributed.files.writer import INDEX
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
@@ -52,6 +53,9 @@ def test_round_trip_is_bit_exact(pools: Pools, tmp_path: Path, family: str, tied
     assert found.keys() == stored.keys()
     for name, value in stored.items():
         assert torch.equal(found[name], value), name
+    stock.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"] == json.loads((tmp_path / "sharded" / INDEX).read_text())["metadata"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert plain.dtype == torch.bfloat16
     assert type(plain) is type(stock)

@@ -31,6 +31,7 @@ from ..stored_weights import (
     mxfp4_packed,
     mxfp8,
     nvfp4,
+    table,
 )
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], StoredWeight]]] = {
     "fp8, one scale": (FP8, fp8(None)),
     "fp8, scales in bfloat16": (FP8, fp8((16, 32), torch.bfloat16)),
     "fp8, scales as powers of two": (FP8, fp8((16, 32), torch.float8_e8m0fnu)),
+    "fp8, an embedding": (FP8, table),
     "fp8, experts in E2M1": (FP8, e2m1_in_fp8),
     "mxfp8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8),
     **PACKED,

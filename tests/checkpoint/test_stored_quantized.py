@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +33,7 @@ from hfscale.testing.verify import verify
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
 
-from ..stored_weights import CONFIGS, WRITTEN, write
+from ..stored_weights import CONFIGS, WRITTEN, table, write
 from ..sweeps import cases
 from ..tensor_memory import follow_memory
 from .test_experts import count_bytes
@@ -101,6 +101,32 @@ def test_one_process_loads_what_the_host_dequantizes(
         ours = hfscale.from_pretrained(directory / "stored", dtype=dtype, quantization_config=asked())
         equal(ours.state_dict(), stock.state_dict(), dtype)
         assert not hasattr(ours.config, "quantization_config")
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_table_is_what_the_host_looks_up(dtype: torch.dtype, layout: Layout, pools: Pools, tmp_path: Path) -> None:
+    """The host keeps the codes of an embedding, and multiplies the rows that it looks up."""
+    write(CONFIGS["llama"], WRITTEN["fp8"], tmp_path / "stored", tmp_path / "plain")
+    file, described = tmp_path / "stored/model.safetensors", tmp_path / "stored/config.json"
+    tensors, config = load_file(file), json.loads(described.read_text())
+    whole = table(tensors.pop("model.embed_tokens.weight").float())
+    save_file({**tensors, **{f"model.embed_tokens{end}": part for end, part in whole.tensors.items()}}, file)
+    config["quantization_config"]["modules_to_convert"] = ["model.embed_tokens"]
+    described.write_text(json.dumps(config))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype=dtype)
+    looked_up = stock.model.embed_tokens(torch.arange(32))
+    world = ParallelConfig(**layout).total_size
+    arguments = (tmp_path / "stored", layout, dtype)
+    shares_found = [table_of(*arguments)] if world == 1 else pools(world).run(table_of, *arguments)
+    assert looked_up.dtype == dtype
+    assert torch.equal(torch.cat(shares_found), looked_up)
+
+
+def table_of(path: Path, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows of the embedding."""
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), dtype=dtype)
+    return local_tensor(model.get_parameter("model.embed_tokens.weight")).detach()
 
 
 @pytest.mark.daily("torch.float64")

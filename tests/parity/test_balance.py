@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+)
 
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
@@ -41,6 +48,13 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Families whose routers have their bias elsewhere than DeepSeek's: a frozen parameter, one within a module, a buffer of
+# the block.
+_OTHER_BIASES: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_experts": 4, "num_dense_layers": 1, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
+    "lfm2_moe": {"num_experts": 4, "num_dense_layers": 0, "layer_types": ["full_attention"] * 2},
+}
 _LOSSES = RoutingConfig(balance_loss=0.3, z_loss=0.05)
 
 
@@ -50,6 +64,8 @@ def _config(family: str) -> PreTrainedConfig:
         groups = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
         small = {**_SMALL, "num_key_value_heads": 4}
         return DeepseekV3Config(**small, **latent, **groups, n_routed_experts=4)
+    if family in _OTHER_BIASES:
+        return CONFIG_MAPPING[family](**_SMALL, **_OTHER_BIASES[family])
     if family == "qwen2_moe":
         return Qwen2MoeConfig(**_SMALL, num_experts=4, shared_expert_intermediate_size=24, decoder_sparse_step=1)
     return OlmoeConfig(**{**_SMALL, "num_experts": 4, "rms_norm_eps": 1e-5})
@@ -131,7 +147,7 @@ def _run(
             norm = hfscale.clip_grad_norm_(model, 0.5)
             optimizer.step()
             weights = {p.name: local_tensor(t.detach()) for p, t in runtime.parameters()}
-            biases = {name: b for name, b in model.named_buffers() if "correction_bias" in name}
+            biases = {name: b for name, b in model.named_buffers() if name.endswith("_bias")}
             saved = {name: {n: t.clone() for n, t in tensors.items()} for name, tensors in
                      (("gradients", gradients), ("weights", weights), ("biases", biases))}  # fmt: skip
             found.append({"loss": loss, "evaluated": evaluated, "norm": norm, "load": load, **saved})
@@ -332,6 +348,20 @@ def test_recomputation_counts_once(pools: Pools, layout: ParallelConfig | None, 
 def test_losses_of_a_sigmoid_router_and_updates_of_its_bias(pools: Pools, layout: ParallelConfig) -> None:
     balance = 0.3 if _names_logits("deepseek_v3") else 0.0
     _compare(pools, layout, RoutingConfig(balance_loss=balance, bias_update_rate=0.01), "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("afmoe", {"dp_shard_size": 2}),
+        ("afmoe", {"pp_size": 2}),
+        ("afmoe", {"tp_size": 2, "ep_size": 2}),
+        ("lfm2_moe", {"tp_size": 2}),
+    ],
+)
+def test_biases_are_found_by_their_role(pools: Pools, family: str, layout: dict[str, int]) -> None:
+    """Frozen parameters, which data ranks shard, move with the weights that are compared."""
+    _compare(pools, ParallelConfig(**layout), RoutingConfig(bias_update_rate=0.01), family)
 
 
 @pytest.mark.daily("tp2xdp_shard2,ep2ofexpertscutovertp2")

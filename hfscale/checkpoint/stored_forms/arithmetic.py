@@ -26,6 +26,11 @@ def blocks_in_float32(parts: Parts, dtype: torch.dtype) -> Tensor:
     return (_numbers(parts["values"], torch.float32) * scales).to(dtype)
 
 
+def rows_of_a_table(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Multiply 8-bit floating point by the scale in the type of the result, as an embedding does at each look-up."""
+    return parts["values"].to(dtype) * parts["scales"].to(dtype)
+
+
 def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
     """Multiply E2M1 numbers by powers of two in the type of the result (OCP microscaling formats, 2023)."""
     return torch.ldexp(_numbers(parts["values"], dtype), parts["scales"].int() - 127).to(dtype)

@@ -4,6 +4,7 @@
 form                    tensors of ``NAME.weight``                                   who writes it
 ======================  ===========================================================  ==================================
 FP8                     ``weight``, ``weight_scale_inv`` (blocks or one)             DeepSeek, Qwen, GLM, MiniMax
+  tables                ``weight``, ``weight_scale`` (one)                           Qwen4-Exp (embeddings)
 MXFP4                   ``..._blocks``, ``..._scales``, transposed                   gpt-oss (experts)
 compressed-tensors      ``weight``, ``weight_scale``, ``weight_zero_point``          FP8 and INT8 of llm-compressor
   packed integers       ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
@@ -47,6 +48,12 @@ def _fp8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     shape = (*values.shape[:-1], values.shape[-1] * columns.entries)
     parts = {"values": StoredPart(values, columns=columns), "scales": _grid(key, scales, shape, scheme.block)}
     return DequantizedOnDisk(shape, parts, arithmetic.blocks_in_float32)
+
+
+def _table(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
+    values, scales = found["values"], _matrices(found["scales"], found["values"])
+    parts = {"values": StoredPart(values), "scales": _grid(key, scales, values.shape)}
+    return DequantizedOnDisk(values.shape, parts, arithmetic.rows_of_a_table)
 
 
 def _mxfp4(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
@@ -104,6 +111,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
         Form(".weight_scale_inv", ".weight", ".weight", _fp8, _ACTIVATIONS),
         Form("_scale_inv", "", "", _fp8, {"_activation_scale": None}),
         Form(".scale", ".weight", ".weight", _fp8, _ACTIVATIONS),
+        Form(".weight_scale", ".weight", ".weight", _table, _ACTIVATIONS),
         Form(".qscale_weight", ".weight", ".weight", _fp8, {".qscale_act": None}),
     ),
     "mxfp4": (Form("_scales", "_blocks", "", _mxfp4, {}),),

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...distributed.files.foreign import GGUF_TOOL
 from ...errors import ConfigError
 from ...plan.quantized import AS_STORED
 
@@ -161,6 +162,8 @@ def why_not_read(values: Mapping[str, Any]) -> str | None:
     groups = (values.get("config_groups") or {}).values()
     formats = {values.get("format"), *(group.get("format") for group in groups)} - {None}
     reason = ""
+    if method == "gguf":
+        return f"it is quantized (gguf), also where stock code has dequantized it as it loaded: {GGUF_TOOL}"
     if method not in READ:
         reason = f"it is quantized ({method}) already, and hfscale reads {', '.join(READ)}"
     elif method == "compressed-tensors":

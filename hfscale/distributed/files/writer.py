@@ -6,7 +6,7 @@ JSON header that gives each tensor's dtype, shape and offsets, then the data.
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -31,14 +31,26 @@ STALE = (
 )
 """Patterns of earlier weights, which transformers might load in place of a :class:`CheckpointWriter`'s."""
 
+# Names of types in the order in which safetensors' own serializer writes them: the largest first, so that every offset
+# is a multiple of its tensor's type, which readers that map files to a GPU rely on.
+_ORDER = (
+    *("U64", "I64", "F64", "C64"),
+    *("F32", "U32", "I32"),
+    *("BF16", "F16", "U16", "I16"),
+    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
 REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """The same and earlier adapters, which transformers would load on top of the weights."""
 
 
 class CheckpointWriter:
-    """A writer of ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``."""
+    """A writer of ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``; the index says
+    how many ``parameters`` the model has, by default as many as there are entries.
+    """
 
-    def __init__(self, directory: Path, contents: Mapping[str, Shaped], max_shard_size: str | int) -> None:
+    def __init__(
+        self, directory: Path, contents: Mapping[str, Shaped], max_shard_size: str | int, parameters: int | None = None
+    ) -> None:
         self.directory = directory
         try:
             split = split_state_dict_into_shards_factory(
@@ -54,7 +66,9 @@ class CheckpointWriter:
             ) from error
         self._index = None
         if split.is_sharded:
-            self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            count = sum(prod(tensor.shape) for tensor in contents.values()) if parameters is None else parameters
+            metadata = {"total_parameters": count, **split.metadata}
+            self._index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         self._missing, self._places = dict(contents), dict[str, tuple[Path, int]]()
         for file, names in split.filename_to_tensors.items():
             header, places, size = safetensors_header({name: contents[name] for name in names})
@@ -92,16 +106,23 @@ def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str,
     """Return the header bytes of a safetensors file, the offset of each tensor in it, and its size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in contents.items():
+    for name, tensor in in_order(contents):
         size = prod(tensor.shape) * tensor.dtype.itemsize
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
         entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
         header[name], offset = entry, offset + size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     places = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in contents}
     return len(text).to_bytes(8, "little") + text, places, 8 + len(text) + offset
+
+
+def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return names and tensors in the order in which safetensors' own serializer writes them: by type, then name."""
+    for name, tensor in contents.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name} has the type {tensor.dtype}, which safetensors files cannot hold")
+    places = {name: place for place, name in enumerate(_ORDER)}
+    return sorted(contents.items(), key=lambda each: (places[NAMES[each[1].dtype]], each[0]))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -115,8 +136,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
     header, _, size = safetensors_header(tensors)
     crc = 0
     with path.open("wb") as file:
-        for content in chain([memoryview(header)], map(bytes_of, tensors.values())):
+        for content in chain([memoryview(header)], _bytes_in_order(tensors)):
             file.write(content)
             crc = zlib.crc32(content, crc)
     sync(path)
     return FileSum(size, crc)
+
+
+def _bytes_in_order(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    return (bytes_of(tensor) for _, tensor in in_order(tensors))

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,19 @@ def needs_weights(config: Any) -> bool:
 
 
 def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
-    """Map names of parameters in the plan to their keys in a saved adapter, by PEFT's own rules.
+    """Map names of parameters in the plan to their keys in a saved adapter, the first of those that PEFT may write."""
+    found: dict[str, str] = {}
+    for key, parameter in stored_keys(whole, name, plan, embeddings).items():
+        found.setdefault(parameter, key)
+    return found
+
+
+def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str, str]:
+    """Map keys of a saved adapter to names of parameters in the plan, by PEFT's own rules.
 
     Besides adapters these are trained biases, and the embeddings if they are adapted: ``embeddings`` is PEFT's
-    ``save_embedding_layers``, whose ``"auto"`` reads the base model's config, maybe from the Hub.
+    ``save_embedding_layers``, whose ``"auto"`` reads the base model's config, maybe from the Hub. A trained copy of an
+    embedding or a head has two keys in a file that holds embeddings: ``lm_head.weight``, and that of its wrapper.
     """
     from peft import get_peft_model_state_dict
 
@@ -132,46 +141,58 @@ def stored_names(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str
     marked = {f"{prefix}{key}": torch.tensor(number) for number, key in enumerate(names)}
     adapters = {adapter.name for adapter in plan.adapters}
     found: dict[str, str] = {}
-    # PEFT may return embeddings twice, the second time by a wrapper's name.
     for layers in (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kept = get_peft_model_state_dict(whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers)
         for key, number in kept.items():
             live = names[int(number)]
-            found.setdefault(live if live in adapters else stock_name(live), key)
+            found[key] = live if live in adapters else stock_name(live)
     return found
 
 
 def load_adapter(path: str, whole: Any, name: str, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's shards of a saved adapter; raise :class:`CheckpointError` for other names or shapes."""
+    shares = {}
+    for parameter, (key, tensor) in _read_adapter(path, stored_keys(whole, name, plan, embeddings=True), plan).items():
+        planned = plan.by_name[parameter]
+        if tuple(tensor.shape) != planned.shape:
+            raise CheckpointError(
+                f"{path}: {key} has the shape {tuple(tensor.shape)}, and the model's is {planned.shape}: load it "
+                "onto the model that it was trained on"
+            )
+        if plan.is_local(mesh.pp_rank, parameter):
+            shares[planned.tied_to or parameter] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
+    return shares
+
+
+def _read_adapter(path: str, keys: Mapping[str, str], plan: Plan) -> dict[str, tuple[str, Tensor]]:
+    """Return the key and the full tensor of each parameter in a saved adapter, whose ``keys`` are of parameters; raise
+    :class:`CheckpointError` if it lacks one, has others, or holds two different tensors of a parameter.
+    """
     from peft import load_peft_weights
 
     try:
         stored = load_peft_weights(path, device="cpu")
     except ValueError as error:
         raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
-    keys = stored_names(whole, name, plan, embeddings=True)
+    found: dict[str, tuple[str, Tensor]] = {}
+    for key in (key for key in keys if key in stored):
+        first, tensor = found.setdefault(keys[key], (key, stored[key]))
+        if not torch.equal(tensor, stored[key]):
+            raise CheckpointError(
+                f"{path}: {first} and {key} are the same parameter of the model, and differ: save the adapter again"
+            )
     own = {adapter.name for adapter in plan.adapters if adapter.tied_to is None}
-    wanted = {parameter: key for parameter, key in keys.items() if parameter in own or key in stored}
-    missing = sorted(key for key in wanted.values() if key not in stored)
-    extra = sorted(stored.keys() - set(keys.values()))
+    lacking = own - found.keys()
+    missing = sorted(key for key, parameter in keys.items() if parameter in lacking)
+    extra = sorted(stored.keys() - keys.keys())
     if missing or extra:
         raise CheckpointError(
-            f"{path} does not fit this model: it lacks {len(missing)} of {len(wanted)} tensors ({missing[:3]}) and has "
+            f"{path} does not fit this model: it lacks {len(missing)} of {len(own)} tensors ({missing[:3]}) and has "
             f"{len(extra)} others ({extra[:3]}): load it onto the model that it was trained on"
         )
-    shares = {}
-    for parameter, key in wanted.items():
-        planned = plan.by_name[parameter]
-        if tuple(stored[key].shape) != planned.shape:
-            raise CheckpointError(
-                f"{path}: {key} has the shape {tuple(stored[key].shape)}, and the model's is {planned.shape}: load it "
-                "onto the model that it was trained on"
-            )
-        if plan.is_local(mesh.pp_rank, parameter):
-            shares[planned.tied_to or parameter] = planned.take(stored[key], mesh.ranks).clone().to(mesh.device)
-    return shares
+    return found
 
 
 def adapter_tensors(

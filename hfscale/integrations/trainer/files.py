@@ -34,6 +34,7 @@ from ...checkpoint.load import load_weights
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync
+from ...distributed.files.foreign import has_plain_weights, written_elsewhere
 from ...distributed.files.reader import SafetensorsFile
 from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
@@ -46,6 +47,10 @@ from .resume_callbacks import StatesInMemoryCallback, TrainerRandomStreams
 _STATE, _ASIDE, _REPLACED = "hfscale_state", ".incomplete", ".replaced"
 _OWN = (*REPLACED, "*.pt", "*.pth", _STATE)  # files of an old checkpoint that must not be mixed with a new one's
 _UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
+_OF_ACCELERATE = (
+    "is a state of Accelerate's save_state, and no Trainer's: put the model's config.json into it, load it with "
+    "hfscale.from_pretrained, and train on from its weights"
+)
 _MOST_READ = 16 << 20  # bytes of a file whose checksums are compared before a run goes on from it
 _log = logging.getLogger(__name__)
 
@@ -191,8 +196,8 @@ def resumed_from(resume: Any, output: Path, mesh: Mesh, memory: StatesInMemory |
 
 def problem_of(checkpoint: Path) -> str | None:
     """Return a checkpoint's defect, in words that follow its name; no large file is read."""
-    if not (checkpoint / TRAINER_STATE_NAME).exists():
-        return _UNFINISHED
+    if (problem := _not_of_a_trainer(checkpoint)) is not None:
+        return problem
     path = checkpoint / TRAINER_STATE_NAME
     try:
         int(json.loads(path.read_bytes())["global_step"])
@@ -218,6 +223,21 @@ def problem_of(checkpoint: Path) -> str | None:
     except (OSError, ValueError, LookupError, TypeError, BadZipFile, CheckpointError) as error:
         return f"has a damaged {path.name} ({error})"
     return None
+
+
+def _not_of_a_trainer(checkpoint: Path) -> str | None:
+    """Return why a directory is no checkpoint of a Trainer's that hfscale reads, or is unfinished; ``None``: it is."""
+    readable = _has_state(checkpoint) or has_plain_weights(checkpoint) or _in_torch_files(checkpoint)
+    if not readable and (other := written_elsewhere(checkpoint)) is not None:
+        return f"holds {other}; then load OUT and train on from its weights: the optimizer's state stays behind"
+    if (checkpoint / TRAINER_STATE_NAME).exists():
+        return None
+    return _OF_ACCELERATE if any(checkpoint.glob("random_states_*.pkl")) else _UNFINISHED
+
+
+def _in_torch_files(checkpoint: Path) -> bool:
+    """Return whether weights are in ``pytorch_model.bin``, whose load says what to do."""
+    return any(not file.name.startswith("pytorch_model_fsdp") for file in checkpoint.glob("*model*.bin"))
 
 
 def _checkpoints(output: Path) -> list[Path]:

@@ -2,11 +2,9 @@
 
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._compat.peft import ORIGINAL
-from ..._compat.torch import own_buffers
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.experts import router_logits
 from ...config.routing import RoutingConfig
@@ -16,9 +14,8 @@ from ...models.names import wild_name
 from ...plan import ExpertsPlan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import stock_name
+from .choice_bias import choice_bias, choice_biases
 from .layer import LayerRouting, RouterLogits, Routing
-
-_BIAS = "e_score_correction_bias"  # the host's name, in every family that has one
 
 
 def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[Routing, list[LayerRouting]]:
@@ -26,15 +23,18 @@ def routing_of_layers(runtime: Runtime, options: RoutingConfig | None) -> tuple[
     chosen = options or RoutingConfig()
     _check(runtime, chosen)
     routing = Routing(runtime.mesh, chosen)
+    names = choice_biases(runtime) if chosen.bias_update_rate else {}
     here = [(number, planned) for number, planned in enumerate(runtime.plan.mixtures) if runtime.is_local(planned.name)]
+    for _, planned in here:
+        if (inner := names.get(wild_name(planned.name))) is None:
+            continue
+        if (bias := choice_bias(runtime, planned, inner)) is not None:
+            routing.biases[planned.name] = bias
     return routing, [_routing_of(runtime, routing, planned, number) for number, planned in here]
 
 
 def _routing_of(runtime: Runtime, routing: Routing, planned: ExpertsPlan, number: int) -> LayerRouting:
     options, layout = routing.options, runtime.mesh.layout
-    block = runtime.model.get_submodule(planned.name.rpartition(".")[0])
-    if options.bias_update_rate:
-        routing.biases[planned.name] = _bias(block, planned)
     logits, scores, times = None, options.balance_scores or "softmax", 1.0
     if options.needs_logits:
         name, router, place = _router(runtime, planned)
@@ -96,17 +96,4 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
         f"{wild_name(planned.name)}: {family!r} does not say where its router's logits are (_can_record_outputs of its "
         "PreTrainedModel class), and balance_loss, z_loss and other routers need them: use bias_update_rate, "
         "capacity_factor or force_balanced, which do not"
-    )
-
-
-def _bias(block: nn.Module, planned: ExpertsPlan) -> Tensor:
-    """Return the router's score-correction bias, in 32 bits at least: 16 bits would lose steps of 0.001."""
-    for module in block.modules():
-        found = own_buffers(module).get(_BIAS)
-        if found is not None and found.numel() == planned.count:
-            if found.dtype.itemsize < torch.float32.itemsize:
-                found = own_buffers(module)[_BIAS] = found.float()
-            return found
-    raise ConfigError(
-        f"bias_update_rate needs a buffer {_BIAS} beside {wild_name(planned.name)}, and there is none: use balance_loss"
     )

@@ -28,6 +28,7 @@ from ...plan import ExpertsPlan
 from ...plan.cut import share_evenly
 from ...train.runtime import recomputing
 from . import router_functions
+from .choice_bias import ChoiceBias
 from .forward_contexts import ForwardContexts, Pass, attach, real_tokens
 
 NUMBERS = 4  # beside the counts of a layer: dropped, balance, z, tokens
@@ -76,7 +77,7 @@ class Routing:
         # contexts of the model's forward passes; ``None`` where no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
         self.counters: dict[str, LayerCounter] = {}  # tokens per expert, by the name of the experts' module
-        self.biases: dict[str, Tensor] = {}  # the router biases to update, by the same
+        self.biases: dict[str, ChoiceBias] = {}  # the routers' biases to move, by the same
 
     def count_anew(self) -> None:
         """Set all counters to zero."""
@@ -109,13 +110,14 @@ class Routing:
     @torch.no_grad()
     def _move_biases(self) -> None:
         """Update the router biases from the loads of all batches, equally on every rank with a layer."""
-        pairs = [(self.counters[name], bias) for name, bias in self.biases.items()]
-        wanted = [torch.zeros(c.count, dtype=torch.int64, device=bias.device) + c.wanted for c, bias in pairs]
-        flat = torch.cat(wanted)
+        counters = [self.counters[name] for name in self.biases]
+        device = self.mesh.device
+        flat = torch.cat([torch.zeros(c.count, dtype=torch.int64, device=device) + c.wanted for c in counters])
         for group in (*self.mesh.loss_groups, *self.mesh.groups("tp")):
             dist.all_reduce(flat, group=group)
-        for (_, bias), counts in zip(pairs, flat.split(list(map(len, wanted))), strict=True):
-            bias += router_functions.bias_step(counts, self.options.bias_update_rate).to(bias.dtype).view_as(bias)
+        loads = flat.split([counter.count for counter in counters])
+        for bias, counts in zip(self.biases.values(), loads, strict=True):
+            bias.move(router_functions.bias_step(counts, self.options.bias_update_rate))
 
 
 @dataclass

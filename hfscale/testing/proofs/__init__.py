@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from .choice_bias import prove_choice_bias
 from .infer.search_blueprint import prove_blueprint, prove_completed
 from .layer_probes import prove_entry, prove_loan, prove_passage, prove_reach, prove_unused
 from .loss_proofs import prove_documents, prove_loss, prove_own_loss, prove_token_loss
@@ -15,7 +16,16 @@ from .mixing import prove_mixing
 from .score_scaling import prove_score_scaling
 
 _ALL: tuple[Callable[..., tuple[Any, bool]], ...] = (
-    *(prove_blueprint, prove_completed, prove_documents, prove_entry, prove_loan, prove_loss, prove_mixing),
+    *(
+        prove_blueprint,
+        prove_choice_bias,
+        prove_completed,
+        prove_documents,
+        prove_entry,
+        prove_loan,
+        prove_loss,
+        prove_mixing,
+    ),
     *(prove_own_loss, prove_passage, prove_reach, prove_score_scaling, prove_token_loss, prove_unused),
 )
 PROOFS = {proof.__name__.removeprefix("prove_").replace("_", " "): proof for proof in _ALL}

@@ -31,7 +31,7 @@ from ...models.facts import ask
 from ...models.fields import lengths_of
 from ...plan.sequence_split import starts_of
 from ..runtime import Part, Runtime
-from ..runtime.batches import with_borders
+from ..runtime.batches import has_numbered_documents, tell_of_numbers, with_borders
 from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
 
@@ -107,6 +107,7 @@ class PackedRows(Part):
         self._passes: ForwardPasses[Segments | None] = ForwardPasses()
         self._passes.begin(None)
         self._documents: Tensor | None = None  # of the latest pass
+        self._looked = False  # whether the first mask of a plain loop was read
 
     def segments(self) -> Segments | None:
         """Return where documents begin, also when a layer is computed again in a backward pass."""
@@ -132,6 +133,10 @@ class PackedRows(Part):
             if torch.compiler.is_compiling() or within_packing.get():
                 return None
             batch = {**dict(zip(names, args, strict=False)), **kwargs}
+            if not self._looked:  # once, since the host waits for it
+                self._looked = True
+                if runtime.mesh.speaks_for_batch and has_numbered_documents(batch):
+                    tell_of_numbers()
             if not has_packed_rows(batch):
                 return None
             check_packed_rows(model, [batch])

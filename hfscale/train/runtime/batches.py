@@ -4,11 +4,12 @@ Batches usually come from a loader on the CPU and are checked there, before they
 a device. Batches that are already on the device are read back once, whatever their number. The checks of a step and the
 messages between ranks are packed into one tensor and read by the host together::
 
-    per microbatch [valid labels, ids outside of the vocabulary, packed, hash] --+
-    per rank: refused?, number, shapes, hashes, pipeline stages' report        --+--gloo--> one read by the host
+    per microbatch [valid labels, ids out of the vocabulary, packed, numbered, hash] --+
+    per rank: refused?, number, shapes, hashes, pipeline stages' report              --+--gloo--> one read by the host
 """
 
 import inspect
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -25,6 +26,7 @@ from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
 from .writing import sum_or_raise
 
+_tell_once = lru_cache(logging.getLogger(__name__).warning)
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
 
@@ -39,6 +41,7 @@ class Counts(NamedTuple):
     valid: int
     outside: int  # labels and ids outside of the vocabulary
     packed: int
+    numbered: int  # whether a mask [rows, tokens] has other numbers than 0 and 1, and nothing says what they mean
     hash: int
 
 
@@ -79,7 +82,7 @@ class Microbatch(dict[str, Any]):
 
 
 def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, tokens: int | None = None) -> Tensor:
-    """Return the :class:`Counts` of microbatches, ``[microbatches, 4]``, on their device; never waits for it. Hash the
+    """Return the :class:`Counts` of microbatches, ``[microbatches, 5]``, on their device; never waits for it. Hash the
     contents if other ranks are given the same batch (``hashed``). ``tokens`` is the size of the vocabulary, to count
     input ids outside of it: a sharded embedding would not fail on them.
     """
@@ -93,8 +96,39 @@ def look_at(batches: Sequence[Mapping[str, Any]], look: Look, hashed: bool, toke
             outside = outside + (strange if strange.device == outside.device else strange.to(outside.device))
         documents = holds_documents(batch)
         packed = zero if documents is None else documents.to(zero.device, zero.dtype)
-        rows += [valid, outside, packed, _hash(batch, zero) if hashed else zero]
+        rows += [valid, outside, packed, _numbers(batch, zero), _hash(batch, zero) if hashed else zero]
     return torch.stack(rows).view(-1, len(Counts._fields))
+
+
+def _numbers(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
+    """Return whether a mask of a batch numbers documents, for which no ``position_ids`` speak."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
+        return zero
+    if mask.ndim != 2 or mask.dtype == torch.bool or not mask.numel():
+        return zero
+    return (mask.amax() > 1).to(zero.device, zero.dtype)
+
+
+def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch's mask has numbers of documents and nothing else tells them apart; reads the mask."""
+    return bool(_numbers(batch, torch.zeros((), dtype=torch.int64)))
+
+
+def tell_of_numbers() -> None:
+    """Warn, once per process, of a mask that numbers documents."""
+    _tell_once(
+        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers takes every number "
+        "but 0 for 1, so that documents see each other; give position_ids that begin anew with each document"
+    )
+
+
+def tell_of_no_labels() -> None:
+    """Warn, once per process, of a step without a label that counts."""
+    _tell_once(
+        "no label of this step counts (all are -100): its loss is 0 and no gradient follows from it; see whether texts "
+        "were cut before their answers, or the template marks no token as the assistant's"
+    )
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
@@ -135,7 +169,7 @@ def agree(
         return [Counts(*row) for row in own.tolist()], [[*told]]
     shapes = [[(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)] for batch in batches]
     about = [int(seen is None), len(batches), zlib.crc32(repr((shapes, train)).encode())]
-    content = (own[:, 3] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
+    content = (own[:, -1] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
     mine = torch.cat((torch.tensor(about), content.view(1), torch.tensor(told, dtype=torch.int64), *more))
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     group.allgather([every], [mine]).wait()

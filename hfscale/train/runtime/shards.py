@@ -1,6 +1,6 @@
 """Convert between plain local tensors and DTensors of the data axes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -80,3 +80,12 @@ class LocalWeights:
     # itself, if it is of a bitsandbytes class
     quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     plan: Plan | None = None  # the plan that the loaded checkpoint has made exact
+
+    def numbers_besides(self, lacking: Collection[str]) -> dict[str, Tensor]:
+        """Return shards without those that are ``lacking`` values still, and without packed ones, whose bytes may lie
+        in a type of floating-point numbers.
+        """
+        quantized = None if self.plan is None else self.plan.quantized
+        packed = () if quantized is None else quantized.weights
+        skipped = {*lacking, *packed}
+        return {name: tensor for name, tensor in self.tensors.items() if name not in skipped}

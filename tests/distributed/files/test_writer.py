@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hfscale import CheckpointError
-from hfscale.distributed.files.reader import NAMES
-from hfscale.distributed.files.writer import INDEX, STALE, WEIGHTS, CheckpointWriter
+from hfscale.distributed.files.reader import NAMES, SafetensorsFile
+from hfscale.distributed.files.writer import INDEX, STALE, WEIGHTS, CheckpointWriter, bytes_of, write_tensors
 from hfscale.train.runtime.writing import atomic_directory
 
 
@@ -47,6 +47,27 @@ def test_one_file_reads_with_safetensors(reverse: bool, tmp_path: Path) -> None:
         assert torch.equal(loaded[name], tensor)
     with safe_open(tmp_path / "new" / "deep" / WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt"}  # the host refuses files without it
+
+
+def test_tensors_lie_as_safetensors_writes_them(tmp_path: Path) -> None:
+    """The largest types first, then by name, so that every offset is a multiple of its type."""
+    tensors = {f"{dtype}".removeprefix("torch."): torch.ones(3, dtype=torch.uint8).to(dtype) for dtype in NAMES}
+    tensors |= {f"a.{name}": tensor[:1].clone() for name, tensor in tensors.items()}
+    write_tensors(tmp_path / "one", tensors)
+    save_file(tensors, tmp_path / "other")
+    _write(tmp_path / "new", tensors)
+    places = [SafetensorsFile(tmp_path / name).header for name in ("one", "other", f"new/{WEIGHTS}")]
+    for found in places:
+        found.pop("__metadata__", None)
+        for name, entry in found.items():
+            assert entry["data_offsets"][0] % tensors[name].itemsize == 0
+    assert places[0] == places[1] == places[2]
+    loaded = load_file(tmp_path / "one")
+    assert all(torch.equal(bytes_seen(loaded[name]), bytes_seen(tensor)) for name, tensor in tensors.items())
+
+
+def bytes_seen(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -114,7 +114,7 @@ def test_one_copy_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "to", to)
     mask = torch.rand(2, 1, 12, 12) > 0.5
     batches = [{**SAME, "mask": mask}, {"input_ids": IDS[:, ::2], "labels": IDS[:1], "number": torch.tensor(3.5)}]
-    moved = to_device([known(batch, Counts(1, 0, 0, 0)) for batch in batches], torch.device("meta"))
+    moved = to_device([known(batch, Counts(1, 0, 0, 0, 0)) for batch in batches], torch.device("meta"))
     assert len(copies) == 1
     for batch, there in zip(batches, moved, strict=True):
         assert batch.keys() == there.keys()

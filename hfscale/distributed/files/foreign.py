@@ -1,0 +1,156 @@
+"""Recognize what other trainers write, by the names of files alone, and name the tool that converts it.
+
+Nothing is opened: the metadata of torch's distributed checkpoints are pickles.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+
+from ...errors import CheckpointError
+
+_DEEP = 2  # levels of directories below the one that is given
+_MOST = 200  # directories that are looked into
+_NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "sampler", "training_args")
+_BESIDE = "copy the model's config.json and tokenizer beside them"
+_IN_STOCK_CODE = "load it once in stock code (model.load_state_dict(...); model.save_pretrained(OUT))"
+GGUF_TOOL = (
+    "let stock code make plain weights of it once (AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=FILE, "
+    "quantization_config=transformers.GgufConfig(dequantize=True)).save_pretrained(OUT)), and load OUT"
+)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Describe one way to write checkpoints; ``{}`` in ``tool`` stands for the directory that has it."""
+
+    names: tuple[str, ...]  # patterns of paths in the directory, which are all there
+    what: str
+    tool: str
+
+
+_KINDS = (
+    _Kind(
+        ("shard-?????-model-?????-of-?????.safetensors",),
+        "slices of weights, as transformers' save_pretrained(distributed_checkpoint=True) writes them",
+        "merge them once (transformers.distributed.consolidate_distributed_checkpoint({!r}, 'OUT')), and " + _BESIDE,
+    ),
+    _Kind(
+        ("pytorch_model_fsdp_*/.metadata",),
+        "FSDP's shards, as Accelerate and Trainer write them",
+        "merge them once (accelerate merge-weights {}/pytorch_model_fsdp_0 OUT), and " + _BESIDE,
+    ),
+    _Kind(
+        ("pytorch_model_fsdp*rank*.bin",),
+        "FSDP's shards, a file of each rank",
+        "load them once in Accelerate over as many ranks, and save with state_dict_type FULL_STATE_DICT",
+    ),
+    _Kind(("pytorch_model_fsdp*.bin",), "FSDP's full state dict", _IN_STOCK_CODE),
+    _Kind(
+        ("zero_to_fp32.py",),
+        "DeepSpeed's ZeRO partitions",
+        "merge them once (python {}/zero_to_fp32.py {} OUT --safe_serialization), and " + _BESIDE,
+    ),
+    *(
+        _Kind(
+            (name,),
+            "DeepSpeed's partitions",
+            "merge them once by the zero_to_fp32.py that DeepSpeed writes beside them, or by "
+            "deepspeed.utils.zero_to_fp32, and " + _BESIDE,
+        )
+        for name in ("*_model_states.pt", "global_step*/*_model_states.pt")
+    ),
+    *(
+        _Kind(
+            names,
+            "a checkpoint of Megatron's",
+            "export it where its model is built: AutoBridge.export_ckpt of Megatron-Bridge writes a Hugging Face "
+            "directory",
+        )
+        for names in (
+            ("common.pt", "metadata.json"),
+            ("latest_checkpointed_iteration.txt",),
+            ("mp_rank_*/model_optim_rng.pt",),
+            ("weights/common.pt",),
+        )
+    ),
+    _Kind(
+        (".metadata",),
+        "a distributed checkpoint of torch's (DCP), as FSDP2, torchtitan and Lightning write them",
+        "merge it once (python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} OUT.pt, which is "
+        "dcp_to_torch_save), and " + _IN_STOCK_CODE + "; of torchtitan: its script convert_to_hf.py",
+    ),
+    _Kind(("*.gguf",), "a GGUF file", GGUF_TOOL),
+    _Kind(
+        ("consolidated*.pth",),
+        "weights as Meta publishes Llama",
+        "convert them once with transformers' convert_llama_weights_to_hf.py",
+    ),
+    _Kind(
+        ("pytorch_model*.bin",),
+        "weights of transformers in files of torch.save (pytorch_model.bin)",
+        "convert them once (AutoModelForCausalLM.from_pretrained({!r}).save_pretrained(OUT))",
+    ),
+    *(
+        _Kind((name,), f"weights in a file of torch.save ({name})", _IN_STOCK_CODE)
+        for name in ("*.pt", "*.pth", "*.ckpt")
+    ),
+    *(
+        _Kind((name,), f"weights of another framework ({name})", "convert them once to PyTorch")
+        for name in ("*.nemo", "*.msgpack", "*.h5", "*.npz")
+    ),
+)
+"""The first that fits counts, so special ones come before general ones."""
+
+_SHARDS = _KINDS[0].names[0]
+
+
+def has_plain_weights(directory: Path) -> bool:
+    """Return whether a directory holds safetensors of full tensors, as ``from_pretrained`` reads them."""
+    return any(not fnmatch(file.name, _SHARDS) for file in directory.glob("*.safetensors"))
+
+
+def written_elsewhere(source: Path) -> str | None:
+    """Return what another trainer wrote to a file or directory, or just below it, and the tool that converts it."""
+    if source.is_file():
+        return _of({source.name}, source.parent)
+    for directory in islice(_directories(source, _DEEP), _MOST):
+        if (found := _of(_paths(directory), directory)) is not None:
+            return found
+    return None
+
+
+def refuse_foreign(source: Path) -> None:
+    """Raise :class:`CheckpointError` if a directory has no plain weights, but another trainer's."""
+    if source.is_dir() and not has_plain_weights(source) and (found := written_elsewhere(source)) is not None:
+        raise CheckpointError(f"{source} must be a Hugging Face directory with safetensors, and it holds {found}")
+
+
+def _of(paths: set[str], directory: Path) -> str | None:
+    for kind in _KINDS:
+        if all(any(_fits(path, name) for path in paths) for name in kind.names):
+            tool = kind.tool.replace("{!r}", repr(str(directory))).replace("{}", str(directory))
+            return f"{kind.what}: {tool}"
+    return None
+
+
+def _fits(path: str, name: str) -> bool:
+    return path.count("/") == name.count("/") and fnmatch(path, name)
+
+
+def _paths(directory: Path) -> set[str]:
+    """Return the paths of files in a directory and in those inside it, relative to it, that may hold weights."""
+    files = (file for place in _directories(directory, 1) for file in place.iterdir() if not file.is_dir())
+    found = (file for file in islice(files, 50 * _MOST) if not file.name.startswith(_NO_WEIGHTS))
+    return {file.relative_to(directory).as_posix() for file in found}
+
+
+def _directories(directory: Path, deep: int) -> Iterator[Path]:
+    """Yield a directory and those below it, not hidden, level by level."""
+    level = [directory]
+    for _ in range(deep + 1):
+        level = [each for each in level if each.is_dir()]
+        yield from level
+        level = [inner for each in level for inner in sorted(each.iterdir()) if not inner.name.startswith(".")]

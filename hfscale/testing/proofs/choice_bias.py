@@ -1,0 +1,112 @@
+"""Prove which tensors a mixture's router adds to its scores for the choice of experts alone (Wang et al. 2024)."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat.transformers.classes import from_config
+from ..._compat.transformers.experts import use_eager_experts
+from ...models.clone import layers_of_every_kind
+from ...models.fields import text_config
+from ...models.module_kinds import holds_experts
+from ...models.names import wild_name
+from .probe import end_texts, perturb, tiny_model_of, without_cache
+
+_LITTLE, _MUCH = 1e-3, 100.0
+_CALLED = ("bias", "biases")
+Routes = tuple[Tensor, Tensor]  # the experts that tokens chose, and their weights
+
+
+def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
+    """Return, by name of a mixture's experts, the name within its block of the bias that decides only which experts are
+    chosen: where it changes a little, and no choice does, no weight does; where one entry is large, its expert is
+    chosen. Where no tiny clone can be made it is the one tensor that may be such a bias and is called one. The model,
+    of the stock class ``kind``, may be parallelized.
+    """
+    found: dict[str, str] = {}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            whole = from_config(kind, model.config, dtype=torch.float32)
+        layers = max(layers_of_every_kind(model.config), _layers_of_every_block(whole))
+        clone: Any = tiny_model_of(kind, model.config, torch.float32, layers=layers)
+        if clone is not None:
+            perturb(clone.eval(), 0.1)
+            use_eager_experts(clone)
+        for name, block, experts in _mixtures(whole if clone is None else clone):
+            for inner, tensor in _candidates(block, experts):
+                if inner.endswith(_CALLED) if clone is None else _is_for_the_choice(clone, block, experts, tensor):
+                    found.setdefault(wild_name(name), inner)
+    return found, True
+
+
+def _mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the name of each module of experts, the block around it, and the module."""
+    for name, module in model.named_modules():
+        if holds_experts(module):
+            yield name, model.get_submodule(name.rpartition(".")[0]), module
+
+
+def _layers_of_every_block(whole: nn.Module) -> int:
+    """Return how many of the first layers have a mixture of each structure: some families begin with dense layers."""
+    firsts: dict[frozenset[str], int] = {}
+    for name, block, experts in _mixtures(whole):
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        firsts.setdefault(frozenset(dict(_candidates(block, experts))), numbers[0] if numbers else 0)
+    return 1 + max(firsts.values(), default=0)
+
+
+def _candidates(block: nn.Module, experts: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a block with an entry for each of the ``experts``, or more, that its class does not train."""
+    inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
+    frozen = ((name, each) for name, each in block.named_parameters() if not each.requires_grad)
+    for name, tensor in (*block.named_buffers(), *frozen):
+        is_vector = tensor.is_floating_point() and tensor.ndim > 0 and tensor.numel() == max(tensor.shape)
+        if is_vector and tensor.numel() >= experts.num_experts and id(tensor) not in inside:
+            yield name, tensor
+
+
+def _is_for_the_choice(clone: Any, block: nn.Module, experts: Any, tensor: Tensor) -> bool:
+    before = tensor.clone()
+    first = _routes(clone, block, experts)
+    tensor.add_(torch.rand_like(tensor) * _LITTLE)
+    little = _routes(clone, block, experts)
+    tensor.copy_(before)
+    tensor.view(-1)[0] += _MUCH
+    much = _routes(clone, block, experts)
+    tensor.copy_(before)
+    if first is None or little is None or much is None:
+        return False
+    same = (first[0] == little[0]).all(-1)
+    weighs = not torch.equal(first[1][same], little[1][same])
+    chooses = bool((much[0] == 0).any(-1).all()) and not torch.equal(much[0], first[0])
+    return bool(same.any()) and chooses and not weighs
+
+
+def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
+    """Return the routes ``[n, k]`` with which the ``block`` of a clone calls its ``experts``, within the model, or by
+    itself where that needs more than tokens; ``None`` where neither can be run.
+    """
+    taken: list[Routes] = []
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index, weights = [*args, *kwargs.values()][1:3]
+        taken.append((index.clone(), weights.clone()))
+
+    ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+    end_texts(ids, clone.config)
+    given = {"decoder_input_ids": ids} if clone.config.is_encoder_decoder else {}
+    hidden = torch.randn(2, 7, text_config(clone.config).hidden_size, generator=torch.Generator().manual_seed(1))
+    handle = experts.register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        for run in (lambda: clone(input_ids=ids, **given, **without_cache(clone)), lambda: block(hidden)):
+            with suppress(Exception):  # of stock code, which may need more
+                run()
+            if taken:
+                return taken[0]
+    finally:
+        handle.remove()
+    return None
