@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from ..._compat.transformers import trainer
-from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl
+from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, remember_generation_sizes
 from ...api import build
 from ...api.assemble import compile_layers
 from ...config.environment import started_processes
@@ -55,6 +55,10 @@ class TrainerMixin(Checkpoints, DataHooks):
     """
 
     optimizer: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_generation_sizes(cls)
 
     def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
         arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
