@@ -162,6 +162,17 @@ def distils(kind: type) -> bool:
     return any(hasattr(module, "_chunked_divergence_loss") for module in _modules(kind))
 
 
+def default_config(kind: type, model: Any, **given: Any) -> Any:
+    """Return the config that a trainer of TRL's makes where it gets none, or ``None`` if it is none of TRL's."""
+    for each in kind.__mro__:
+        made_by = getattr(sys.modules.get(each.__module__), f"{each.__name__.removesuffix('Trainer')}Config", None)
+        if each.__module__.startswith("trl.") and made_by is not None:
+            model_id = importlib.import_module("trl.trainer.utils").get_config_model_id
+            name = model if isinstance(model, str) else model_id(model.config)
+            return made_by(f"{name.split('/')[-1]}-{each._name}", **given)  # type: ignore[attr-defined]
+    return None
+
+
 def count_microbatch(trainer: Any) -> None:
     """Count a microbatch as the ``training_step`` of trainers that generate does, which follow it to their next one."""
     if hasattr(trainer, "_step"):
