@@ -8,13 +8,14 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..config.environment import started_processes
 from .replaced import attribute_replaced
 
 _RECORDS = ("_metrics", "_total_train_tokens", "_logs", "_step")
@@ -26,6 +27,8 @@ _GENERATED = (
     *("num_images", "num_tiles"),
 )
 """Entries of a generated batch that no model takes."""
+
+_ASKED = "_asked_generation_batch_size"  # a config's attribute
 
 _Mixin: Any = object  # so that type checkers take what a trainer has
 
@@ -105,9 +108,69 @@ def has_engine(kind: type) -> bool:
     return any(hasattr(engine, "_iter_named_params") for engine in found)
 
 
+def remember_generation_sizes(kind: type) -> None:
+    """Let the configs of a trainer that generates keep the ``generation_batch_size`` that they are given.
+
+    TRL divides it by all processes as a config is made, and refuses what does not divide; how many of them share a
+    batch is known to the trainer alone. So this stays for the process, once per class of configs.
+    """
+    for module in _modules(kind):
+        for config in filter(_plans_generations, vars(module).values()):
+            stock = vars(config)["__post_init__"]
+            if not hasattr(stock, "remembers"):
+                config.__post_init__ = _remembering(stock)
+
+
+def _plans_generations(found: Any) -> bool:
+    fields = getattr(found, "__dataclass_fields__", {})
+    return isinstance(found, type) and "generation_batch_size" in fields and "__post_init__" in vars(found)
+
+
+def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(stock)
+    def remembering(config: Any) -> None:
+        asked = config.generation_batch_size if config.steps_per_generation is None else None
+        processes = started_processes()
+        setattr(config, _ASKED, asked)
+        if asked is None or processes == 1:
+            stock(config)
+            return
+        config.generation_batch_size = None
+        config.steps_per_generation = asked * config.num_generations  # which divides whatever TRL looks at
+        stock(config)
+        config.generation_batch_size = asked
+        config.steps_per_generation = max(asked // (config.per_device_train_batch_size * processes), 1)
+
+    remembering.remembers = True  # type: ignore[attr-defined]
+    return remembering
+
+
+def asked_generation_size(config: Any) -> int | None:
+    """Return the ``generation_batch_size`` that a config was given, which its trainer has to divide, if any.
+
+    Raises:
+        LookupError: nobody remembered what this config was given.
+    """
+    asked: int | None = vars(config).get(_ASKED)
+    if asked is None and _ASKED not in vars(config):
+        raise LookupError(type(config).__name__)
+    return asked
+
+
 def distils(kind: type) -> bool:
     """Return whether a trainer's loss is a divergence from a teacher, which reads full heads."""
     return any(hasattr(module, "_chunked_divergence_loss") for module in _modules(kind))
+
+
+def default_config(kind: type, model: Any, **given: Any) -> Any:
+    """Return the config that a trainer of TRL's makes where it gets none, or ``None`` if it is none of TRL's."""
+    for each in kind.__mro__:
+        made_by = getattr(sys.modules.get(each.__module__), f"{each.__name__.removesuffix('Trainer')}Config", None)
+        if each.__module__.startswith("trl.") and made_by is not None:
+            model_id = importlib.import_module("trl.trainer.utils").get_config_model_id
+            name = model if isinstance(model, str) else model_id(model.config)
+            return made_by(f"{name.split('/')[-1]}-{each._name}", **given)  # type: ignore[attr-defined]
+    return None
 
 
 def count_microbatch(trainer: Any) -> None:

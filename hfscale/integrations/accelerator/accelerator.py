@@ -31,9 +31,10 @@ from ...distributed.processes import TIMEOUT, met_before, own_device, start
 from ...errors import ConfigError
 from ...parallel.data import set_gradient_sync
 from ...train import clip_grad_norm_
-from ...train.runtime import Runtime, runtime_of
+from ...train.runtime import Runtime, find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
 from .loaders import CollateLast, OneOrder, dealt, seed_workers_alike
+from .whole_models import agree_on_weights
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
@@ -123,11 +124,23 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Remember the model, which is on its device and wrapped already."""
+        """Remember the model, which is on its device and wrapped already.
+
+        A stock model for evaluation alone stays whole on every rank, prepared as Accelerate does.
+        """
+        if evaluation_mode and find_runtime(model) is None:
+            return self._prepare_whole(model, device_placement)
         self._adopt(model)
         if model not in prepared(self, "models"):
             prepared(self, "models").append(model)
         return model
+
+    def _prepare_whole(self, model: nn.Module, device_placement: bool | None) -> Any:
+        whole = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared(self, "models").remove(whole)  # it is neither clipped nor saved
+        if self._mesh_so_far is not None:
+            agree_on_weights(whole, self._mesh_so_far)
+        return whole
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None

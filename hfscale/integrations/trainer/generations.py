@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..._compat.peft import LORA_A, LORA_B
 from ..._compat.torch_device import fork_random_state
-from ..._compat.trl import EngineHooks, record, replaced
+from ..._compat.trl import EngineHooks, asked_generation_size, record, replaced
 from ...checkpoint import stream_weights
 from ...errors import ConfigError
 from ...features.adapters import Adapters
@@ -198,6 +198,9 @@ def count_generations(arguments: Any, batches: int) -> None:
     """Set the generation batch size of a GRPO or RLOO config, which counts processes that share a batch."""
     if getattr(arguments, "generation_batch_size", None) is None:
         return
+    asked = _asked_size(arguments, batches)
+    if asked is not None:
+        arguments.steps_per_generation = _steps_per_generation(asked, arguments.per_device_train_batch_size, batches)
     size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
     if size % arguments.num_generations:
         raise ConfigError(
@@ -205,6 +208,35 @@ def count_generations(arguments: Any, batches: int) -> None:
             f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
         )
     arguments.generation_batch_size = size
+    _check_evaluation(arguments, batches)
+
+
+def _asked_size(arguments: Any, batches: int) -> int | None:
+    try:
+        return asked_generation_size(arguments)
+    except LookupError as error:
+        usual = arguments.steps_per_generation == arguments.gradient_accumulation_steps
+        if usual or arguments.world_size == batches:
+            return None
+        raise ConfigError(
+            f"{error} must be made behind the import of its trainer of hfscale.trl, got steps_per_generation="
+            f"{arguments.steps_per_generation} of {arguments.world_size} processes, which may come of a "
+            "generation_batch_size: import the trainer first"
+        ) from error
+
+
+def _steps_per_generation(asked: int, rows: int, batches: int) -> int:
+    steps, left = divmod(asked, rows * batches)
+    if left or not steps:
+        least = max(steps, 1) * rows * batches
+        raise ConfigError(
+            f"generation_batch_size must be a multiple of the {rows * batches} completions of a batch, "
+            f"per_device_train_batch_size={rows} times {batches} distinct batch(es), got {asked}: use {least}"
+        )
+    return steps
+
+
+def _check_evaluation(arguments: Any, batches: int) -> None:
     rows = arguments.per_device_eval_batch_size * batches
     each = getattr(arguments, "num_generations_eval", None) or arguments.num_generations
     if arguments.eval_strategy != "no" and rows % each:

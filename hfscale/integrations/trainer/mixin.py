@@ -11,6 +11,7 @@ If a subclass or a function computes the loss, Trainer's own step runs, over eve
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from ..._compat.transformers import trainer
-from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl
+from ..._compat.trl import DataHooks, DistillationHooks, count_microbatch, is_trl, remember_generation_sizes
 from ...api import build
 from ...api.assemble import compile_layers
 from ...config.environment import started_processes
@@ -38,6 +39,7 @@ from .refusals import check_cached, check_engine, check_layout_of, check_model, 
 from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, compiler_of, options_of
 from .trainer_accelerator import TrainerAccelerator
+from .trainer_arguments import by_name, with_default_config, with_second_models
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
 from .trainer_optimizers import named_optimizer
 
@@ -57,8 +59,15 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     optimizer: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_generation_sizes(cls)
+
     def __init__(self, model: Any = None, *args: Any, parallel: ParallelConfig | None = None, **kwargs: Any) -> None:
-        arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
+        init = super().__init__
+        given, named = by_name(init, args, kwargs)
+        named = with_default_config(type(self), init, model, named)
+        arguments = next((each for each in (*given, *named.values()) if isinstance(each, TrainingArguments)), None)
         if arguments is not None:
             check_run(arguments)
             check_engine(type(self), arguments)
@@ -74,13 +83,14 @@ class TrainerMixin(Checkpoints, DataHooks):
             context.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         if arguments is not None and layout is not None:
             count_generations(arguments, layout.batch_world)
+        named = with_second_models(named, layout or ParallelConfig(), partial(self._cut, layout, arguments))
         seed = {} if arguments is None else {"seed": arguments.seed}
         self._seams = Seams(layout, options_of(arguments) | seed)
         if isinstance(model, nn.Module):
             self._seams.train(model)
         self._while_made = context  # models made by Trainer's __init__ enter contexts into it
         with context, self._seams.while_made(type(self)):
-            super().__init__(model, *args, **kwargs)
+            init(model, *given, **named)
         self._while_made = ExitStack()
         if self.optimizer is not None:  # the script's own
             check_optimizers([self.optimizer], [self.runtime])
@@ -105,6 +115,9 @@ class TrainerMixin(Checkpoints, DataHooks):
                     "leave parallel out"
                 )
             return model
+        return self._cut(asked, arguments, model)
+
+    def _cut(self, asked: ParallelConfig | None, arguments: TrainingArguments | None, model: Any) -> Any:
         layout = asked or ParallelConfig()
         check_layout_of(model, layout)
         training = model.training

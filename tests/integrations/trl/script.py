@@ -1,5 +1,6 @@
 """Scripts with TRL's trainers, stock or in a layout; what both log is compared."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Case:
     load: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
     taught: bool = False  # by the model in the folder ``teacher``
+    made: Callable[[str], dict[str, Any]] | None = None  # more arguments of the trainer, made on every rank
 
 
 def length_reward(completions: list[str], **_: Any) -> list[float]:
@@ -145,6 +147,7 @@ def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[
         **adapters,
         **({"teacher_model": f"{path}/teacher"} if case.taught else {}),
         **case.more,
+        **({} if case.made is None else case.made(path)),
     )
     trainer.train()
     trainer.save_model(str(Path(out) / "final"))
