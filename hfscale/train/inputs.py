@@ -176,12 +176,7 @@ def prepare(
         try:
             given, rows = _agreed(runtime, loss, batch, train, routes)
             _refuse_outside(runtime, sum(row.outside for row in rows))
-            for each, row in zip(given, rows, strict=True):
-                each.learn(row)
-            if mesh.speaks_for_batch and any(row.numbered for row in rows):
-                tell_of_numbers()
-            if packed := [each for each, row in zip(given, rows, strict=True) if row.packed]:
-                check_packed_rows(runtime.model, packed)
+            _learn_of_documents(runtime, given, rows)
             microbatches = [runtime.context.shard_batch(each) for each in given]
         except ConfigError as error:  # ranks with other batches must not wait for this one
             refused = error
@@ -191,14 +186,30 @@ def prepare(
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
     if total == 0 and loss.needs_labels and loss.ignores and mesh.rank == 0:
         tell_of_no_labels()
-    if uses_flash_attention(runtime.model):
-        model = runtime.model
-        microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]
-    microbatches = to_device(microbatches, mesh.device)
-    if takes_argument(runtime.model, "use_cache"):
-        for microbatch in microbatches:
-            microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
+    microbatches = _as_the_model_takes(runtime.model, microbatches, mesh.device)
     return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
+
+
+def _learn_of_documents(runtime: Runtime, given: Sequence[Microbatch], rows: Sequence[Counts]) -> None:
+    """Note what was counted of each microbatch, and check or speak of rows that hold several documents."""
+    for microbatch, counts in zip(given, rows, strict=True):
+        microbatch.learn(counts)
+    if runtime.mesh.speaks_for_batch and any(counts.numbered for counts in rows):
+        tell_of_numbers()
+    packed = [microbatch for microbatch, counts in zip(given, rows, strict=True) if counts.packed]
+    if packed:
+        check_packed_rows(runtime.model, packed)
+
+
+def _as_the_model_takes(model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
+    """Return microbatches on the device, with borders of documents for flash attention, and without a cache."""
+    if uses_flash_attention(model):
+        microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]
+    moved = to_device(microbatches, device)
+    if takes_argument(model, "use_cache"):
+        for microbatch in moved:
+            microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
+    return moved
 
 
 def _agreed(
