@@ -3,6 +3,7 @@
 Read and run with bitsandbytes 0.50. Imported on first use only: most runs quantize nothing.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -46,6 +47,16 @@ def optimizers() -> Any:
     import bitsandbytes.optim
 
     return bitsandbytes.optim
+
+
+def keep_overrides_apart(optimizer: Any) -> None:
+    """Give one of bitsandbytes' optimizers its own table of options by place in the groups: all in a process share one,
+    and what a Trainer has set for the first parameter of its own would be read for the first one here.
+    """
+    shared = getattr(optimizer, "mng", None)
+    if shared is not None:
+        optimizer.mng = copy.copy(shared)
+        optimizer.mng.index2config = {}
 
 
 def is_stock_parameter(parameter: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost.model.optimizer_bytes import BITSANDBYTES, BitsAndBytesOptimizer
+from ..cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS, BitsAndBytesOptimizer
 from ..errors import ConfigError
 
 Options = dict[str, Any]
@@ -81,7 +81,8 @@ def _adamw(**fixed: Any) -> OptimizerChoice:
 def _bitsandbytes(known: BitsAndBytesOptimizer) -> OptimizerChoice:
     options, adam, finish = _BITSANDBYTES_OPTIONS[known.stock]
     fixed = {"optim_bits": known.bits, **({"is_paged": True} if known.paged else {})}
-    takes: dict[str, Callable[[Any], Any]] = {**options, **({"min_8bit_size": int} if known.bits == 8 else {})}
+    of_8_bits: dict[str, Callable[[Any], Any]] = {"min_8bit_size": int, WIDE_EMBEDDINGS: _truth}
+    takes: dict[str, Callable[[Any], Any]] = {**options, **(of_8_bits if known.bits == 8 else {})}
     return OptimizerChoice("bitsandbytes", known.stock, fixed, takes, adam, finish)
 
 

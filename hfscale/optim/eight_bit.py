@@ -6,16 +6,19 @@ of whole blocks is stepped in place, and other parameters are gathered and stepp
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._compat.bitsandbytes import optimizers
+from .._compat.transformers.classes import empty_copy
 from ..cost.model.optimizer_bytes import BLOCK, MIN_8BIT_SIZE
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..plan.quantized import flat_blocks_align
+from ..train.runtime import Runtime
 from .sharded import Member
 
 
@@ -38,13 +41,16 @@ def without_paging(name: str, options: dict[str, Any], device: torch.device) -> 
 
 
 def by_size(
-    name: str, members: Sequence[Member], options: dict[str, Any], mesh: Mesh
+    name: str, members: Sequence[Member], options: dict[str, Any], mesh: Mesh, wide: Collection[str] = ()
 ) -> tuple[list[Member], list[Member], list[Member]]:
-    """Divide members into those of 8 bits that are stepped in place, those stepped as full tensors, and those of 32."""
+    """Divide members into those of 8 bits that are stepped in place, those stepped as full tensors, and those of 32,
+    such as the parameters named in ``wide``.
+    """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
         threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
-        narrow = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
+        large = [member for member in members if torch.Size(member.planned.shape).numel() >= threshold]
+        narrow = [member for member in large if member.planned.name not in wide]
     apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
     if apart and mesh.speaks_for_stage:
         names = [member.planned.name for member in apart]
@@ -59,6 +65,16 @@ def by_size(
             stacklevel=3,
         )
     return [m for m in narrow if m not in apart], apart, [m for m in members if m not in narrow]
+
+
+def embedding_weights(runtime: Runtime) -> set[str]:
+    """Return the names of the weights of embeddings in the full stock model, and of trained copies of those here."""
+    stock = empty_copy(runtime.model).named_modules()
+    names = {f"{name}.weight" for name, module in stock if isinstance(module, nn.Embedding)}
+    here = {id(module.weight) for module in runtime.model.modules() if isinstance(module, nn.Embedding)}
+    owned = {planned.name for planned, parameter in runtime.parameters() if id(parameter) in here}
+    plans = runtime.plan.by_name
+    return owned | {plans[name].tied_to or name for name in names if name in plans}
 
 
 def try_step(device: torch.device) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cost.model.optimizer_bytes import WIDE_EMBEDDINGS
 from ..errors import ConfigError, check_count, check_number, check_switch
 from ..plan import ParameterPlan
 from ..plan.feature_plans import offloaded, refuse_aside
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
-from .eight_bit import by_size, stock_class, without_paging
+from .eight_bit import by_size, embedding_weights, stock_class, without_paging
 from .offloaded import OffloadedStepper, Pair
 from .qk_clip import clip_scores
 from .sharded import Groups, Member, ShardedOptimizer, Stepper, members_of
@@ -76,7 +77,8 @@ def create_optimizer(
     Create it once the model is parallelized and ``requires_grad`` is set. For schedulers, Accelerate, states and loops
     it is a ``torch.optim.Optimizer`` over the model's own parameters.
 
-    Names are HF Trainer's, plus ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process,
+    Names are HF Trainer's, plus ``adam_8bit`` and ``muon``. bitsandbytes' 8-bit states have the blocks of one process
+    (embeddings have 32 bits with ``embeddings_in_32_bits=True``, as Trainer asks of it),
     ``adafactor`` averages rows and columns of full matrices, ``muon`` orthogonalizes full matrices of the layers
     (embeddings, head and vectors use AdamW, as do stacks of experts without ``experts=True``). Results equal those of
     one process bit by bit, except for sums over ranks (``adafactor``, up to rounding) and for CPU kernels that round
@@ -172,11 +174,12 @@ def _bitsandbytes(order: _Order) -> ShardedOptimizer:
     mesh = order.runtime.mesh
     stock = stock_class(order.name, order.choice.stock)
     options = {**without_paging(order.name, order.options, mesh.device), "lr": order.lr}
+    embeddings = embedding_weights(order.runtime) if options.pop(WIDE_EMBEDDINGS, False) else set[str]()
     eight: Stock = partial(stock, **{**options, "optim_bits": 8, "min_8bit_size": 0})
     rest = {key: value for key, value in options.items() if key != "min_8bit_size"}
 
     def steppers(members: Sequence[Member], groups: Groups) -> list[Stepper]:
-        in_place, apart, wide = by_size(order.name, members, options, mesh)
+        in_place, apart, wide = by_size(order.name, members, options, mesh, embeddings)
         return [
             order.stepper(eight, in_place, groups),
             order.stepper(eight, apart, groups, full=True),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.bitsandbytes import keep_overrides_apart
 from ..cost.model.optimizer_bytes import BLOCK
 from ..distributed.mesh import Mesh
 from ..distributed.ops.fused import fused, is_fused
@@ -65,6 +66,7 @@ class StockOverStandIns:
         self.pairs = [(member, nn.Parameter(copied(member.weight) if copied else member.weight)) for member in members]
         of_groups = [[each for member, each in self.pairs if member.group == index] for index in range(len(groups))]
         self.optimizer = stock([{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)])
+        keep_overrides_apart(self.optimizer)
 
     def step(self, groups: Groups, state: State, tensors: Callable[[Member], tuple[Tensor, Tensor | None]]) -> None:
         """Make one step on the weight and gradient that ``tensors`` returns for a member; none without a gradient."""

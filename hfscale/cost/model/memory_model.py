@@ -121,7 +121,8 @@ def estimate_memory(
     situation = Situation(ceil(tokens / plan.layout.cp), pp_rank, here, **further)
     of_activations = activation_bytes(plan, situation)
     kept, notes = of_activations.kept, of_activations.notes
-    state = optimizer_bytes(training, here, optimizer, options, plan.layers, [each.name for each in plan.mixtures])
+    stacks = [each.name for each in plan.mixtures]
+    state = optimizer_bytes(training, here, optimizer, options, plan.layers, stacks, plan.lookup)
     on_host = state * offloaded(plan).optimizer
     if offloaded(plan).optimizer:
         notes += [f"on the host: the optimizer's state of {human(state)}, and two buffers of the largest parameter"]

@@ -20,6 +20,7 @@ from ...plan.parameter import ParameterPlan
 from ...plan.quantized import flat_blocks_align
 
 BLOCK = 256  # entries that share a scale in bitsandbytes' 8-bit states
+WIDE_EMBEDDINGS = "embeddings_in_32_bits"  # the option that keeps states of embeddings wide, as HF Trainer does
 MIN_8BIT_SIZE = 4096  # bitsandbytes' default: states of tensors with fewer entries have 32 bits
 _MOMENTS = {"AdamW": (2, 2), "Adam": (2, 2), "AdEMAMix": (3, 2), "Lion": (1, 1), "RMSprop": (1, 1)}
 # bitsandbytes' classes -> moments per entry, and tables of 8-bit values
@@ -62,16 +63,19 @@ def optimizer_bytes(
     options: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
     stacks: Sequence[str] = (),
+    lookup: str | None = None,
 ) -> int:
     """Return the bytes of the optimizer's state after its first step on the rank at ``ranks``, which holds ``trained``.
-    ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``, ``experts``; ``layers``
-    are the names of the layers, whose matrices Muon takes, and ``stacks`` of the modules of stacked experts.
+    ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``,
+    ``embeddings_in_32_bits``, ``experts``. ``layers`` are the names of the layers, whose matrices Muon takes,
+    ``stacks`` of the modules of stacked experts, and ``lookup`` of the embedding of tokens.
     """
     given = dict(options or {})
     if given.get("stochastic_rounding"):  # steps copies in 32 bits
         trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
     if name in BITSANDBYTES:
-        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given)
+        wide = f"{lookup}.weight" if given.get(WIDE_EMBEDDINGS) else ""
+        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given, wide)
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
@@ -98,14 +102,18 @@ def _muon_bytes(planned: ParameterPlan, ranks: dict[str, int], layers: tuple[str
 
 
 def _bitsandbytes_bytes(
-    trained: Sequence[ParameterPlan], ranks: dict[str, int], kind: BitsAndBytesOptimizer, options: dict[str, Any]
+    trained: Sequence[ParameterPlan],
+    ranks: dict[str, int],
+    kind: BitsAndBytesOptimizer,
+    options: dict[str, Any],
+    embedding: str,
 ) -> int:
     moments, books = _MOMENTS[kind.stock]
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
         entries, whole = prod(planned.local_shape(ranks)), prod(planned.shape)
-        if kind.bits == 32 or whole < least:
+        if kind.bits == 32 or whole < least or embedding in (planned.name, planned.tied_to):
             total += 4 * moments * entries
         elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
             total += moments * (entries + 4 * ceil(entries / BLOCK))

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from ...cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS
 from ...optim import create_optimizer
 from ...optim.catalog import find_choice, parse_arguments
 
@@ -43,8 +44,14 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
-        optim_args=heard_options(args),
+        optim_args=heard_options(args) | _as_trainer_steps_embeddings(args),
     )
+
+
+def _as_trainer_steps_embeddings(arguments: Any) -> dict[str, Any]:
+    """Return the option by which states of embeddings have 32 bits, as in stock Trainer, if others have 8."""
+    known = BITSANDBYTES.get(str(getattr(arguments.optim, "value", arguments.optim)))
+    return {WIDE_EMBEDDINGS: True} if known is not None and known.bits == 8 else {}
 
 
 def heard_options(arguments: Any) -> dict[str, Any]:
