@@ -1,6 +1,6 @@
 """A Trainer's 8-bit optimizers keep states of embeddings in 32 bits, as stock Trainer's do, in every layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ def trained(optim: str, layout: dict[str, Any] | None, start: str, out: str) -> 
     return kinds, weights, told
 
 
+@pytest.fixture
+def overrides() -> Iterator[None]:
+    """Leave no overrides of bitsandbytes to other tests."""
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    yield
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+
+
 LAYOUTS = {"one": {}, "tp": {"tp_size": 2}, "shard": {"dp_shard_size": 2}, "stages": {"pp_size": 2}}
 CASES = [
     *[("lion_8bit", layout, tied) for layout in LAYOUTS for tied in (False, True)],
@@ -72,6 +80,7 @@ CASES = [
 @pytest.mark.daily("lion_8bit-stages-True", "adamw_8bit-tp-True", "lion_8bit-one-False")
 @pytest.mark.parametrize(("optim", "name", "tied"), CASES, ids=["-".join(map(str, case)) for case in CASES])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("overrides")
 def test_embeddings_have_32_bits(
     pools: Pools, optim: str, name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +88,6 @@ def test_embeddings_have_32_bits(
     torch.manual_seed(0)
     start, layout = str(tmp_path / "start"), LAYOUTS[name]
     AutoModelForCausalLM.from_config(config(tied), dtype=torch.float32).save_pretrained(start)
-    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
     stock, expected, _ = trained(optim, None, start, str(tmp_path))
     assert stock["model.embed_tokens.weight"] == "torch.float32"
     assert stock["model.layers.0.mlp.up_proj.weight"] == "torch.uint8"
@@ -90,5 +98,6 @@ def test_embeddings_have_32_bits(
         for parameter, dtype in kinds.items():
             assert dtype == stock[parameter]
         name = "model.embed_tokens.weight"
-        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=2e-3)
+        for value in (weights[name],) if weights else ():  # the first rank's
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3)
         assert told[0] == pytest.approx(told[1], rel=0.02)
