@@ -35,6 +35,7 @@ from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
+from .items_in_batch import scaled_if_divided
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
 from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, compiler_of, options_of
@@ -226,7 +227,10 @@ class TrainerMixin(Checkpoints, DataHooks):
         """Collect microbatches until the last one of their step, then run forward and backward over all of them."""
         staged = self.runtime.plan.stages is not None
         if not self.uses_train_step and not staged:
-            return super().training_step(model, inputs, num_items_in_batch)
+            if self.accelerator.num_processes == 1:
+                return super().training_step(model, inputs, num_items_in_batch)
+            with scaled_if_divided(self.args, num_items_in_batch) as items:
+                return super().training_step(model, inputs, items)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()

@@ -1,0 +1,70 @@
+"""Undo what stock Trainer does to losses that do not divide by the labels of a step.
+
+Over N data ranks stock Trainer multiplies by N each loss of a model whose ``forward`` takes any keyword arguments, for
+its division by ``num_items_in_batch`` of all ranks. A class may take the number and not divide by it (classifiers of
+sound, a loss of its own): then its loss and gradients are N times those of one process.
+
+So the number that a pass gets tells whether anything was computed with it::
+
+    model(**inputs, num_items_in_batch=Noticed(n))    loss / n      noticed: multiplied by N, as in stock code
+                                                      mean(losses)  not noticed: left alone
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..._compat.replaced import attribute_replaced
+
+_MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "long", "int", "detach", "clone", "reshape", "view"})
+
+
+class Noticed(Tensor):
+    """A number that notices being computed with; moved or cast, it is still the same number."""
+
+    notes: list[str]
+
+    @classmethod
+    def of(cls, number: Tensor, notes: list[str] | None = None) -> "Noticed":
+        """Return ``number`` with a list of the functions that have used it."""
+        made = number.as_subclass(cls)
+        made.notes = [] if notes is None else notes
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute with the plain number, and note it."""
+        name, own = function.__name__, next((each for each in args if isinstance(each, cls)), None)
+        plain = [each.as_subclass(Tensor) if isinstance(each, cls) else each for each in args]
+        found = function(*plain, **(kwargs or {}))
+        if own is None or name == "__get__":
+            return found
+        if name in _MOVES:
+            return cls.of(found, own.notes)
+        own.notes.append(name)
+        return found
+
+
+class _WasUsed:
+    """Be true once a number has been used."""
+
+    def __init__(self, number: Noticed) -> None:
+        self._number = number
+
+    def __bool__(self) -> bool:
+        return bool(self._number.notes)
+
+
+@contextmanager
+def scaled_if_divided(arguments: Any, items: Any) -> Iterator[Any]:
+    """Yield ``num_items_in_batch`` for a stock step, whose loss is scaled only if that number is computed with."""
+    if not isinstance(items, Tensor) or not arguments.average_tokens_across_devices:
+        yield items
+        return
+    noticed = Noticed.of(items.detach().clone())
+    with attribute_replaced(arguments, "average_tokens_across_devices", _WasUsed(noticed)):
+        yield noticed

@@ -1,0 +1,82 @@
+"""Losses that divide by nothing of the step train and report over data ranks what they do in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import default_data_collator
+
+import hfscale
+from hfscale import ParallelConfig
+from hfscale.integrations.trainer.items_in_batch import Noticed
+from hfscale.testing import RankPool
+
+Pools = Callable[[int], RankPool]
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8,),
+    "conv_stride": (4,), "conv_kernel": (4,), "num_feat_extract_layers": 1, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "final_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0,
+    "num_labels": 2,
+}  # fmt: skip
+SOUND = {
+    "wav2vec2": (transformers.Wav2Vec2Config, transformers.Wav2Vec2ForSequenceClassification),
+    "hubert": (transformers.HubertConfig, transformers.HubertForSequenceClassification),
+    "wavlm": (transformers.WavLMConfig, transformers.WavLMForSequenceClassification),
+}
+KINDS = (*SOUND, "vit")
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "vit":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=2, hidden_dropout_prob=0.0)
+        return transformers.ViTForImageClassification(config)
+    config_class, model_class = SOUND[kind]
+    return model_class(config_class(**SMALL))
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(2)
+    shape, name = ((3, 8, 8), "pixel_values") if kind == "vit" else ((64,), "input_values")
+    return [{name: torch.randn(shape, generator=generator), "labels": index % 2} for index in range(24)]
+
+
+def trained(kind: str, layout: dict[str, int] | None, out: str, accumulated: int) -> list[float]:
+    world = ParallelConfig(**layout or {}).batch_world
+    args = transformers.TrainingArguments(
+        out, per_device_train_batch_size=4 // world, gradient_accumulation_steps=accumulated, max_steps=3, report_to=[],
+        use_cpu=True, save_strategy="no", logging_steps=1, learning_rate=1e-2, optim="sgd", disable_tqdm=True,
+    )  # fmt: skip
+    made: Any = transformers.Trainer if layout is None else hfscale.Trainer
+    more = {} if layout is None else {"parallel": ParallelConfig(**layout)}
+    given = {"args": args, "train_dataset": rows_of(kind), "data_collator": default_data_collator}
+    trainer = made(model_of(kind), **given, **more)
+    trainer.train()
+    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+
+
+@pytest.mark.daily("wav2vec2-layout0-1", "vit-layout0-2")
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"dp_replicate_size": 2}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_one_process(
+    pools: Pools, kind: str, layout: dict[str, int], accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = trained(kind, None, str(tmp_path), accumulated)
+    for found in pools(2).run(trained, kind, layout, str(tmp_path), accumulated):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_number_notices_what_is_computed_with_it() -> None:
+    number = Noticed.of(torch.tensor(4))
+    moved = number.to("cpu").float()
+    assert moved.device.type == "cpu"
+    assert not number.notes
+    assert float((torch.ones(()) / moved).detach()) == 0.25
+    assert number.notes
