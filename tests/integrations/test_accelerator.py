@@ -300,7 +300,7 @@ def test_refusals(tmp_path: Path) -> None:
     found = refusals(str(tmp_path))
     for message, part in zip(
         found,
-        ["before, the data loaders", "was not parallelized by hfscale", "pass model.parameters()", "say where",
+        ["before, the data loaders", "is no model of transformers", "pass model.parameters()", "say where",
          "parallelism_config would shard", "mixed_precision='no'"],
         strict=True,
     ):  # fmt: skip

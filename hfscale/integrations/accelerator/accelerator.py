@@ -148,7 +148,9 @@ class Accelerator(accelerate.Accelerator):
         """Give each distinct batch rank its samples; ranks that share a batch get the same ones."""
         if is_prepared(data_loader):
             return data_loader
-        if self.dispatch_batches:
+        placed = self.device_placement if device_placement is None else device_placement
+        dispatches = bool(self.dispatch_batches)
+        if dispatches and self.mesh.layout.total_size > 1:
             raise ConfigError(
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
@@ -166,9 +168,9 @@ class Accelerator(accelerate.Accelerator):
             num_processes=1 if split else self.mesh.batch_world,
             process_index=0 if split else self.mesh.batch_rank,
             split_batches=self.split_batches,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
+            put_on_device=placed or dispatches,
             rng_types=list(self.rng_types or ()),
-            dispatch_batches=False,
+            dispatch_batches=dispatches,
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.mesh.all_gather_object(seed)[0],

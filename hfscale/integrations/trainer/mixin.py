@@ -163,7 +163,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         :meth:`_divisor` returns what to divide each batch by.
         """
         runtime = self.runtime
-        if not self.knows_loss or runtime.loss is None:
+        if not self.knows_loss or runtime.loss is None or "lomo" in str(self.args.optim):  # steps in the backward pass
             return False
         spread = runtime.plan.stages is not None or runtime.mesh.data_world > 1
         needed = spread or (self.args.label_smoothing_factor and runtime.plan.loss)

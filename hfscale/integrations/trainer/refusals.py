@@ -28,6 +28,7 @@ from .seams import compiler_of
 from .trainer_batches import rebalances
 from .trainer_optimizers import check_optimizer
 
+_OF_SEVERAL_RANKS = frozenset({"auto_find_batch_size", "neftune_noise_alpha", "eval_use_gather_object"})
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
     "torch_compile_mode": "is for whole models, and most modes record CUDA graphs, which replay the addresses of one "
@@ -65,8 +66,9 @@ def check_run(arguments: Any) -> None:
 
 
 def _check_arguments(arguments: Any) -> None:
+    alone = started_processes() == 1  # where stock code runs as it is
     for name, why in _REFUSED.items():
-        if getattr(arguments, name, None):
+        if getattr(arguments, name, None) and not (alone and name in _OF_SEVERAL_RANKS):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
     Options(compile=compiler_of(arguments))  # or it refuses the backend
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
@@ -74,6 +76,8 @@ def _check_arguments(arguments: Any) -> None:
             "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "
             "mean over all tokens of a step: leave it out"
         )
+    if alone:
+        return
     if arguments.accelerator_config.dispatch_batches:
         raise ConfigError(
             "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, also "

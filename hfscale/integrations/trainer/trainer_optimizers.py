@@ -8,25 +8,34 @@ from typing import Any
 import transformers
 from torch import nn
 
+from ...config.environment import started_processes
 from ...cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS
 from ...optim import create_optimizer
-from ...optim.catalog import find_choice, parse_arguments
+from ...optim.catalog import CHOICES, find_choice, parse_arguments
 
 
 def check_optimizer(arguments: Any) -> None:
     """Check that hfscale knows the optimizer that the arguments name, and that it takes ``optim_args``."""
     name = str(getattr(arguments.optim, "value", arguments.optim))
+    if left_to_host(name):
+        return
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     choice, given = find_choice(name), parse_arguments(arguments.optim_args)
     unheard = {*_unheard_options(arguments, given)} & {*choice.adam}  # these have arguments of their own
     choice.options(name, adam, {option: value for option, value in given.items() if option not in unheard})
 
 
+def left_to_host(name: str) -> bool:
+    """Return whether Trainer makes the optimizer itself: in one process, one that hfscale does not have over shards."""
+    return started_processes() == 1 and name not in CHOICES
+
+
 def named_optimizer(trainer: Any, model: nn.Module) -> Any:
     """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates."""
     args, kind, stock = trainer.args, type(trainer), transformers.Trainer
     overridden = kind.get_optimizer_cls_and_kwargs is not stock.get_optimizer_cls_and_kwargs
-    if trainer.optimizer_cls_and_kwargs is not None or overridden:
+    name = str(getattr(args.optim, "value", args.optim))
+    if trainer.optimizer_cls_and_kwargs is not None or overridden or left_to_host(name):
         return None
     groups = None
     if kind.get_decay_parameter_names is not stock.get_decay_parameter_names:  # the subclass chooses what decays

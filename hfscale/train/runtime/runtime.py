@@ -315,6 +315,11 @@ class Runtime:
 def runtime_of(model: nn.Module) -> Runtime:
     """Return the runtime of a model that hfscale parallelized, through any wrapper; refuse other models."""
     found = find_runtime(model)
+    if found is None and not hasattr(model, "config"):
+        raise ConfigError(
+            f"{class_name(model)} is no model of transformers, and others are not parallelized: leave it out here, and "
+            "move it to the device yourself; over ranks, average its gradients in the loop"
+        )
     if found is None:
         raise ConfigError(
             f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "

@@ -1,0 +1,68 @@
+"""In one process a Trainer takes what is refused for reasons of several ranks, and computes what stock Trainer does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import AutoModelForCausalLM, default_data_collator
+
+import hfscale
+from hfscale import ConfigError
+
+from ...tiny_models import tiny
+
+IDS = torch.randint(3, 67, (12, 8), generator=torch.Generator().manual_seed(3))
+ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "batch_size": {"auto_find_batch_size": True},
+    "dispatch": {"accelerator_config": {"dispatch_batches": True}},
+}
+
+
+def trained(kind: Any, asked: dict[str, Any], out: Path) -> list[float]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32)
+    given = {"max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no", **asked}
+    args = transformers.TrainingArguments(
+        str(out), use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-2, seed=3, **given
+    )
+    rows = Stream() if "accelerator_config" in asked else ROWS
+    trainer = kind(model=model, args=args, train_dataset=rows, data_collator=default_data_collator)
+    assert [type(each).__name__ for each in trainer.callback_handler.callbacks] == [
+        "DefaultFlowCallback",
+        "PrinterCallback",
+    ]
+    trainer.train()
+    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ASKED)
+def test_options_are_those_of_stock(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = trained(transformers.Trainer, ASKED[name], tmp_path)
+    found = trained(hfscale.Trainer, ASKED[name], tmp_path)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_plans_look_at_every_option() -> None:
+    with pytest.raises(ConfigError, match="compile must be True, False or one of"):
+        hfscale.plan(tiny("llama"), compile="nonsense")
+
+
+def test_a_module_of_another_kind_is_not_told_to_be_loaded() -> None:
+    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+        hfscale.Accelerator(cpu=True).prepare(nn.Linear(2, 2))
