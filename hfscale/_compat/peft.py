@@ -80,6 +80,16 @@ def wrapped_by_peft(model: nn.Module) -> bool:
     return any(isinstance(each, PeftModel) or is_wrapper(each) for each in model.modules())
 
 
+def puts_tokens_in_front(model: nn.Module) -> bool:
+    """Return whether ``model`` is PEFT's, and puts tokens of a trained prompt in front of each row's; prefixes of keys
+    and values are none.
+    """
+    if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
+        return False
+    config = model.active_peft_config
+    return bool(config.is_prompt_learning) and config.peft_type != "PREFIX_TUNING"
+
+
 def wrapped_model(model: nn.Module, config: Any, name: str) -> Any:
     """Return PEFT's model around ``model``, wrapping modules in place; factors stay on the meta device, undrawn."""
     import peft

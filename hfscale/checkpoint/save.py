@@ -21,6 +21,7 @@ from ..features.adapters import Adapters
 from ..features.adapters.storage import save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
+from ..train.around import refuse_without_around
 from ..train.runtime import Runtime, runtime_of, writing
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
 from .carried import carried_tensors, copy_files, copy_tensors
@@ -58,6 +59,7 @@ def save_pretrained(
             unchanged.
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
+    refuse_without_around(runtime, model, call, "save those by model.save_pretrained or torch.save, in one process")
     writing.everyone_arrives(runtime.mesh, timeout, call)
     failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
     with failing, guards.as_built(runtime):

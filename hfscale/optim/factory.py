@@ -14,6 +14,7 @@ from ..cost.model.optimizer_bytes import WIDE_EMBEDDINGS
 from ..errors import ConfigError, check_count, check_number, check_switch
 from ..plan import ParameterPlan
 from ..plan.feature_plans import offloaded, refuse_aside
+from ..train.around import refuse_without_around
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
@@ -110,6 +111,8 @@ def create_optimizer(
     numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
     _check_numbers(numbers, betas, choice.betas)
     runtime = runtime_of(model)
+    instead = "use an optimizer of torch.optim over model.parameters(), in one process"
+    refuse_without_around(runtime, model, f"create_optimizer(model, {name!r})", instead)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     checked = _checked(groups, plans, weight_decay, runtime)
     aside = _aside(name, runtime, stochastic_rounding, rounding_seed)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
 from ..plan.feature_plans import PredictionPlan
+from .around import labels_around, refuse_trained_around
 from .distillation import ModelTeacher
 from .inputs import prepare
 from .outputs import KeptOutputs
@@ -62,10 +63,13 @@ def train_step(
         without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
+    refuse_trained_around(runtime, model)
     _check_losses(runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher)
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
+    if num_items_in_batch is None and score_loss is None:
+        num_items_in_batch = labels_around(model, batch)
     prepared = _prepared(runtime, batch, True, num_items_in_batch, label_smoothing, teacher, routes)
     microbatches, count, objective = prepared
     if scored is not None:
@@ -165,6 +169,8 @@ def eval_step(
             _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
+        if num_items_in_batch is None:
+            num_items_in_batch = labels_around(model, batch)
         microbatches, _, mean = _prepared(runtime, batch, False, num_items_in_batch, label_smoothing, teacher)
         objective = mean if kept is None else kept.of(mean)
         loss = runtime.run_step(model, microbatches, objective, backward=False)
