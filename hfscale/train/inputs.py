@@ -178,8 +178,6 @@ def prepare(
             _refuse_outside(runtime, sum(row.outside for row in rows))
             for each, row in zip(given, rows, strict=True):
                 each.learn(row)
-            if mesh.speaks_for_batch and any(row.numbered for row in rows):
-                tell_of_numbers()
             if packed := [each for each, row in zip(given, rows, strict=True) if row.packed]:
                 check_packed_rows(runtime.model, packed)
             microbatches = [runtime.context.shard_batch(each) for each in given]
@@ -189,8 +187,7 @@ def prepare(
     control = mesh.control if mesh.data_world > 1 else None
     passes = runtime.executor.passes_together(len(microbatches))
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
-    if total == 0 and loss.needs_labels and loss.ignores and mesh.rank == 0:
-        tell_of_no_labels()
+    _tell_what_is_hardly_meant(runtime, loss, rows, total)
     if uses_flash_attention(runtime.model):
         model = runtime.model
         microbatches = [each.like(with_borders(each, model)) if each.restarts else each for each in microbatches]
@@ -199,6 +196,15 @@ def prepare(
         for microbatch in microbatches:
             microbatch.setdefault("use_cache", False)  # a cache of keys and values is for generation
     return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
+
+
+def _tell_what_is_hardly_meant(runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int) -> None:
+    """Warn, on one rank, of what stock code takes in silence."""
+    if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
+        tell_of_numbers()
+    counts_labels = loss.needs_labels and loss.ignores
+    if counts_labels and total == 0 and runtime.mesh.rank == 0:
+        tell_of_no_labels()
 
 
 def _agreed(
