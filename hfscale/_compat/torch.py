@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state as composable
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +28,11 @@ from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "functional_collectives", "set_timeout", "tree_leaves", "tree_map", "tree_map_only"]
 __all__ += ["triton_works", "without_dispatch_modes"]
+
+set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
+    getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+)
+"""Set how long the operations of a group wait; torch's own since 2.14, where the private name warns."""
 
 HOOKS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict) and "hooks" in name)
 """A module's attributes with its hooks, by kind."""

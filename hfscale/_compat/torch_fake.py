@@ -40,6 +40,7 @@ _module = SimpleNamespace(
     current_stream=lambda device=None: _Stream(),
     stream=nullcontext,
     is_initialized=lambda: True,
+    device_count=lambda: 1,  # asked for since torch 2.14
 )
 
 

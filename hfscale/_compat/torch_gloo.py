@@ -41,10 +41,14 @@ class _OfOneDevice(dist.ProcessGroupGloo):
 
     _device: Any = None
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> None:  # the last since torch 2.14
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
+        if enable_reconfigure:
+            options.enable_reconfigure = True
         _OfOneDevice._device = _OfOneDevice._device or gloo.create_default_device()
         options._devices = [_OfOneDevice._device]
         super().__init__(store, rank, size, options)

@@ -184,21 +184,27 @@ def prepare(
     control = mesh.control if mesh.data_world > 1 else None
     passes = runtime.executor.passes_together(len(microbatches))
     total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
-    if total == 0 and loss.needs_labels and loss.ignores and mesh.rank == 0:
-        tell_of_no_labels()
+    _tell_what_is_hardly_meant(runtime, loss, rows, total)
     microbatches = _as_the_model_takes(runtime.model, microbatches, mesh.device)
     return microbatches, torch.full((), max(total, 1), dtype=torch.int64, device=mesh.device)
 
 
 def _learn_of_documents(runtime: Runtime, given: Sequence[Microbatch], rows: Sequence[Counts]) -> None:
-    """Note what was counted of each microbatch, and check or speak of rows that hold several documents."""
+    """Note what was counted of each microbatch, and check those whose rows hold several documents."""
     for microbatch, counts in zip(given, rows, strict=True):
         microbatch.learn(counts)
-    if runtime.mesh.speaks_for_batch and any(counts.numbered for counts in rows):
-        tell_of_numbers()
     packed = [microbatch for microbatch, counts in zip(given, rows, strict=True) if counts.packed]
     if packed:
         check_packed_rows(runtime.model, packed)
+
+
+def _tell_what_is_hardly_meant(runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int) -> None:
+    """Warn, on one rank, of what stock code takes in silence."""
+    if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
+        tell_of_numbers()
+    counts_labels = loss.needs_labels and loss.ignores
+    if counts_labels and total == 0 and runtime.mesh.rank == 0:
+        tell_of_no_labels()
 
 
 def _as_the_model_takes(model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..replaced import attribute_replaced
+from .caches import CACHES
 from .classes import takes_argument
 
 __all__ = ["and_masks", "leave_out_padding"]
@@ -281,7 +282,9 @@ def recomputes(model: Any) -> bool:
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments, also by position, without the key/value cache: recomputation would fill it again."""
     emptied = {
-        name: None for name in ("past_key_values", "past_key_value", "layer_past") if kwargs.get(name) is not None
+        name: None
+        for name, value in kwargs.items()
+        if isinstance(value, Cache) or (name in CACHES and value is not None)
     }
     off = {"use_cache": False} if kwargs.get("use_cache") else {}
     return tuple(None if isinstance(arg, Cache) else arg for arg in args), {**kwargs, **emptied, **off}

@@ -9,6 +9,7 @@ Here they are a child of the model, ``mtp``, with a layer for each depth. In a c
     mtp.layers.0.post_norm.*    model.layers.61.shared_head.norm.*   mtp.norm.*
 """
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from transformers.modeling_utils import local_torch_dtype
 from ...errors import ConfigError
 from ..replaced import attribute_replaced
 from ..torch import own_modules
+from .caches import CACHES
 
 PREDICTION = "mtp"  # the name of the layers in a model
 PREDICTION_LOOKUP = f"{PREDICTION}.embed_tokens"
 """The model's embedding, once more: it may be on another pipeline stage than these layers."""
 
 _Host: Any = MtpModel
+_NO_CACHE = dict.fromkeys(CACHES & inspect.signature(MtpLayer.forward).parameters.keys())
 _BY_NUMBER = {"mtp_block": "", "enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj."}
 _BY_NUMBER |= {"post_norm": "shared_head.norm."}
 _APART = {"mtp_block": "layers.0.", "eh_proj": "fc.", "post_norm": "norm."}
@@ -48,7 +51,7 @@ class PredictionLayer(MtpLayer):
         """Return hidden states ``[b, s, h]``; other arguments are those of the model's own layers."""
         given = {"attention_mask": None, "position_ids": None, "position_embeddings": None, **kwargs}
         embeds, previous = hidden_states.chunk(2, -1)
-        return super().forward(embeds, previous, **{**given, "past_key_values": None})
+        return super().forward(embeds, previous, **{**given, **_NO_CACHE})
 
 
 class StoredNames:

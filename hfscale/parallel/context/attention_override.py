@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._compat.transformers.caches import CACHES
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.computing import (
     answer,
@@ -29,7 +30,7 @@ from .cut_batch import CutBatch, MaskBlocks
 
 _PREFIX = "hfscale_"
 _SAID = {"sliding_window", "position_ids", "is_causal", "use_cache", "cache_position", "position_embeddings"}
-_SAID |= {"past_key_values", "num_items_in_batch", "return_dict", "labels", "logits_to_keep", "output_attentions"}
+_SAID |= {*CACHES, "num_items_in_batch", "return_dict", "labels", "logits_to_keep", "output_attentions"}
 _SAID |= {"output_router_logits", "output_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"}
 _SAID |= {"max_length_k"}
 """Arguments of an attention call that say nothing that its mask does not."""

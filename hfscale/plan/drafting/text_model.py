@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..._compat.transformers.caches import CACHES
 from ..._compat.transformers.classes import takes_argument
 from ...errors import PlanError
 from ...models.blueprint import Block, Blueprint
@@ -26,7 +27,7 @@ from .layers import find_layer_list, find_lists
 
 _PLAIN = {
     *("args", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "head_mask"),
-    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "past_key_values", "use_cache"),
+    *("token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep", "use_cache", *CACHES),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
 }
 """Inputs of models of text, none of which is made of pictures but the embeddings."""

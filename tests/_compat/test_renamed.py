@@ -1,0 +1,60 @@
+"""What other libraries have renamed, each in the release that is installed: the file to mend is named."""
+
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaModel
+from transformers.modeling_layers import MtpLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hfscale
+from hfscale import MemoryConfig
+from hfscale._compat.torch_gloo import _OfOneDevice
+from hfscale._compat.transformers.caches import CACHES
+from hfscale._compat.transformers.computing import without_cache
+
+from ..tiny_models import tiny
+
+
+@pytest.mark.parametrize("taker", [LlamaModel, LlamaDecoderLayer, MtpLayer])
+def test_the_cache_is_called_by_a_known_name(taker: Any) -> None:
+    """_compat/transformers/caches.py."""
+    assert CACHES & inspect.signature(inspect.unwrap(taker.forward)).parameters.keys()
+
+
+@pytest.mark.parametrize("name", [*sorted(CACHES), "whatever_it_is_called_next"])
+def test_a_cache_is_emptied_whatever_its_name(name: str) -> None:
+    """_compat/transformers/computing.py."""
+    args, kwargs = without_cache((DynamicCache(),), {name: DynamicCache(), "use_cache": True, "position_ids": 1})
+    assert args == (None,)
+    assert kwargs == {name: None, "use_cache": False, "position_ids": 1}
+
+
+@pytest.mark.parametrize("recompute", ["full", ["self_attn"], 2])
+def test_recomputation_leaves_the_cache_alone(recompute: Any) -> None:
+    """In a plain loop, in which configs leave it on."""
+    ids = torch.randint(3, 60, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    torch.manual_seed(0)
+    stock: Any = AutoModelForCausalLM.from_config(tiny("llama")).train()
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    stock(**batch).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in stock.named_parameters()}
+    stock.zero_grad()
+    model = hfscale.parallelize(stock, memory=MemoryConfig(recompute=recompute)).train()
+    model(**batch, use_cache=True).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_gloo_is_made_with_what_torch_gives() -> None:
+    """_compat/torch_gloo.py; torch 2.14 names one more argument."""
+    store = dist.HashStore()
+    made = _OfOneDevice(store, 0, 1, timeout=timedelta(seconds=5), enable_reconfigure=False)
+    assert made.size() == 1
+    assert "enable_reconfigure" in inspect.signature(_OfOneDevice.__init__).parameters
