@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-import tempfile
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,28 +12,29 @@ from typing import Any
 Reports = list[dict[str, Any]]
 
 
-def run_ranks(test: Callable[[], Reports], ranks: int, seconds: float) -> tuple[list[Reports | None], str]:
-    """Call ``test`` on every one of ``ranks``, forked.
+def run_ranks(
+    test: Callable[[], Reports], ranks: int, seconds: float, directory: Path
+) -> tuple[list[Reports | None], str]:
+    """Call ``test`` on every one of ``ranks``, forked; they write what they have to say into ``directory``.
 
     Returns:
         what it returned on each rank (None: it was killed, or ended without a word), and why one returned nothing.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        # A file in place of a port: nobody else can take it between the look for a free one and its use.
-        children = [_fork(test, rank, ranks, Path(directory)) for rank in range(ranks)]
-        why = _wait(children, time.monotonic() + seconds)
-        found = [_read(Path(directory) / f"{rank}.json") for rank in range(ranks)]
-    return found, why
+    environment = _environment(ranks)
+    children = [_fork(test, rank, environment, directory) for rank in range(ranks)]
+    why = _wait(children, time.monotonic() + seconds)
+    return [_read(directory / f"{rank}.json") for rank in range(ranks)], why
 
 
-def _fork(test: Callable[[], Reports], rank: int, ranks: int, directory: Path) -> int:
+def _fork(test: Callable[[], Reports], rank: int, environment: dict[str, str], directory: Path) -> int:
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         os.setpgid(0, 0)
-        os.environ.update(_environment(rank, ranks, directory))
+        if environment:
+            os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
         written = directory / f"{rank}.part"
         written.write_text(json.dumps(test(), default=str))
         written.rename(directory / f"{rank}.json")
@@ -42,18 +43,15 @@ def _fork(test: Callable[[], Reports], rank: int, ranks: int, directory: Path) -
         os._exit(code)
 
 
-def _environment(rank: int, ranks: int, directory: Path) -> dict[str, str]:
+def _environment(ranks: int) -> dict[str, str]:
+    """Return what a launcher of several ranks says to all of them."""
     if ranks == 1:
         return {}
-    port = 20_000 + int.from_bytes(directory.name.encode()[-4:], "big") % 40_000
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = str(ranks)
+    return {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _wait(children: list[int], until: float) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hfscale.models.clone import merged, tiny_clone
 from hfscale.testing.picture_configs import CHANGES, with_pictures
@@ -31,7 +31,7 @@ _OTHERS = re.compile(r"lora|gptq|awq|AQLM|non-existing|PeftModel|Remote", re.IGN
 
 
 def class_of(name: str) -> tuple[type[PreTrainedModel], dict[str, Any]] | None:
-    """Return the class that the hub's id ``name`` says, with changes to its tiny config; None if it is no plain model."""
+    """Return the class that the hub's id ``name`` says, with changes to its tiny config; None if none is known."""
     short = name.rpartition("/")[2]
     if _OTHERS.search(short):
         return None
@@ -62,7 +62,9 @@ def make_model(name: str, tokenizer: Any) -> PreTrainedModel | None:
 def tiny_config(family: str, tokenizer: Any, **changes: Any) -> Any:
     """Return a config of ``family`` for the tokenizer's vocabulary."""
     plain = AutoConfig.for_model(family)
-    small = with_pictures(family) if "vision_config" in plain.to_dict() else tiny_clone(plain, **CHANGES.get(family, {}))
+    small = (
+        with_pictures(family) if "vision_config" in plain.to_dict() else tiny_clone(plain, **CHANGES.get(family, {}))
+    )
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "n_positions": 512}
     tokens = {
         "bos_token_id": tokenizer.bos_token_id,

@@ -1,35 +1,43 @@
 """A pytest plugin that runs a peer's tests with stock classes or with hfscale's, each test in processes of its own.
 
-    python -m pytest -p peers.plugin --peer trl --with ours --layout tp2 FOLDER/tests/test_sft_trainer.py -k dft
+python -m pytest -p peers.plugin --peer trl --with ours --layout tp2 FOLDER/tests/test_sft_trainer.py -k dft
 """
 
 import json
-import os
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from _pytest.runner import runtestprotocol
 
 from .forked import Reports, run_ranks
+from .older_tests import put_gone_names
+from .replaced import LAYOUTS, Replacement
+from .rows import stand_in
+from .script_tests import collect_script
+from .shared_folders import share
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("peers")
-    group.addoption("--peer", required=True, choices=("trl", "peft", "accelerate", "transformers"))
+    group.addoption("--peer", required=True, choices=("trl", "peft", "accelerate", "scripts", "transformers"))
     group.addoption("--with", dest="classes", default="ours", choices=("stock", "ours"))
     group.addoption("--layout", default="one")
     group.addoption("--seconds", type=float, default=60, help="a test may take")
     group.addoption("--only", type=Path, help="a file with the ids of the tests to run, one a line")
-    group.addoption("--results", type=Path, help="append a line of JSON for each test to this file")
+    group.addoption("--every", type=int, default=1, help="run one test of so many in each file")
+    group.addoption(
+        "--results", type=lambda path: Path(path).absolute(), help="append a line of JSON for each test to this file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import torch
-
-    from .replaced import LAYOUTS, Replacement
-    from .rows import stand_in
-
     torch.set_num_threads(1)
     stand_in()
     layout = LAYOUTS[config.option.layout]
@@ -39,18 +47,37 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Runs(config, replacement, layout.total_size), "peers-runs")
 
 
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return collect_script(file_path, parent) if parent.config.option.peer == "scripts" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    from .older_tests import put_gone_names
-
     for path in (module_path, *module_path.parent.glob("*util*.py")):
         put_gone_names(path, parent.config.option.peer)
+
+
+class _Everything(defaultdict[str, int]):
+    """PEFT's note of the ids that were asked for online: all, so that none is."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def pytest_collection_finish() -> None:
+    for module in list(sys.modules.values()):
+        if hasattr(module, "_HUB_MODEL_ACCESSES"):
+            module._HUB_MODEL_ACCESSES = _Everything(int)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only is not None:
         wanted = set(config.option.only.read_text().splitlines())
         items[:] = [item for item in items if item.nodeid in wanted]
+    of_files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        of_files.setdefault(item.path, []).append(item)
+    items[:] = [item for found in of_files.values() for item in found[:: config.option.every]]
 
 
 class _Runs:
@@ -62,7 +89,10 @@ class _Runs:
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        found, why = run_ranks(lambda: self._run(item), self._ranks, self._config.option.seconds)
+        with tempfile.TemporaryDirectory() as directory:
+            found, why = run_ranks(
+                lambda: self._run(item, Path(directory)), self._ranks, self._config.option.seconds, Path(directory)
+            )
         reports = _worst(found)
         if reports is None:
             reports = [_lost(item, why)]
@@ -72,8 +102,19 @@ class _Runs:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def _run(self, item: pytest.Item) -> Reports:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        """Part the ranks as a test has ended: what peers tidy up behind it is made for one process."""
+        try:
+            return (yield)
+        finally:
+            if self._ranks > 1 and dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _run(self, item: pytest.Item, directory: Path) -> Reports:
         """Run the test in this process, a forked one."""
+        if self._ranks > 1:
+            share(self._config, self._config.rootpath, directory / "tests")
         reports = runtestprotocol(item, nextitem=None, log=False)
         for report in reports:
             report.user_properties.append(("reached", sorted(self._replacement.reached)))
@@ -84,11 +125,13 @@ class _Runs:
             return
         failed = next((each for each in reports if each.failed), None)
         skipped = any(each.skipped for each in reports)
-        reached = sorted({name for each in reports for key, names in each.user_properties if key == "reached" for name in names})
+        reached = sorted(
+            {name for each in reports for key, names in each.user_properties if key == "reached" for name in names}
+        )
         line = {
             "id": item.nodeid,
             "outcome": "failed" if failed else "skipped" if skipped else "passed",
-            "reached": reached,
+            "reached": sorted({name for names in noted for name in names}),
             "seconds": round(sum(each.duration for each in reports), 1),
             "words": _words(failed) if failed else "",
         }

@@ -61,12 +61,16 @@ class Replacement:
         for module in (accelerate, accelerate.accelerator):
             module.Accelerator = kind
 
+    scripts = accelerate
+
     def _replace_trainer(self, module: Any, name: str, ours: Any) -> None:
         kind = getattr(module, name)
         given: dict[str, Any] = {}
         if self.layout is not None:
             kind, given = getattr(ours, name), {"parallel": self.layout}
-        made = type(name, (kind,), {"__module__": kind.__module__, "__init__": self._noting(kind.__init__, name, **given)})
+        made = type(
+            name, (kind,), {"__module__": kind.__module__, "__init__": self._noting(kind.__init__, name, **given)}
+        )
         setattr(module, name, made)
 
     def _noting(self, call: Callable[..., Any], name: str = "", **given: Any) -> Callable[..., Any]:

@@ -16,7 +16,9 @@ def make_rows(name: str, configuration: str | None) -> datasets.DatasetDict:
     """Return both splits of the hub's data set ``name``."""
     short = name.rpartition("/")[2]
     if short.startswith("zen"):
-        rows = [_zen_row(configuration or "", index, pictures=_PICTURES.get(short, 0)) for index in range(len(SUBJECTS))]
+        rows = [
+            _zen_row(configuration or "", index, pictures=_PICTURES.get(short, 0)) for index in range(len(SUBJECTS))
+        ]
     elif short in ("toolcall", "harmony"):
         rows = [_tool_row(configuration or "", index, short) for index in range(len(SUBJECTS))]
     elif short == "imdb":

@@ -1,4 +1,4 @@
-"""Tokenizers of the hub's ids, made here: byte pairs of the standard library's own text, with a family's special tokens."""
+"""Tokenizers of the hub's ids, made here: byte pairs of the standard library's text, and a family's special tokens."""
 
 import re
 from importlib.util import find_spec
@@ -47,6 +47,8 @@ TEMPLATES = {
     r"LlavaNext": "llava_next",
     r"Llava": "llava_next",
 }
+_BAR = "\uff5c"  # that of DeepSeek's special tokens, a wide one
+_DEEPSEEK = f"<{_BAR}{{}}▁of▁sentence{_BAR}>"
 # By the template's first letters: the tokens that begin a text, end it, and fill a batch up.
 ROLES = {
     "qwen": (None, "<|im_end|>", "<|endoftext|>"),
@@ -57,12 +59,14 @@ ROLES = {
     "gemma": ("<bos>", "<eos>", "<pad>"),
     "glm4moe": (None, "<|endoftext|>", "<|endoftext|>"),
     "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<PAD>"),
-    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "deepseek": (_DEEPSEEK.format("begin"), _DEEPSEEK.format("end"), _DEEPSEEK.format("end")),
     "phi3": ("<s>", "<|endoftext|>", "<|endoftext|>"),
     "": ("<s>", "</s>", "<pad>"),
 }
 PICTURES = ("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<image_soft_token>")
-_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn)>")
+_SPECIAL = re.compile(
+    rf"<\|[^|<>\s]+\|>|<{_BAR}[^{_BAR}]+{_BAR}>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn)>"
+)
 
 
 def template_of(name: str) -> str | None:
@@ -85,7 +89,12 @@ def make_tokenizer(name: str) -> Any:
             single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, tokenizer.token_to_id(start))]
         )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=first, eos_token=last, pad_token=fill, unk_token="<unk>", mask_token="<mask>"
+        tokenizer_object=tokenizer,
+        bos_token=first,
+        eos_token=last,
+        pad_token=fill,
+        unk_token="<unk>",
+        mask_token="<mask>",
     )
     fast.chat_template = text
     fast.model_max_length = 4096
