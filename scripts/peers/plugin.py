@@ -125,9 +125,7 @@ class _Runs:
             return
         failed = next((each for each in reports if each.failed), None)
         skipped = any(each.skipped for each in reports)
-        reached = sorted(
-            {name for each in reports for key, names in each.user_properties if key == "reached" for name in names}
-        )
+        noted = (names for each in reports for key, names in each.user_properties if key == "reached")
         line = {
             "id": item.nodeid,
             "outcome": "failed" if failed else "skipped" if skipped else "passed",
