@@ -21,12 +21,13 @@ def run_ranks(
         what it returned on each rank (None: it was killed, or ended without a word), and why one returned nothing.
     """
     environment = _environment(ranks)
-    children = [_fork(test, rank, environment, directory) for rank in range(ranks)]
+    files = [directory / f"{rank}.json" for rank in range(ranks)]
+    children = [_fork(test, rank, environment, files) for rank in range(ranks)]
     why = _wait(children, time.monotonic() + seconds)
-    return [_read(directory / f"{rank}.json") for rank in range(ranks)], why
+    return [_read(file) for file in files], why
 
 
-def _fork(test: Callable[[], Reports], rank: int, environment: dict[str, str], directory: Path) -> int:
+def _fork(test: Callable[[], Reports], rank: int, environment: dict[str, str], files: list[Path]) -> int:
     child = os.fork()
     if child:
         return child
@@ -35,10 +36,15 @@ def _fork(test: Callable[[], Reports], rank: int, environment: dict[str, str], d
         os.setpgid(0, 0)
         if environment:
             os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-        written = directory / f"{rank}.part"
-        written.write_text(json.dumps(test(), default=str))
-        written.rename(directory / f"{rank}.json")
+        reports = test()
+        written = files[rank].with_suffix(".part")
+        written.write_text(json.dumps(reports, default=str))
+        written.rename(files[rank])
         code = 0
+        # A rank that is gone ends the others, so one that is done stays for them, and one that failed does not.
+        passed = all(report["outcome"] != "failed" for report in reports)
+        while passed and not all(file.exists() for file in files):
+            time.sleep(0.02)
     finally:
         os._exit(code)
 

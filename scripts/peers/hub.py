@@ -13,9 +13,10 @@ from .tokenizers_made import make_tokenizer
 _ID = re.compile(r"""["']([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]+)["']""")
 
 
-def named_in(folder: Path) -> list[str]:
-    """Return what may be ids of the hub in the sources of a suite."""
-    found = (name for path in sorted(folder.rglob("*.py")) for name in _ID.findall(path.read_text()))
+def named_in(files: Iterable[Path]) -> list[str]:
+    """Return what may be ids of the hub in a suite's files and the helpers beside them."""
+    helpers = {path for file in files for path in file.parent.glob("*.py")}
+    found = (name for path in sorted(helpers) for name in _ID.findall(path.read_text()))
     return sorted(set(found))
 
 

@@ -20,7 +20,7 @@ from .forked import Reports, run_ranks
 from .older_tests import put_gone_names
 from .replaced import LAYOUTS, Replacement
 from .rows import stand_in
-from .script_tests import collect_script
+from .script_tests import ScriptFile
 from .shared_folders import share
 
 
@@ -47,14 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Runs(config, replacement, layout.total_size), "peers-runs")
 
 
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    return collect_script(file_path, parent) if parent.config.option.peer == "scripts" else None
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    peer = parent.config.option.peer
+    if peer == "scripts":
+        return ScriptFile.from_parent(parent, path=module_path)
     for path in (module_path, *module_path.parent.glob("*util*.py")):
-        put_gone_names(path, parent.config.option.peer)
+        put_gone_names(path, peer)
+    return None
 
 
 class _Everything(defaultdict[str, int]):
@@ -85,7 +85,8 @@ class _Runs:
 
     def __init__(self, config: pytest.Config, replacement: Any, ranks: int) -> None:
         self._config, self._replacement = config, replacement
-        self._ranks = ranks if config.option.classes == "ours" else 1
+        alone = config.option.classes == "stock" and config.option.peer != "scripts"
+        self._ranks = 1 if alone else ranks
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)

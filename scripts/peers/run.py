@@ -43,9 +43,10 @@ def main() -> int:
 
 def run_suite(peer: str, folder: Path, layouts: list[str] | None) -> list[Judgement]:
     """Run what passes with stock classes in each layout with ours."""
-    fill(BUILD / "hub" / "hub", named_in(folder / "tests"))
+    fill(BUILD / "hub" / "hub", named_in(path for paths in paths_of(peer, folder).values() for path in paths))
     stock = BUILD / f"{peer}-stock.jsonl"
-    run_tests(peer, folder, stock, ["--with", "stock"])
+    first = SUITES[peer].layouts[0]  # of scripts, which are made for several processes, over as many with stock classes
+    run_tests(peer, folder, stock, ["--with", "stock", "--layout", first])
     asked = to_ask(read_outcomes(stock))
     found: list[Judgement] = []
     for layout in layouts or SUITES[peer].layouts:
@@ -80,7 +81,8 @@ def environment() -> dict[str, str]:
     """Return the environment of the peers' tests: offline, over the hub that is made here."""
     paths = [str(HERE.parent), str(HERE.parents[1]), str(BUILD / "packages"), os.environ.get("PYTHONPATH", "")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(BUILD / "hub")}
-    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    processor = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **offline, **processor, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def describe(judgement: Judgement) -> None:

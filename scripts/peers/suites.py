@@ -7,6 +7,8 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import accelerate
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -35,7 +37,7 @@ SUITES = {
     "peft": Suite(
         "peft==0.21.2",
         {
-            1: (
+            8: (
                 *("adaption_prompt", "auto", "cpt", "helpers", "initialization", "integrations", "lora_conversion"),
                 *("lora_intruders", "lora_variants", "lorafa", "loraplus", "low_level_api", "mixed", "other", "xlora"),
                 *("multitask_prompt_tuning", "poly", "token_classification_qa", "trainable_tokens", "tuners_utils"),
@@ -53,8 +55,8 @@ SUITES = {
         ("one",),
     ),
     "scripts": Suite(
-        "accelerate==1.15.0",
-        {1: ("script", "sync", "ops", "distributed_data_loop")},
+        None,  # installed with accelerate itself
+        {1: ("script", "sync", "ops", "distributed_data_loop", "metrics")},
         ("dp_replicate2",),
     ),
     "transformers": Suite(
@@ -71,10 +73,12 @@ SUITES = {
 
 
 def folder_of(name: str, build: Path) -> Path | None:
-    """Return the folder around a suite's ``tests``: the named one (PEERS_TRL, ...), or a release that ships them."""
+    """Return the folder around a suite's tests: the named one (PEERS_TRL, ...), or a release that ships them."""
     if named := os.environ.get(f"PEERS_{name.upper()}"):
         return Path(named)
     release = SUITES[name].release
+    if name == "scripts":
+        return Path(accelerate.__file__).parents[1]
     if release is None:
         return None
     folder = build / release.replace("==", "-")
@@ -89,7 +93,7 @@ def folder_of(name: str, build: Path) -> Path | None:
 
 def paths_of(name: str, folder: Path) -> dict[int, list[Path]]:
     """Return the suite's files that are there, by how many: one test of so many runs."""
-    below = folder / "src/accelerate/test_utils/scripts" if name == "scripts" else folder / "tests"
+    below = folder / "accelerate/test_utils/scripts" if name == "scripts" else folder / "tests"
     found: dict[int, list[Path]] = {}
     for every, files in SUITES[name].files.items():
         listed = [path for file in files for path in sorted(below.rglob(f"test_{file}.py"))]
