@@ -1,6 +1,6 @@
 """A pytest plugin that runs a peer's tests with stock classes or with hfscale's, each test in processes of its own.
 
-python -m pytest -p peers.plugin --peer trl --with ours --layout tp2 FOLDER/tests/test_sft_trainer.py -k dft
+python -m pytest -p peers.plugin --peer trl --with ours --layout tp2 FOLDER/tests/FILE.py -k dft
 """
 
 import json
