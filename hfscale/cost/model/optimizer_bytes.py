@@ -74,8 +74,7 @@ def optimizer_bytes(
     if given.get("stochastic_rounding"):  # steps copies in 32 bits
         trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
     if name in BITSANDBYTES:
-        wide = f"{lookup}.weight" if given.get(WIDE_EMBEDDINGS) else ""
-        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given, wide)
+        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given, f"{lookup}.weight")
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
@@ -108,12 +107,13 @@ def _bitsandbytes_bytes(
     options: dict[str, Any],
     embedding: str,
 ) -> int:
+    wide = embedding if options.get(WIDE_EMBEDDINGS) else ""
     moments, books = _MOMENTS[kind.stock]
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
         entries, whole = prod(planned.local_shape(ranks)), prod(planned.shape)
-        if kind.bits == 32 or whole < least or embedding in (planned.name, planned.tied_to):
+        if kind.bits == 32 or whole < least or wide in (planned.name, planned.tied_to):
             total += 4 * moments * entries
         elif flat_blocks_align(planned, BLOCK):  # stepped where it is; one code book for all of these
             total += moments * (entries + 4 * ceil(entries / BLOCK))
