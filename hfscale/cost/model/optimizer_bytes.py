@@ -74,8 +74,7 @@ def optimizer_bytes(
     if given.get("stochastic_rounding"):  # steps copies in 32 bits
         trained = [replace(p, dtype=torch.float32) if p.dtype == torch.bfloat16 else p for p in trained]
     if name in BITSANDBYTES:
-        wide = f"{lookup}.weight" if given.get(WIDE_EMBEDDINGS) else ""
-        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given, wide)
+        return _bitsandbytes_bytes(trained, ranks, BITSANDBYTES[name], given, lookup)
     if name == "adafactor":
         return sum(_adafactor_bytes(planned, ranks, given) for planned in trained)
     if name == "muon":
@@ -106,9 +105,10 @@ def _bitsandbytes_bytes(
     ranks: dict[str, int],
     kind: BitsAndBytesOptimizer,
     options: dict[str, Any],
-    embedding: str,
+    lookup: str | None,
 ) -> int:
     moments, books = _MOMENTS[kind.stock]
+    embedding = f"{lookup}.weight" if options.get(WIDE_EMBEDDINGS) else ""
     least = int(options.get("min_8bit_size", MIN_8BIT_SIZE))
     total = shared = 0
     for planned in trained:
