@@ -91,7 +91,6 @@ _NAME_CUDA = {
     "distributed/ops/head_cross_entropy.py",
     *(
         "config/options.py",
-        "integrations/trainer/items_in_batch.py",
         "integrations/trainer/resume_callbacks.py",
         "parallel/tensor/lazy_logits.py",
         "cost/tools/simulated_rank.py",

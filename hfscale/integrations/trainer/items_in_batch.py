@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..._compat.replaced import attribute_replaced
 
-_MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "long", "int", "detach", "clone", "reshape", "view"})
+_MOVES = frozenset({"to", "cpu", "float", "double", "long", "int", "detach", "clone", "reshape", "view"})
 
 
 class Noticed(Tensor):
