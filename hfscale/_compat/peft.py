@@ -26,6 +26,8 @@ DROPOUTS = "lora_dropout"  # in front of its adapters
 DORA_MAGNITUDES = "lora_magnitude_vector"  # DoRA's modules (Liu et al. 2024)
 IA3_SCALES = "ia3_l"  # of IA3 (Liu et al. 2022): ``[out, 1]`` or ``[1, in]``
 
+CONVERTS = "supports_lora_conversion"  # the method of a wrapper that is asked before
+
 ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     LORA_A: (1, None),
     LORA_B: (None, 0),  # its bias too
@@ -69,6 +71,11 @@ def adapters_switched_off(model: nn.Module) -> Iterator[None]:
         for each in filter(is_wrapper, model.modules()):
             stack.enter_context(attribute_replaced(each, "_disable_adapters", True))
         yield
+
+
+def convertible_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the wrappers that PEFT may convert to LoRA."""
+    return [module for module in model.modules() if hasattr(type(module), CONVERTS)]
 
 
 def wrapped_by_peft(model: nn.Module) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name, empty_copy
-from ..errors import ConfigError, check_count
+from ..errors import CheckpointError, ConfigError, check_count
 from ..features.adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
-from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_tied
+from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_not_finite, refuse_tied
 from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
 from ..train.distillation import evaluating
@@ -117,15 +117,23 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
             "alone with hfscale.save_pretrained"
         )
     refuse_tied(adapters, runtime.plan)
+    refuse_not_finite(runtime)
     before = None if quiet else _answer(runtime)
     training = runtime.model.training
     merged, plan = len({adapter.base for adapter in runtime.plan.adapters}), adapters.stock_plan
     plain = {} if dtype is None else dequantized_weights(runtime, dtype)
     replaced = _replaced(runtime, "hfscale.merge_and_unload")
-    tensors = {**take_apart(runtime).tensors, **plain}
+    shares = take_apart(runtime)
+    tensors = {**shares.tensors, **plain}
     if quantized is not None:
         plan = put_plain_modules(adapters, runtime, plain)
-    stock, tensors = merge_local_weights(adapters, runtime, tensors)
+    try:
+        stock, tensors = merge_local_weights(adapters, runtime, tensors)
+    except CheckpointError:  # of every rank; over quantized weights, stock modules hold rounded values by now
+        if quantized is None:
+            again = assemble(runtime.model, runtime.plan, runtime.mesh, runtime.options, shares, adapters)
+            replaced.hand_over(again)
+        raise
     replaced.hand_over(assemble(stock, plan, runtime.mesh, runtime.options, LocalWeights(tensors)))
     stock.train(training)
     if before is not None:

@@ -110,9 +110,7 @@ def create_optimizer(
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, such as lr=1e-4")
     numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
     _check_numbers(numbers, betas, choice.betas)
-    runtime = runtime_of(model)
-    instead = "use an optimizer of torch.optim over model.parameters(), in one process"
-    refuse_without_around(runtime, model, f"create_optimizer(model, {name!r})", instead)
+    runtime = _runtime_of_all(model, name)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     checked = _checked(groups, plans, weight_decay, runtime)
     aside = _aside(name, runtime, stochastic_rounding, rounding_seed)
@@ -122,6 +120,14 @@ def create_optimizer(
         return _ENGINES[choice.engine](order)
     except ValueError as error:  # of the stock class, about a value
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
+
+
+def _runtime_of_all(model: nn.Module, name: str) -> Runtime:
+    """Return the model's runtime; :class:`ConfigError` where something trains around it, which this would leave out."""
+    runtime = runtime_of(model)
+    instead = "use an optimizer of torch.optim over model.parameters(), in one process"
+    refuse_without_around(runtime, model, f"create_optimizer(model, {name!r})", instead)
+    return runtime
 
 
 def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]) -> None:

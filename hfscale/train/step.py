@@ -68,10 +68,9 @@ def train_step(
     if loss_fn is not None:
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
     scored = None if score_loss is None else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    if num_items_in_batch is None and score_loss is None:
-        num_items_in_batch = labels_around(model, batch)
-    prepared = _prepared(runtime, batch, True, num_items_in_batch, label_smoothing, teacher, routes)
-    microbatches, count, objective = prepared
+    counted = num_items_in_batch is not None or score_loss is not None
+    items = num_items_in_batch if counted else labels_around(model, batch)
+    microbatches, count, objective = _prepared(runtime, batch, True, items, label_smoothing, teacher, routes)
     if scored is not None:
         objective = loss_of_scores(runtime, count, scored, temperature, batch, len(microbatches))
     loss = runtime.run_step(model, microbatches, objective, backward=True)

@@ -162,6 +162,7 @@ _REFUSED = {
 }
 _OF_STOCK = ("add_adapter", "load_adapter", "delete_adapter")  # methods of transformers' models too
 _SAVE = "save_pretrained"
+_CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one process"
 
 
 def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
@@ -173,6 +174,8 @@ def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
                 setattr(holder, name, _refusing(name, instead))
     if ranks > 1:
         peft.ask_before_state_dicts(_refuse_parts)
+        for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
+            setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
         setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
 

@@ -18,7 +18,8 @@ from ...models.module_kinds import follow_weight
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, put_parameter, unwrapped
-from ...train.runtime.shards import gather_full
+from ...train.runtime.shards import gather_full, local_tensor
+from ...train.runtime.writing import all_or_none
 from ..quantization.quantized_modules import dequantized
 from .adapter_edges import sum_norms
 from .adapter_structure import give_back_methods
@@ -41,15 +42,36 @@ def refuse_tied(adapters: Any, plan: Plan) -> None:
             )
 
 
+def refuse_not_finite(runtime: Runtime) -> None:
+    """Raise :class:`ConfigError` on every rank, naming the tensor, if a factor or a weight to merge into holds NaN or
+    infinity on one of them; collective.
+    """
+    plan, bad = runtime.plan, list[str]()
+    wanted = {name for adapter in plan.adapters for name in (adapter.tied_to or adapter.name, adapter.base)}
+    for planned, parameter in runtime.parameters():
+        local = local_tensor(parameter.detach())
+        if planned.name in wanted and local.is_floating_point() and not bool(local.isfinite().all()):
+            bad.append(planned.name)
+    every = runtime.mesh.all_gather_object(bad)
+    if any(every):
+        rank = next(rank for rank, names in enumerate(every) if names)
+        raise ConfigError(
+            f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
+            "load an earlier state"
+        )
+
+
 def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Merge every adapter of a model that has been taken apart into its weight in ``shares``, this rank's final shards
     with those of the adapters, changed in place; put the stock modules back, and return the stock model, on the meta
-    device, and its shards.
+    device, and its shards. Raise :class:`CheckpointError` on
+    every rank, with the wrappers in place, if that fails on one.
     """
     plan, mesh, model = runtime.plan, runtime.mesh, runtime.model
     merge, here, done = WholeMerge(adapters, plan, model, mesh.tp_group), plan.local_names(mesh.pp_rank), set[str]()
+    failure: Exception | None = None
     for name in here:
         if name in done or not merge.changes(name):
             continue
@@ -57,10 +79,18 @@ def merge_local_weights(
         for part in merge.parts(name):
             planned, share = plan.by_name[part], shares[part].contiguous()
             parts[part] = gather_full(share, planned.model_shape(mesh.ranks), planned.data_cuts, mesh)
-        for weight, value in merge.merged(name, parts).items():
+        try:
+            found = merge.merged(name, parts)
+        except (ValueError, RuntimeError) as error:  # go on: other ranks wait for this one's shards of other weights
+            failure = failure or error
+            continue
+        for weight, value in found.items():
             shares[weight] = _cut_over_data(plan.by_name[weight], value, mesh.ranks)
             parameter_at(model, here[weight]).requires_grad_(False)
             done.add(weight)
+    with all_or_none(mesh, "adapters could not be merged, and the model is as it was"):
+        if failure is not None:
+            raise failure
     put_back(model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)

@@ -83,10 +83,15 @@ def check_config(config: Any) -> None:
         return
     variants = [each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")]
     init = config.init_lora_weights
-    if isinstance(init, str) and init not in _INITS and not init.startswith("pissa"):
+    if isinstance(init, str) and init.startswith("pissa_niter"):
+        raise ConfigError(
+            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
+            "than it was trained on: use 'pissa', whose decomposition is exact"
+        )
+    if isinstance(init, str) and init not in (*_INITS, "pissa"):
         raise ConfigError(
             f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
-            f"{', '.join(map(repr, _INITS))}, 'pissa' or 'pissa_niter_[n]'"
+            f"{', '.join(map(repr, _INITS))}, or 'pissa'"
         )
     for name in (*_LORA_REFUSED, *variants):
         if name != "use_dora" and getattr(config, name, None):
