@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
@@ -36,6 +37,7 @@ from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .items_in_batch import scaled_if_divided
+from .reference_adapter import ReferenceAdapter
 from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
 from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, compiler_of, options_of
@@ -89,6 +91,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         self._seams = Seams(layout, options_of(arguments) | seed)
         if isinstance(model, nn.Module):
             self._seams.train(model)
+            if is_peft_model(model):
+                context.enter_context(ReferenceAdapter(model, self._seams.heads).may_be_added())
         self._while_made = context  # models made by Trainer's __init__ enter contexts into it
         with context, self._seams.while_made(type(self)):
             init(model, *given, **named)

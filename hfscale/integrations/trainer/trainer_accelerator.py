@@ -1,6 +1,6 @@
 """Provide the accelerator inside a Trainer, which counts distinct batches as processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,12 +71,12 @@ class TrainerAccelerator(Accelerator):
         if self.num_processes == 1:
             size = getattr(state.active_dataloader, "batch_size", None)
             if state.end_of_dataloader and state.remainder == -1 and size and not of_stream:
-                self._last = size, rows_of(batch)  # an iterable dataset's last batch may have fewer rows
+                self._last = size, _rows(batch)  # an iterable dataset's last batch may have fewer rows
             return None
         if not self.even_batches:
             return None
         if of_stream or isinstance(getattr(state.active_dataloader, "dataset", None), DealtStream):
-            known = batch.known if isinstance(batch, Marked) and any(batch.known) else (rows_of(batch),) * 2
+            known = batch.known if isinstance(batch, Marked) and any(batch.known) else (_rows(batch),) * 2
             self._last = None if of_stream else known
             return known
         return self._dealt_last(state.active_dataloader) if state.end_of_dataloader else None
@@ -137,6 +137,15 @@ class TrainerAccelerator(Accelerator):
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.mesh.batch_world  # group over a full step, as in one process
         super()._agree_on_order(data_loader)
+
+
+def _rows(batch: Any) -> int:
+    """Return the examples of a batch of any class: GRPO's are lists, pictures and sound have no token ids."""
+    if not isinstance(batch, Mapping):
+        return len(batch)
+    if "input_ids" in batch:
+        return rows_of(batch)
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim)
 
 
 class _OfRanks(Tensor):

@@ -93,3 +93,6 @@ class DataParallel(Part, DataAxes):
 
     def release(self) -> None:
         shard.reshard(self._wrapped)
+
+    def as_shards(self) -> AbstractContextManager[None]:
+        return shard.as_shards(self._wrapped)

@@ -47,6 +47,25 @@ def reshard(wrapped: Sequence[FSDPModule]) -> None:
         module.reshard()
 
 
+def _gathered(wrapped: Sequence[FSDPModule]) -> list[FSDPModule]:
+    def is_gathered(module: Any) -> bool:
+        return any(place.is_gathered() for place in managed_places(module, inner=False))
+
+    return [module for module in wrapped if is_gathered(module)]
+
+
+@contextmanager
+def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
+    """Reshard for the with block, whose new values then are in what modules have gathered for a backward pass."""
+    gathered = _gathered(wrapped)
+    reshard(wrapped)
+    try:
+        yield
+    finally:
+        for module in gathered:
+            module.unshard()
+
+
 def refuse_calls_past_the_model(model: Any) -> None:
     """Refuse calls of the base model alone: FSDP2 gathers weights around the layers only when the model is called."""
     inside = getattr(model, "base_model", model)
@@ -71,15 +90,22 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 def give_up_whole_weights(model: Any) -> None:
     """Reshard the parameters after a pass without gradients: FSDP2 leaves gathered weights registered for a backward
-    pass, and an optimizer made then would update them in vain, and ``zero_grad`` miss every gradient.
+    pass, and an optimizer made then would update them in vain, and ``zero_grad`` miss every gradient. Those that an
+    earlier pass has left for its backward pass stay.
     """
     generating: list[bool] = []
+    awaited: list[FSDPModule] = []
     generate, wrapped = getattr(model, "generate", None), wrapped_modules(model)
+
+    def before(*_: Any) -> None:
+        if not generating and not torch.is_grad_enabled():
+            awaited[:] = _gathered(wrapped)
 
     def after(*_: Any) -> None:
         if not generating and not torch.is_grad_enabled():
-            reshard(wrapped)
+            reshard([module for module in wrapped if module not in awaited])
 
+    model.register_forward_pre_hook(before, prepend=True)  # before FSDP2 gathers
     model.register_forward_hook(after)
     if generate is None:
         return

@@ -188,6 +188,10 @@ class DataAxes:
     def release(self) -> None:
         """Free gathered parameters that forward passes keep for backward passes: parameters are shards again."""
 
+    def as_shards(self) -> AbstractContextManager[None]:
+        """Release parameters for a with block that writes into shards, and gather anew those that were gathered."""
+        return nullcontext()
+
 
 class ContextAxis:
     """Shard the sequences of a batch over the context axis."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import trl
 from datasets import Dataset, load_from_disk
@@ -88,6 +89,7 @@ class Case:
     ours: bool = False
     load: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    adapted: Any = None  # a PEFT config of adapters that the model has before
     taught: bool = False  # by the model in the folder ``teacher``
     made: Callable[[str], dict[str, Any]] | None = None  # more arguments of the trainer, made on every rank
 
@@ -112,8 +114,11 @@ def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     auto = AutoModelForSequenceClassification if ranks else AutoModelForCausalLM
     load: dict[str, Any] = {"dtype": torch.float32, **({"num_labels": 1} if ranks else {}), **case.load}
     if layout is None and not case.ours:
-        return auto.from_pretrained(path, **load)
-    return hfscale.from_pretrained(path, parallel=ParallelConfig(**(layout or {})), auto_class=auto, **load)
+        model = auto.from_pretrained(path, **load)
+        torch.manual_seed(1)
+        return model if case.adapted is None else peft.get_peft_model(model, case.adapted)
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**(layout or {})), auto_class=auto, **load)
+    return model if case.adapted is None else hfscale.get_peft_model(model, case.adapted, seed=1)
 
 
 def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[dict[str, float]]:

@@ -71,7 +71,7 @@ RARER = [
     ("completion", PP2),
     ("sft", {"cp_size": 2}),
     *((name, TP2) for name in ("completion", "packed", "assistant", "precomputed", "rloo")),
-    *((name, DP2) for name in ("kto", "reward", "rollouts")),
+    *((name, DP2) for name in ("kto", "reward", "rollouts", "dpo_lora")),
 ]
 
 

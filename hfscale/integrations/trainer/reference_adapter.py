@@ -1,0 +1,76 @@
+"""The adapter ``ref`` of TRL's trainers: a copy of the trained one, whose values are in its place while ``ref`` is on.
+
+TRL adds it to a PEFT model that it is given, copies the trained adapter's parameters into it by name, and switches to
+it for a reference's forward pass, without gradients. Over shards a model has one adapter, so the copy is a list of
+tensors like its parameters, on the rank that has them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..._compat.replaced import attribute_replaced
+from ...train.runtime import local_tensor, runtime_of
+from .fused_head import FusedHead
+
+_TRAINED, _REFERENCE = ".default.", ".ref."  # within names of parameters
+_NAME = "ref"
+
+
+class ReferenceAdapter:
+    """The copy beside ``peft_model``; ``heads`` are the trainer's, which tell when nothing is computed."""
+
+    def __init__(self, peft_model: Any, heads: Sequence[FusedHead]) -> None:
+        self._model, self._heads = peft_model, heads
+        self._copies: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}  # the trained values while those of the copy are in place
+        self._set_adapter: Callable[..., Any] = peft_model.set_adapter
+
+    @contextmanager
+    def may_be_added(self) -> Iterator[None]:
+        """Let TRL add the adapter, and find its parameters, inside the ``with`` block."""
+        find = self._model.get_parameter
+
+        def get_parameter(name: str) -> Any:
+            return self._copies[name.replace(_REFERENCE, _TRAINED)] if _REFERENCE in name else find(name)
+
+        with ExitStack() as stack:
+            stack.enter_context(attribute_replaced(self._model, "add_adapter", self._add))
+            stack.enter_context(attribute_replaced(self._model, "get_parameter", get_parameter))
+            yield
+
+    def _add(self, name: str, config: Any, *_: Any, **__: Any) -> None:
+        with runtime_of(self._model).data.as_shards():
+            self._copies = self._values()
+        self._model.peft_config[name] = config
+        self._model.set_adapter = self._switch
+
+    def _parameters(self) -> list[tuple[str, Any]]:
+        return [(name, each) for name, each in self._model.named_parameters() if _TRAINED in name]
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: parameter.data.clone() for name, parameter in self._parameters()}
+
+    def _switch(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        """Switch to the adapter of that name."""
+        if name == _NAME:
+            recalls = any(
+                head.conversation is not None and head.conversation.scores is not None for head in self._heads
+            )
+            if not (self._trained or recalls):  # or recorded outputs answer for the reference
+                with runtime_of(self._model).data.as_shards():
+                    self._trained = self._values()
+                    self._put(self._copies)
+        elif self._trained:
+            with runtime_of(self._model).data.as_shards():
+                self._put(self._trained)
+            self._trained = {}
+        else:
+            self._set_adapter(name, *args, **kwargs)
+
+    def _put(self, values: dict[str, Tensor]) -> None:
+        """Write values into the parameters, unseen by autograd: they are back before a backward pass reads them."""
+        for name, parameter in self._parameters():
+            local_tensor(parameter.data).copy_(local_tensor(values[name]))
