@@ -4,8 +4,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
+from transformers import LlamaConfig
+
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.models.clone import tiny_clone
 
 LAYOUTS = {
     "one": ParallelConfig(),
@@ -53,15 +57,30 @@ class Replacement:
         peft.get_peft_model = self._noting(stock if self.layout is None else self._adapting(stock))
 
     def accelerate(self) -> None:
-        """Replace the accelerator."""
+        """Replace the accelerator; ours knows a model as it is made, as in scripts that build theirs first."""
         import accelerate
 
-        kind = accelerate.Accelerator if self.layout is None else hfscale.Accelerator
-        kind.__init__ = self._noting(kind.__init__, "Accelerator")  # type: ignore[method-assign]
+        stock = accelerate.Accelerator
+        init = stock.__init__ if self.layout is None else self._with_a_model()
+        kind = stock if self.layout is None else hfscale.Accelerator
+        kind.__init__ = self._noting(init, "Accelerator")  # type: ignore[method-assign]
         for module in (accelerate, accelerate.accelerator):
             module.Accelerator = kind
 
     scripts = accelerate
+
+    def _with_a_model(self) -> Callable[..., None]:
+        """Return an initialization of ours that also prepares a tiny model in the layout: loaders need its mesh."""
+        init, layout = hfscale.Accelerator.__init__, self.layout
+
+        @wraps(init)
+        def made(accelerator: hfscale.Accelerator, **kwargs: Any) -> None:
+            init(accelerator, **kwargs)
+            with torch.random.fork_rng():
+                model = hfscale.from_config(tiny_clone(LlamaConfig()), parallel=layout)
+            accelerator.prepare(model)
+
+        return made
 
     def _replace_trainer(self, module: Any, name: str, ours: Any) -> None:
         kind = getattr(module, name)
