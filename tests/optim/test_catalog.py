@@ -58,7 +58,7 @@ def test_refusals() -> None:
     refused("must have 'params'", groups=[{"lr": 1.0}])
     refused(r"one of shape \(2,\) is not of it", groups=[{"params": [torch.nn.Parameter(torch.zeros(2))]}])
     refused("transformer.wpe.weight does not train", groups=[{"params": [model.transformer.wpe.weight]}])
-    with pytest.raises(ConfigError, match="was not parallelized"):
+    with pytest.raises(ConfigError, match="is no model of transformers"):
         hfscale.create_optimizer(torch.nn.Linear(2, 2), lr=1e-3)
     with pytest.raises(ConfigError, match="cannot be added"):
         hfscale.create_optimizer(model, lr=1e-3).add_param_group({"params": []})
