@@ -20,6 +20,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from ..config.environment import RUN
 from ..distributed.files import complete, directories
 from ..distributed.files.foreign import has_plain_weights, written_elsewhere
 from ..distributed.mesh import Mesh
@@ -166,9 +167,11 @@ def _refuse_other_files(source: Path) -> None:
 
 
 def _may_lie_beside(path: Path) -> bool:
-    """Return whether a path may be in a directory without states: hidden, a log, or of an interrupted save."""
+    """Return whether a path may be in a directory without states: hidden, a log, the name of a run whose states are in
+    memory, or of an interrupted save.
+    """
     hidden = any(part.startswith(".") and part != ".metadata" for part in path.parts)
-    return hidden or path.suffix in _NOTES or "tfevents" in path.name
+    return hidden or path.name == RUN or path.suffix in _NOTES or "tfevents" in path.name
 
 
 def none_there(source: Path, mesh: Mesh) -> bool:

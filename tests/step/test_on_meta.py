@@ -199,7 +199,7 @@ def test_stages(microbatches: int) -> None:
 
 
 def test_batches_on_the_device_are_looked_at_once() -> None:
-    seen = _step(ParallelConfig(tp_size=2), 4, answer=[B * (S - 1), 0, 0, 0] * 4)
+    seen = _step(ParallelConfig(tp_size=2), 4, answer=[B * (S - 1), 0, 0, 0, 0] * 4)
     assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/train/runtime/batches.py"]
 
 

@@ -16,6 +16,7 @@ OWN = {
     *("put_back_random_states", "check_loss", "around_inputs", "_run_step", "arguments_of_data", "written_aside"),
     "forget_engine",
     "kept_in_memory",
+    "_cut",
     "_write_aside",
     "_divisor",
     "check_cached",
