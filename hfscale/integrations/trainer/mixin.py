@@ -44,7 +44,7 @@ from .seams import Seams, compiler_of, options_of
 from .trainer_accelerator import TrainerAccelerator
 from .trainer_arguments import by_name, with_default_config, with_second_models
 from .trainer_batches import cut_by_schedule, first_examples, warn_of_repeated
-from .trainer_optimizers import named_optimizer
+from .trainer_optimizers import OF_BACKWARD, named_optimizer, optimizer_name
 
 
 class TrainerMixin(Checkpoints, DataHooks):
@@ -167,7 +167,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         :meth:`_divisor` returns what to divide each batch by.
         """
         runtime = self.runtime
-        if not self.knows_loss or runtime.loss is None or "lomo" in str(self.args.optim):  # steps in the backward pass
+        within_backward = optimizer_name(self.args) in OF_BACKWARD
+        if not self.knows_loss or runtime.loss is None or within_backward:
             return False
         spread = runtime.plan.stages is not None or runtime.mesh.data_world > 1
         needed = spread or (self.args.label_smoothing_factor and runtime.plan.loss)

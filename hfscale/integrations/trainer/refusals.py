@@ -26,7 +26,7 @@ from ...train.guards import check_packed_rows
 from ...train.runtime import Runtime
 from .seams import compiler_of
 from .trainer_batches import rebalances
-from .trainer_optimizers import check_optimizer
+from .trainer_optimizers import check_optimizer, optimizer_name
 
 _OF_SEVERAL_RANKS = frozenset({"auto_find_batch_size", "neftune_noise_alpha", "eval_use_gather_object"})
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
@@ -121,7 +121,7 @@ def check_layout_of(model: nn.Module, layout: ParallelConfig) -> None:
 def check_model(runtime: Runtime, arguments: Any) -> None:
     """Check the model's precision, kernels, schedule and optimizer's device against the arguments."""
     if offloaded(runtime.plan).optimizer:
-        refuse_aside(str(getattr(arguments.optim, "value", arguments.optim)))
+        refuse_aside(optimizer_name(arguments))
     built, asked = runtime.options.around_products, str(arguments.mixed_precision)
     if built != asked:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}

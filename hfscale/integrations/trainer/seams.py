@@ -70,7 +70,9 @@ class Seams:
         cast_lm_head_to_fp32: bool = False,
         outputs: Iterable[str] = ("log_probs",),
     ) -> None:
-        if find_runtime(model) is None:
+        runtime = find_runtime(model)
+        whole = runtime is None or runtime.mesh.layout.total_size == 1
+        if runtime is None or (whole and cast_lm_head_to_fp32):
             stock(model, temperature, cast_lm_head_to_fp32, outputs)
             return
         if cast_lm_head_to_fp32:

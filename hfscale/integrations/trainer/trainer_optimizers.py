@@ -13,10 +13,17 @@ from ...cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS
 from ...optim import create_optimizer
 from ...optim.catalog import CHOICES, find_choice, parse_arguments
 
+OF_BACKWARD = frozenset({"lomo", "adalomo"})  # they step in the backward pass, in one process alone
+
+
+def optimizer_name(arguments: Any) -> str:
+    """Return the name that ``TrainingArguments`` have for their optimizer."""
+    return str(getattr(arguments.optim, "value", arguments.optim))
+
 
 def check_optimizer(arguments: Any) -> None:
     """Check that hfscale knows the optimizer that the arguments name, and that it takes ``optim_args``."""
-    name = str(getattr(arguments.optim, "value", arguments.optim))
+    name = optimizer_name(arguments)
     if left_to_host(name):
         return
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
@@ -34,7 +41,7 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
     """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates."""
     args, kind, stock = trainer.args, type(trainer), transformers.Trainer
     overridden = kind.get_optimizer_cls_and_kwargs is not stock.get_optimizer_cls_and_kwargs
-    name = str(getattr(args.optim, "value", args.optim))
+    name = optimizer_name(args)
     if trainer.optimizer_cls_and_kwargs is not None or overridden or left_to_host(name):
         return None
     groups = None
@@ -59,7 +66,7 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
 
 def _as_trainer_steps_embeddings(arguments: Any) -> dict[str, Any]:
     """Return the option by which states of embeddings have 32 bits, as in stock Trainer, if others have 8."""
-    known = BITSANDBYTES.get(str(getattr(arguments.optim, "value", arguments.optim)))
+    known = BITSANDBYTES.get(optimizer_name(arguments))
     return {WIDE_EMBEDDINGS: True} if known is not None and known.bits == 8 else {}
 
 

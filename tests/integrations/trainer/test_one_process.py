@@ -58,6 +58,16 @@ def test_options_are_those_of_stock(name: str, tmp_path: Path, monkeypatch: pyte
     assert found == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("optim", "expected"), [("adamw_torch", True), ("lomo", False), ("adalomo", False)])
+def test_optimizers_that_step_in_the_backward_pass_get_stock_steps(
+    optim: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim=optim)
+    trainer = hfscale.Trainer(model=AutoModelForCausalLM.from_config(tiny("llama")), args=args, train_dataset=ROWS)
+    assert trainer.uses_train_step is expected
+
+
 def test_plans_look_at_every_option() -> None:
     with pytest.raises(ConfigError, match="compile must be True, False or one of"):
         hfscale.plan(tiny("llama"), compile="nonsense")
