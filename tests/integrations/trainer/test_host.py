@@ -18,6 +18,7 @@ OWN = {
     "kept_in_memory",
     "_write_aside",
     "_divisor",
+    "_cut",
     "check_cached",
     "scored",
 }
