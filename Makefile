@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 
-.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long demo-grpo test test-all test-torchao test-liger test-vllm test-weights test-peers test-gpu test-oldest lint docs site bench clean
+.PHONY: setup demo demo-compare demo-pipeline demo-experts demo-experts-pipeline demo-upcycle demo-lora demo-qlora demo-8bit demo-reward demo-vision demo-long demo-grpo test test-all test-torchao test-liger test-vllm test-weights test-peers test-gpu test-oldest test-newest lint docs site bench clean
 
 setup: $(VENV)/.ready
 
@@ -140,6 +140,15 @@ test-gpu:
 test-oldest: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target build/oldest --no-deps transformers==5.17.0 huggingface_hub==1.33.0 httpx httpcore certifi
 	PYTHONPATH=build/oldest $(TEST)
+
+# The newest releases, in an environment of its own. They are newer than the extra `tested` allows, which warns.
+NEWEST := build/newest/bin/python -m pip install --quiet --constraint constraints-newest.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+NEWEST_TORCH := $(shell sed -n 's/^torch==//p' constraints-newest.txt)
+test-newest:
+	test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
+	$(NEWEST) torch==$(NEWEST_TORCH)+cpu 2>/dev/null || $(NEWEST) torch==$(NEWEST_TORCH)
+	$(NEWEST) --editable ".[bitsandbytes,plots,recipes,trl,dev,docs]"
+	$(subst $(BIN),build/newest/bin,$(TEST)) -W "ignore:hfscale was not tested with"
 
 lint: setup
 	$(BIN)/ruff check .

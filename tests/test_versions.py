@@ -1,6 +1,8 @@
 """Libraries outside of the tested range: a warning, or a refusal that says what they lack."""
 
+import multiprocessing
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -17,6 +19,8 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     asked = ["torch>=2.11", "transformers>=5.17", 'transformers<5.0; extra == "tested"', 'absent<1; extra == "tested"']
     monkeypatch.setattr(metadata, "requires", lambda _: asked)
     monkeypatch.delitem(vars(hfscale), "train_step", raising=False)
+    monkeypatch.setenv(versions._WARNED, "")  # what was set before is then put back
+    monkeypatch.delenv(versions._WARNED)
     versions.check_versions.cache_clear()
     yield
     versions.check_versions.cache_clear()
@@ -27,6 +31,29 @@ def test_a_newer_library_warns_once(newer: None, monkeypatch: pytest.MonkeyPatch
         assert callable(hfscale.train_step)
     monkeypatch.delitem(vars(hfscale), "train_step")
     assert callable(hfscale.train_step)  # pytest makes a second warning an error
+
+
+def _warned() -> bool:
+    versions.check_versions.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        versions.check_versions()
+    return bool(said)
+
+
+@pytest.mark.parametrize("name", versions._RANKS)
+def test_other_ranks_of_a_launcher_are_silent(newer: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    assert not _warned()
+    monkeypatch.setenv(name, "0")
+    assert _warned()
+
+
+def test_what_a_process_starts_does_not_warn_again(newer: None) -> None:
+    """``hfscale train`` starts ranks, a data loader its workers."""
+    assert _warned()
+    with multiprocessing.get_context("fork").Pool(1) as workers:
+        assert not workers.apply(_warned)
 
 
 def test_a_library_without_a_name_is_refused(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 _ALWAYS = ("torch", "transformers")  # of libraries whose private names every use of hfscale needs
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # what launchers call it, torchrun's first
+_WARNED = "HFSCALE_VERSIONS_WARNED"  # for the processes that this one starts, which inherit its environment
 
 
 def untested() -> dict[str, str]:
@@ -32,22 +34,37 @@ def _missing_names() -> list[str]:
     for module in pkgutil.walk_packages(importlib.import_module(__package__).__path__, f"{__package__}."):
         if module.name.removeprefix(f"{__package__}.").startswith(_ALWAYS):
             try:
-                importlib.import_module(module.name)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of what is imported only to be looked at
+                    importlib.import_module(module.name)
             except (ImportError, AttributeError) as error:
                 found.append(str(error))
     return list(dict.fromkeys(found))
 
 
+def _speaks_for_its_job() -> bool:
+    """Return whether this process is the first of its job, and none that started it has warned."""
+    if _WARNED in os.environ:
+        return False
+    given = (os.environ[name] for name in _RANKS if name in os.environ)
+    return next(given, "0") == "0"
+
+
 @cache
 def check_versions() -> None:
-    """Warn, once, of a library outside of the tested range; raise ``ImportError`` if it lacks a name that is used."""
+    """Warn, once per job, of a library outside of the tested range.
+
+    Raises:
+        ImportError: it lacks a name that is used.
+    """
     others = ", ".join(untested().values())
     if not others:
         return
     advice = "pip install 'hfscale[tested]' installs the newest tested versions"
     if missing := _missing_names():
         raise ImportError(f"hfscale does not run with {others}: {'; '.join(missing)}. {advice}")
-    if os.environ.get("RANK", "0") == "0":
+    if _speaks_for_its_job():
+        os.environ[_WARNED] = "1"
         warnings.warn(
             f"hfscale was not tested with {others}, which has the names that it imports. {advice}", stacklevel=3
         )

@@ -40,7 +40,7 @@ from ..parallel.tensor.part import RandomStreams
 from ..train import guards
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
-from .state_directory import none_there, run_of
+from .state_directory import none_to_resume, run_of
 from .state_load import Resumed, load_from
 from .state_save import TakenState, contents_of, take_state, write_state
 
@@ -214,7 +214,7 @@ def load_state(
     refuse_under_way(runtime, "load_state")
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         wait_for_saves()
-        if missing_ok and none_there(Path(directory), runtime.mesh):
+        if missing_ok and none_to_resume(Path(directory), runtime.mesh):
             return Resumed(None, 0, runtime.mesh.batch_world, True)
         runtime.data.release()
         resumed = load_from(runtime, Path(directory), stock_optimizer(optimizer), _given(others), verify)

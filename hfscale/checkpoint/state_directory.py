@@ -167,25 +167,31 @@ def _refuse_other_files(source: Path) -> None:
 
 
 def _may_lie_beside(path: Path) -> bool:
-    """Return whether a path may be in a directory without states: hidden, a log, the name of a run whose states are in
-    memory, or of an interrupted save.
+    """Return whether a path may be in a directory without states: hidden, a log, a run's name, or of an interrupted
+    save.
     """
     hidden = any(part.startswith(".") and part != ".metadata" for part in path.parts)
-    return hidden or path.name == RUN or path.suffix in _NOTES or "tfevents" in path.name
+    return hidden or path.suffix in _NOTES or path.name == RUN or "tfevents" in path.name
 
 
 def none_there(source: Path, mesh: Mesh) -> bool:
-    """Return whether the first rank finds no state in ``source``, complete or not; the same answer on every rank.
-
-    Raise :class:`CheckpointError`, on the first rank, if there are weights of another kind.
-    """
+    """Return whether the first rank finds no complete state in ``source``; the same answer on every rank."""
     found: list[Path] = []
     if is_writer(mesh):
         with suppress(CheckpointError):
             found = candidates(source)
-        if not found and not states_in(source):
-            _refuse_other_files(_meant(source))
     return not mesh.all_gather_object(found)[0]
+
+
+def none_to_resume(source: Path, mesh: Mesh) -> bool:
+    """Return :func:`none_there`, for a run that begins at step 0 if there is none.
+
+    Raises:
+        CheckpointError: on the first rank, if ``source`` has no state and weights of another kind, or other files.
+    """
+    if is_writer(mesh) and not states_in(source):
+        _refuse_other_files(_meant(source))
+    return none_there(source, mesh)
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:

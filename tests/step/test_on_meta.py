@@ -12,6 +12,7 @@ from hfscale import ParallelConfig, RoutingConfig
 from hfscale.distributed.ops import collectives
 from hfscale.parallel.tensor import RandomStreams
 from hfscale.train.runtime import runtime_of
+from hfscale.train.runtime.batches import Counts
 
 from ..tiny_models import tiny
 from .meta import GPU, Seen, pretended_gpus, watched
@@ -34,7 +35,7 @@ def _zeros(found: torch.Tensor) -> torch.Tensor:
 
 
 def _step(
-    layout: ParallelConfig, microbatches: int = 1, mixture: bool = False, answer: list[int] | None = None
+    layout: ParallelConfig, microbatches: int = 1, mixture: bool = False, answer: tuple[int, ...] | None = None
 ) -> Seen:
     """A step and clipping on the first rank.
 
@@ -199,7 +200,7 @@ def test_stages(microbatches: int) -> None:
 
 
 def test_batches_on_the_device_are_looked_at_once() -> None:
-    seen = _step(ParallelConfig(tp_size=2), 4, answer=[B * (S - 1), 0, 0, 0, 0] * 4)
+    seen = _step(ParallelConfig(tp_size=2), 4, answer=Counts(B * (S - 1), 0, 0, 0, 0) * 4)
     assert [where.partition(":")[0] for _, where in seen.looks.elements()] == ["hfscale/train/runtime/batches.py"]
 
 

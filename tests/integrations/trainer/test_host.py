@@ -19,6 +19,7 @@ OWN = {
     "_cut",
     "_write_aside",
     "_divisor",
+    "_cut",
     "check_cached",
     "scored",
 }
