@@ -20,7 +20,7 @@ from .forked import Reports, run_ranks
 from .older_tests import put_gone_names
 from .replaced import LAYOUTS, Replacement
 from .rows import stand_in
-from .script_tests import ScriptFile
+from .script_tests import ALONE, ScriptFile
 from .shared_folders import share
 
 
@@ -116,6 +116,7 @@ class _Runs:
         """Run the test in this process, a forked one."""
         if self._ranks > 1:
             share(self._config, self._config.rootpath, directory / "tests")
+        self._replacement.beside = item.name not in ALONE
         reports = runtestprotocol(item, nextitem=None, log=False)
         for report in reports:
             report.user_properties.append(("reached", sorted(self._replacement.reached)))

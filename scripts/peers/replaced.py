@@ -27,11 +27,13 @@ class Replacement:
 
     Attributes:
         reached: the names of what has been called since a test began, of what is replaced or would be.
+        beside: whether accelerators get a model of hfscale first, beside the scripts' own modules.
     """
 
     def __init__(self, layout: ParallelConfig | None) -> None:
         self.layout = layout
         self.reached = set[str]()
+        self.beside = True
 
     def trl(self) -> None:
         """Replace TRL's trainers, whose stock bases stay."""
@@ -57,7 +59,7 @@ class Replacement:
         peft.get_peft_model = self._noting(stock if self.layout is None else self._adapting(stock))
 
     def accelerate(self) -> None:
-        """Replace the accelerator; ours knows a model as it is made, as in scripts that build theirs first."""
+        """Replace the accelerator; ours knows a model as it is made (``beside``), so that its own loaders run."""
         import accelerate
 
         stock = accelerate.Accelerator
@@ -70,12 +72,14 @@ class Replacement:
     scripts = accelerate
 
     def _with_a_model(self) -> Callable[..., None]:
-        """Return an initialization of ours that also prepares a tiny model in the layout: loaders need its mesh."""
+        """Return an initialization of ours that also prepares a tiny model in the layout."""
         init, layout = hfscale.Accelerator.__init__, self.layout
 
         @wraps(init)
         def made(accelerator: hfscale.Accelerator, **kwargs: Any) -> None:
             init(accelerator, **kwargs)
+            if not self.beside:
+                return
             with torch.random.fork_rng():
                 model = hfscale.from_config(tiny_clone(LlamaConfig()), parallel=layout)
             accelerator.prepare(model)

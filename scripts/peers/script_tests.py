@@ -13,6 +13,8 @@ CHOICES: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("split_batches", "dispatch_batches", "sync_each_batch", "use_seedable_sampler"), (False, True)
 )
 GIVEN = ("accelerator", "state", "datasets_Dataset")
+# These want the classes of an accelerator that has no model: one to be pickled, and a loader that dispatches.
+ALONE = ("test_pickle_accelerator", "test_gather_for_metrics_with_iterable_dataset")
 _WORDS = ("test_", "check_", "_check")
 _HELPERS = ("check_model_parameters", "test_data_loader")
 

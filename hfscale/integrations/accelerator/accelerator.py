@@ -8,17 +8,16 @@ leaves the model, which hfscale has wrapped already, alone.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Any
 
 import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
-from accelerate.utils import InitProcessGroupKwargs, recursively_apply
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..._compat.accelerate import BatchScheduler, count_last_batch, is_prepared, one_run, prepared
@@ -33,9 +32,14 @@ from ...parallel.data import set_gradient_sync
 from ...train import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
-from .loaders import CollateLast, OneOrder, dealt, seed_workers_alike
-from .whole_models import agree_on_weights
+from .gathering import gather_batches, gather_objects, holds_tensors_alone, reduce_batches
+from .loaders import CollateLast, OneOrder, dealt, is_stream, seed_workers_alike
+from .whole_models import agree_on_weights, check_beside, is_plain, own_parameters
 
+_TOO_LATE = (
+    "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, or before, "
+    "the data loaders"
+)
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 
 
@@ -54,6 +58,7 @@ class Accelerator(accelerate.Accelerator):
 
     serves_hfscale = True
     _runtime: Runtime | None = None
+    _dealt_over_processes = False  # a loader was prepared before any model of hfscale
     flag_tensor: Tensor | None
     _listed: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # finite ones
 
@@ -87,10 +92,7 @@ class Accelerator(accelerate.Accelerator):
     def mesh(self) -> Mesh:
         """The mesh of the prepared model."""
         if self._runtime is None:
-            raise ConfigError(
-                "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, "
-                "or before, the data loaders"
-            )
+            raise ConfigError(_TOO_LATE)
         return self._runtime.mesh
 
     @property
@@ -113,12 +115,18 @@ class Accelerator(accelerate.Accelerator):
         return bool(self.state.is_last_process)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as Accelerate does; models must be parallelized, and are returned as they are."""
+        """Prepare as Accelerate does; models of transformers must be parallelized, and are returned as they are.
+
+        Other modules are prepared by Accelerate (DDP), where every process has a batch of its own.
+        """
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         for model in models:
-            self._adopt(model)
-        known = [runtime_of(model) for model in (*models, *prepared(self, "models"))]
-        check_optimizers([obj for obj in args if isinstance(obj, Optimizer)], known)
+            if not self._stays_plain(model):
+                self._adopt(model)
+        known = [*models, *prepared(self, "models")]
+        plain = own_parameters(filter(is_plain, known))
+        optimizers = [obj for obj in args if isinstance(obj, Optimizer) and plain.isdisjoint(own_parameters([obj]))]
+        check_optimizers(optimizers, [runtime_of(model) for model in known if not is_plain(model)])
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -130,6 +138,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if evaluation_mode and find_runtime(model) is None:
             return self._prepare_whole(model, device_placement)
+        if self._stays_plain(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
         self._adopt(model)
         if model not in prepared(self, "models"):
             prepared(self, "models").append(model)
@@ -148,14 +158,17 @@ class Accelerator(accelerate.Accelerator):
         """Give each distinct batch rank its samples; ranks that share a batch get the same ones."""
         if is_prepared(data_loader):
             return data_loader
+        if self._is_stock:
+            self._dealt_over_processes = True
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         placed = self.device_placement if device_placement is None else device_placement
         dispatches = bool(self.dispatch_batches)
-        if dispatches and self.mesh.layout.total_size > 1:
+        if dispatches and self.mesh.batch_world != self.mesh.layout.total_size:
             raise ConfigError(
                 "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
             )
         rows = data_loader.batch_size is not None  # or the stream's examples are batches
-        if self.mesh.batch_world > 1 and rows and _is_stream(data_loader.dataset):
+        if self.mesh.batch_world > 1 and rows and not dispatches and is_stream(data_loader.dataset):
             # In the order of one process: Accelerate gives each process files of its own of a stream of datasets.
             data_loader = dealt(data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches)
         self._agree_on_order(data_loader)
@@ -184,7 +197,8 @@ class Accelerator(accelerate.Accelerator):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader over the rest of an epoch, as Accelerate does."""
         rest = super().skip_first_batches(dataloader, num_batches)
-        self._follow_one_process(rest)
+        if not self._is_stock:
+            self._follow_one_process(rest)
         return rest
 
     def _follow_one_process(self, loader: Any) -> None:
@@ -213,27 +227,15 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate, along the first dim, the tensors of distinct batch ranks; every sample once, in batch order."""
-        groups = self.mesh.batch_groups
-
-        def gather_one(local: Tensor) -> Tensor:
-            local = (local[None] if local.ndim == 0 else local).contiguous()
-            for group in groups:
-                pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(pieces, local, group=group)
-                local = torch.cat(pieces)
-            return local
-
-        return recursively_apply(gather_one, tensor, error_on_other_type=True)
+        if self._is_stock:
+            return super().gather(tensor)
+        return gather_batches(self.mesh, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over distinct batches, without the duplicates that pad the last batch; objects into one list."""
-        if not use_gather_object and _holds_tensors_alone(input_data):
-            return super().gather_for_metrics(input_data)
-        told = self.mesh.all_gather_object((self.mesh.batch_rank, input_data))
-        by_batch: dict[int, Any] = {}
-        for batch_rank, objects in told:  # ranks that share a batch have the same ones
-            by_batch.setdefault(batch_rank, objects)
-        gathered = [each for _, objects in sorted(by_batch.items(), key=itemgetter(0)) for each in objects]
+        if self._is_stock or (not use_gather_object and holds_tensors_alone(input_data)):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        gathered = gather_objects(self.mesh, input_data)
         state = self.gradient_state
         trims = state.end_of_dataloader and state.remainder > 0
         return gathered[: state.remainder] if trims else gathered
@@ -250,14 +252,9 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or mean over the distinct batch ranks."""
-
-        def reduce_one(local: Tensor) -> Tensor:
-            total = local.clone()
-            for group in self.mesh.batch_groups:
-                dist.all_reduce(total, group=group)
-            return total * scale / (self.mesh.batch_world if reduction == "mean" else 1)
-
-        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+        if self._is_stock:
+            return super().reduce(tensor, reduction, scale)
+        return reduce_batches(self.mesh, tensor, reduction, scale)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass as Accelerate does; :class:`ConfigError` through stages, where steps run it."""
@@ -268,6 +265,10 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients without reducing them over the data axes inside the ``with`` block."""
+        if is_plain(model):
+            with super().no_sync(model):
+                yield
+            return
         stock = runtime_of(model).model
         set_gradient_sync(stock, False)
         try:
@@ -281,9 +282,15 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: they are only some of its trainable parameters.
         """
-        listed = parameters.values() if isinstance(parameters, dict) else parameters
-        given = {id(p) for p in ([listed] if isinstance(listed, Tensor) else listed)}
+        named = parameters.values() if isinstance(parameters, dict) else parameters
+        listed = [named] if isinstance(named, Tensor) else list(named)
+        given = {id(p) for p in listed}
+        plain = own_parameters(filter(is_plain, prepared(self, "models")))
+        if self._is_stock or (given and given <= plain):
+            return super().clip_grad_norm_(listed, max_norm, norm_type)
         for model in prepared(self, "models"):
+            if is_plain(model):
+                continue
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
             # A rank whose stages train nothing must take part in the norm all the same.
             still = runtime_of(model).plan.stages is not None and (
@@ -295,18 +302,26 @@ class Accelerator(accelerate.Accelerator):
             "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"
         )
 
-    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **_: Any) -> None:
+    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **more: Any) -> None:
         """Write a plain Hugging Face directory; call it on every rank."""
+        if is_plain(model):
+            super().save_model(model, save_directory, max_shard_size, **more)
+            return
         save_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **more: Any) -> str:
         """Write the training state, for any layout (:func:`hfscale.save_state`); call it on every rank."""
+        if self._is_stock:
+            return str(super().save_state(output_dir, safe_serialization, **more))
         model, optimizer, others = one_run(self, output_dir, self._orders)
         save_state(model, output_dir, optimizer=optimizer, **others)
         return str(output_dir)
 
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **_: Any) -> None:
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **more: Any) -> None:
         """Restore the prepared model, optimizer and schedulers from :meth:`save_state`."""
+        if self._is_stock:
+            super().load_state(input_dir, load_kwargs, **more)
+            return
         model, optimizer, others = one_run(self, input_dir, self._orders)
         load_state(model, input_dir, optimizer=optimizer, **others)
         for order in self._orders:
@@ -321,6 +336,19 @@ class Accelerator(accelerate.Accelerator):
     def _mesh_so_far(self) -> Mesh | None:
         """The mesh of the prepared model, or else of the latest one that was built."""
         return latest_mesh() if self._runtime is None else self._runtime.mesh
+
+    @property
+    def _is_stock(self) -> bool:
+        """Whether no model of hfscale is prepared, and none makes processes share a batch."""
+        mesh = latest_mesh()
+        return self._runtime is None and (mesh is None or mesh.batch_world == mesh.layout.total_size)
+
+    def _stays_plain(self, model: nn.Module) -> bool:
+        if not is_plain(model):
+            return False
+        if (mesh := self._mesh_so_far) is not None:
+            check_beside([model], mesh)
+        return True
 
     def _adopt(self, model: nn.Module) -> None:
         runtime = runtime_of(model)
@@ -338,6 +366,9 @@ class Accelerator(accelerate.Accelerator):
                 f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
         if self._runtime is None:
+            check_beside(filter(is_plain, prepared(self, "models")), runtime.mesh)
+            if self._dealt_over_processes and runtime.mesh.layout.total_size > 1:
+                raise ConfigError(_TOO_LATE)
             self._runtime = runtime
             batches = runtime.mesh.batch_world
             if self._told - {batches} and self.is_main_process:  # a schedule's length may have been computed from it
@@ -366,17 +397,3 @@ class Accelerator(accelerate.Accelerator):
         else:
             seed = sampler.generator.initial_seed() if sampler.generator is not None else torch.random.initial_seed()
             sampler.generator = torch.Generator().manual_seed(self.mesh.all_gather_object(seed)[0])
-
-
-def _is_stream(dataset: Any) -> bool:
-    """Return whether a dataset is a stream, of torch or of datasets, that is not dealt out yet."""
-    streams = isinstance(dataset, IterableDataset) or hasattr(dataset, "n_shards")
-    return streams and not isinstance(dataset, IterableDatasetShard)
-
-
-def _holds_tensors_alone(data: Any) -> bool:
-    try:
-        recursively_apply(lambda each: each, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True

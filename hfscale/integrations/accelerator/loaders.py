@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ..._compat.accelerate import LastBatch
 from ..._compat.torch import before_iterators
@@ -71,8 +71,8 @@ class _OfLastStep:
 
 
 class StreamShare(IterableDatasetShard):
-    """Accelerate's shard of a stream with a position, which behind each batch is that of one process. Examples from
-    the beginning fill the last step; its batches are :class:`~hfscale._compat.accelerate.LastBatch`.
+    """Accelerate's shard of a stream, dealt out in the order of one process. Examples from the beginning fill the last
+    step; its batches are :class:`~hfscale._compat.accelerate.LastBatch`.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,6 +91,10 @@ class StreamShare(IterableDatasetShard):
             left = len(step)
             filled = step + (first or step) * self.num_processes * self.batch_size
             yield from (_OfLastStep(filled[place], left) for place in places)
+
+
+class PositionedShare(StreamShare):
+    """A share of a stream that has a position, which behind each batch is that of one process."""
 
     def state_dict(self) -> Any:
         """Return the stream's position."""
@@ -118,9 +122,11 @@ class CollateLast:
 def dealt(loader: Any, batches: int, index: int, split: bool, kind: type[IterableDatasetShard] = StreamShare) -> Any:
     """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
     size = loader.batch_size // batches if split else loader.batch_size
+    if kind is StreamShare and hasattr(loader.dataset, "state_dict"):
+        kind = PositionedShare
     stream = kind(loader.dataset, size, loader.drop_last, batches, index)
     made = DataLoader(stream, batch_size=size, **{name: getattr(loader, name) for name in KEPT})
-    if kind is StreamShare:
+    if issubclass(kind, StreamShare):
         made.collate_fn = CollateLast(made.collate_fn)
     return made
 
@@ -136,3 +142,9 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
 
     loader.generator = seeds
     before_iterators(loader, agree)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset is a stream, of torch or of datasets, that is not dealt out yet."""
+    streams = isinstance(dataset, IterableDataset) or hasattr(dataset, "n_shards")
+    return streams and not isinstance(dataset, IterableDatasetShard)

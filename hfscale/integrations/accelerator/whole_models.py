@@ -1,11 +1,17 @@
-"""Models that every rank holds whole, and only evaluates: reward models, references that are not parallelized."""
+"""Models that every rank holds whole: reward models and references that are only evaluated, and plain modules."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...distributed.mesh import Mesh
+from ...errors import ConfigError
 from ...train.guards.replicas import checksum
+from ...train.runtime import find_runtime
 
 
 @torch.no_grad()
@@ -21,3 +27,30 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
             given = tensor.detach().contiguous()
             dist.broadcast(given, src=0)
             tensor.copy_(given)
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Return whether a module is, and has in it, no model of transformers: one of torch, which nothing here cuts."""
+    found = any(isinstance(module, PreTrainedModel) for module in model.modules())
+    return not found and find_runtime(model) is None
+
+
+def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse plain modules beside a model whose ranks share a batch: their gradients are means over all processes."""
+    layout = mesh.layout
+    for module in modules:
+        if mesh.batch_world != layout.total_size:
+            raise ConfigError(
+                f"{type(module).__name__}, which was not parallelized by hfscale, must train where every process has "
+                f"a batch of its own, got {layout.describe()} for the model beside it: use dp_shard_size or "
+                "dp_replicate_size alone, or prepare it with evaluation_mode=True if it does not train"
+            )
+
+
+def own_parameters(holders: Iterable[Any]) -> set[int]:
+    """Return the identities of the parameters of modules, or of optimizers."""
+    found = set[int]()
+    for holder in holders:
+        groups = getattr(holder, "param_groups", None) or [{"params": holder.parameters()}]
+        found.update(id(parameter) for group in groups for parameter in group["params"])
+    return found

@@ -1,0 +1,56 @@
+"""Gather and reduce over distinct batches, each of which several ranks may share."""
+
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+from torch import Tensor
+
+from ...distributed.mesh import Mesh
+
+
+def gather_batches(mesh: Mesh, tensors: Any) -> Any:
+    """Concatenate tensors of distinct batch ranks along the first dim, in batch order."""
+    groups = mesh.batch_groups
+
+    def gather_one(local: Tensor) -> Tensor:
+        local = (local[None] if local.ndim == 0 else local).contiguous()
+        for group in groups:
+            pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(pieces, local, group=group)
+            local = torch.cat(pieces)
+        return local
+
+    return recursively_apply(gather_one, tensors, error_on_other_type=True)
+
+
+def reduce_batches(mesh: Mesh, tensors: Any, reduction: str, scale: float) -> Any:
+    """Return the sum or mean of tensors over distinct batch ranks, times ``scale``."""
+
+    def reduce_one(local: Tensor) -> Tensor:
+        total = local.clone()
+        for group in mesh.batch_groups:
+            dist.all_reduce(total, group=group)
+        return total * scale / (mesh.batch_world if reduction == "mean" else 1)
+
+    return recursively_apply(reduce_one, tensors, error_on_other_type=True)
+
+
+def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
+    """Return the objects of all distinct batch ranks in one list, in batch order."""
+    told = mesh.all_gather_object((mesh.batch_rank, objects))
+    by_batch: dict[int, Any] = {}
+    for batch_rank, found in told:  # ranks that share a batch have the same ones
+        by_batch.setdefault(batch_rank, found)
+    return [each for _, found in sorted(by_batch.items(), key=itemgetter(0)) for each in found]
+
+
+def holds_tensors_alone(data: Any) -> bool:
+    """Return whether all that is in nested containers is tensors."""
+    try:
+        recursively_apply(lambda each: each, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
