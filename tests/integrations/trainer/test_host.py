@@ -19,7 +19,6 @@ OWN = {
     "_cut",
     "_write_aside",
     "_divisor",
-    "_cut",
     "check_cached",
     "scored",
 }
