@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from ..._compat.replaced import attribute_replaced
 
-_MOVES = frozenset({"to", "cpu", "float", "double", "long", "int", "detach", "clone", "reshape", "view"})
+_MOVES = frozenset({"to", "cpu", "float", "double", "long", "int", "type", "detach", "clone", "reshape", "view"})
+_LOOKS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "__repr__", "__format__"})
 
 
 class Noticed(Tensor):
@@ -37,16 +39,26 @@ class Noticed(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute with the plain number, and note it."""
-        name, own = function.__name__, next((each for each in args if isinstance(each, cls)), None)
-        plain = [each.as_subclass(Tensor) if isinstance(each, cls) else each for each in args]
-        found = function(*plain, **(kwargs or {}))
-        if own is None or name == "__get__":
+        """Compute with the plain number, and note it; logs may show the number."""
+        held: list[Noticed] = []
+
+        def plain(number: Noticed) -> Tensor:
+            held.append(number)
+            return number.as_subclass(Tensor)
+
+        given, options = recursively_apply(plain, (tuple(args), dict(kwargs or {})), test_type=_is_noticed)
+        found, name = function(*given, **options), function.__name__
+        if name in _LOOKS:
             return found
-        if name in _MOVES:
-            return cls.of(found, own.notes)
-        own.notes.append(name)
+        if name in _MOVES and isinstance(args[0], cls):
+            return cls.of(found, args[0].notes)
+        for number in held:
+            number.notes.append(name)
         return found
+
+
+def _is_noticed(value: Any) -> bool:
+    return isinstance(value, Noticed)
 
 
 class _WasUsed:

@@ -1,12 +1,17 @@
 """Losses that divide by nothing of the step train and report over data ranks what they do in one process."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 import hfscale
@@ -40,22 +45,25 @@ def model_of(kind: str) -> Any:
     return model_class(config_class(**SMALL))
 
 
-def rows_of(kind: str) -> list[dict[str, Any]]:
+def rows_of(kind: str, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(2)
     shape, name = ((3, 8, 8), "pixel_values") if kind == "vit" else ((64,), "input_values")
-    return [{name: torch.randn(shape, generator=generator), "labels": index % 2} for index in range(24)]
+    return [{name: torch.randn(shape, generator=generator, dtype=dtype), "labels": index % 2} for index in range(24)]
 
 
-def trained(kind: str, layout: dict[str, int] | None, out: str, accumulated: int) -> list[float]:
+def trained(
+    kind: str, layout: dict[str, int] | None, out: str, accumulated: int, loss: Any = None, **options: Any
+) -> list[float]:
     world = ParallelConfig(**layout or {}).batch_world
     args = transformers.TrainingArguments(
         out, per_device_train_batch_size=4 // world, gradient_accumulation_steps=accumulated, max_steps=3, report_to=[],
         use_cpu=True, save_strategy="no", logging_steps=1, learning_rate=1e-2, optim="sgd", disable_tqdm=True,
+        **options,
     )  # fmt: skip
     made: Any = transformers.Trainer if layout is None else hfscale.Trainer
     more = {} if layout is None else {"parallel": ParallelConfig(**layout)}
     given = {"args": args, "train_dataset": rows_of(kind), "data_collator": default_data_collator}
-    trainer = made(model_of(kind), **given, **more)
+    trainer = made(model_of(kind), compute_loss_func=loss, **given, **more)
     trainer.train()
     return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
 
@@ -73,10 +81,92 @@ def test_losses_are_those_of_one_process(
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+def mean_of_rows(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return F.cross_entropy(outputs.logits, labels)
+
+
+def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return torch.div(F.cross_entropy(outputs.logits, labels, reduction="sum"), other=num_items_in_batch)
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "mean": {"loss": mean_of_rows},
+    "items": {"loss": sum_over_items},
+    "smoothed": {"label_smoothing_factor": 0.2},
+}
+
+
+@pytest.mark.daily("wav2vec2-mean", "wav2vec2-items", "wav2vec2-smoothed")
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("kind", ["wav2vec2", "vit"])
+def test_losses_of_a_script_are_those_of_one_process(
+    pools: Pools, kind: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = trained(kind, None, str(tmp_path), 1, **OWN[own])
+    for found in pools(2).run(trained, kind, {"dp_shard_size": 2}, str(tmp_path), 1, **OWN[own]):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def looped(kind: str, layout: dict[str, int] | None, prepares: bool) -> list[float]:
+    """Return loss and norm of three steps in a loop of the script's own, in float64."""
+    model = model_of(kind).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    world = ParallelConfig(**layout or {}).batch_world
+    batches = DataLoader(rows_of(kind, torch.float64), batch_size=4 // world, collate_fn=default_data_collator)
+    accelerator = hfscale.Accelerator(cpu=True) if layout else accelerate.Accelerator(cpu=True)
+    if layout is not None:
+        model = hfscale.parallelize(model, ParallelConfig(**layout))
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    said = []
+    for batch in islice(batches, 3):
+        loss = model(**batch).loss
+        if prepares:
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            loss.backward()
+            norm = hfscale.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        said += [float(accelerator.reduce(loss.detach(), "mean")), float(norm)]
+    return said
+
+
+@pytest.mark.daily("wav2vec2-layout0-True", "wav2vec2-layout1-False")
+@pytest.mark.parametrize("prepares", [True, False])
+@pytest.mark.parametrize("layout", [{"dp_shard_size": 2}, {"dp_replicate_size": 2}])
+@pytest.mark.parametrize("kind", ["wav2vec2", "vit"])
+def test_loops_are_those_of_one_process(
+    pools: Pools, kind: str, layout: dict[str, int], prepares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = looped(kind, None, True)
+    for found in pools(2).run(looped, kind, layout, prepares):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_number_notices_what_is_computed_with_it() -> None:
     number = Noticed.of(torch.tensor(4))
     moved = number.to("cpu").float()
     assert moved.device.type == "cpu"
     assert not number.notes
+    assert f"{number} of {number!r}"  # a log shows it
+    assert not number.notes
     assert float((torch.ones(()) / moved).detach()) == 0.25
+    assert number.notes
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda number: torch.div(torch.ones(()), other=number),
+        lambda number: torch.stack([number, number]),
+        lambda number: max(number, 1) / 2,
+        int,
+    ],
+)
+def test_a_number_is_noticed_wherever_it_stands(use: Callable[[Any], Any]) -> None:
+    number = Noticed.of(torch.tensor(4))
+    use(number)
     assert number.notes
