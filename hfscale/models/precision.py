@@ -18,6 +18,9 @@ WIDENS_AROUND = ("xglm",)
 """Families that add a table in 32 bits to hidden states in front of their layers, which FSDP2 brings back to 16."""
 
 
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, nn.functional.linear)
+
+
 class _KeepFloat64(TorchFunctionMode):
     """Ignore casts of float64 tensors to float32 inside the with block."""
 
@@ -31,8 +34,9 @@ class _KeepFloat64(TorchFunctionMode):
                 kwargs["dtype"] = torch.float64
             if func is nn.functional.grid_sample:
                 args = (args[0], args[1].double(), *args[2:])
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dtype != args[1].dtype:
-            args = (args[0].double(), args[1].double())  # one of them was made of integers
+        if func in _PRODUCTS and args[0].dtype != args[1].dtype:
+            # One of them was made of integers, or is a router's weight, which some classes keep in 32 bits.
+            args = (args[0].double(), args[1].double(), *args[2:])
         if func is torch.full and "dtype" not in kwargs:
             value = args[1] if len(args) > 1 else kwargs["fill_value"]
             if abs(value) > torch.finfo(torch.float32).max:

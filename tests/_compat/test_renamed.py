@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaModel, masking_utils
 from transformers.modeling_layers import MtpLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -15,7 +15,7 @@ import hfscale
 from hfscale import MemoryConfig
 from hfscale._compat.torch_gloo import _OfOneDevice
 from hfscale._compat.transformers.caches import CACHES
-from hfscale._compat.transformers.computing import without_cache
+from hfscale._compat.transformers.computing import keep_documents_apart, without_cache
 
 from ..tiny_models import tiny
 
@@ -50,6 +50,19 @@ def test_recomputation_leaves_the_cache_alone(recompute: Any) -> None:
     model(**batch, use_cache=True).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="counts from the row's start"
+)
+def test_windows_are_counted_from_where_a_document_begins() -> None:
+    """_compat/transformers/computing.py; transformers 5.24 has another name for the function that did both."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    chunks = keep_documents_apart(lambda _, __, query, key: query // 2 == key // 2, positions, documents)
+    row, tokens = torch.zeros(1, 1, dtype=torch.long), torch.arange(7)
+    seen = chunks(row, row, tokens[:, None], tokens[None])
+    assert seen.int().tolist() == torch.block_diag(*(torch.ones(n, n) for n in (2, 1, 2, 2))).int().tolist()
 
 
 def test_gloo_is_made_with_what_torch_gives() -> None:

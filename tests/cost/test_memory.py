@@ -101,7 +101,7 @@ def test_it_reads_like_a_table() -> None:
 
 
 def test_a_family_that_has_eager_attention_only_keeps_scores() -> None:
-    plan = hfscale.plan(tiny_clone(AutoConfig.for_model("codegen"), n_head=8))
+    plan = hfscale.plan(tiny_clone(AutoConfig.for_model("bloom"), n_head=8))
     short, long = (estimate_memory(plan, tokens=64, sequence_length=length) for length in (16, 64))
     assert long.activations - short.activations == 64 * (64 - 16) * 8 * 4 * len(plan.layers)
     assert "eager attention keeps scores of 8 heads over sequences of 16 tokens" in str(short)

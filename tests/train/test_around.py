@@ -55,6 +55,9 @@ def stock() -> Any:
     return AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float64)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # PEFT's own call of transformers 5.24
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_it_trains_in_one_process_as_stock_does(kind: str) -> None:
     model = stock()

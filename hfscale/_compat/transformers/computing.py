@@ -46,10 +46,9 @@ def keep_documents_apart(
 ) -> Callable[..., Tensor]:
     """Return the mask function for packed rows from ``function``; positions and documents are ``[b, s]``."""
     # Newer versions count windows and chunks from where an example begins.
-    compatible: Any = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if compatible is None:
-        return and_masks(function, masking_utils.packed_sequence_mask_function(documents))
-    return compatible(function, position_ids, documents)  # type: ignore[no-any-return]
+    remapped: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    within = function if remapped is None else remapped(function, position_ids)
+    return and_masks(within, masking_utils.packed_sequence_mask_function(documents))
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
