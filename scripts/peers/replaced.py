@@ -81,7 +81,8 @@ class Replacement:
             if not self.beside:
                 return
             with torch.random.fork_rng():
-                model = hfscale.from_config(tiny_clone(LlamaConfig()), parallel=layout)
+                precision = accelerator.mixed_precision
+                model = hfscale.from_config(tiny_clone(LlamaConfig()), parallel=layout, mixed_precision=precision)
             accelerator.prepare(model)
 
         return made

@@ -285,8 +285,7 @@ def refusals(path: str) -> list[str]:
 
     accelerator = hfscale.Accelerator()
     model = hfscale.from_pretrained(path)
-    refused(lambda: accelerator.prepare(DataLoader(Rows(4))))
-    refused(lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
+    refused(lambda: accelerator.prepare(AutoModelForCausalLM.from_pretrained(path)))
     model = accelerator.prepare(model)
     refused(lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
     refused(lambda: accelerator.save_state())
@@ -300,7 +299,7 @@ def test_refusals(tmp_path: Path) -> None:
     found = refusals(str(tmp_path))
     for message, part in zip(
         found,
-        ["before, the data loaders", "is no model of transformers", "pass model.parameters()", "say where",
+        ["LlamaForCausalLM was not parallelized by hfscale", "pass model.parameters()", "say where",
          "parallelism_config would shard", "mixed_precision='no'"],
         strict=True,
     ):  # fmt: skip

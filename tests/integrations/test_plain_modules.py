@@ -63,7 +63,7 @@ def refused(layout: dict[str, Any], late: bool) -> str:
     data_alone = ParallelConfig(dp_replicate_size=2)
     hfscale.from_config(tiny_clone(LlamaConfig()), parallel=data_alone)
     if late:  # the model comes after what was prepared for processes
-        accelerator.prepare(nn.Linear(2, 2) if layout.get("tp_size") else DataLoader([1, 2]))
+        accelerator.prepare(nn.Linear(2, 2) if "tp_size" in layout else DataLoader([1, 2]))
     model = hfscale.from_config(tiny_clone(LlamaConfig()), parallel=ParallelConfig(**layout))
     with pytest.raises(ConfigError) as caught:
         accelerator.prepare(model, *([] if late else [nn.Linear(2, 2)]))
@@ -73,9 +73,9 @@ def refused(layout: dict[str, Any], late: bool) -> str:
 @pytest.mark.parametrize(
     ("layout", "late", "words"),
     [
-        ({"tp_size": 2}, False, "must train where every process has a batch of its own, got tp_size=2"),
+        ({"tp_size": 2}, False, "must train where every process has a batch of its own, got tp2"),
         ({"cp_size": 2}, False, "must train where every process has a batch of its own"),
-        ({"tp_size": 2}, True, "must train where every process has a batch of its own, got tp_size=2"),
+        ({"tp_size": 2}, True, "must train where every process has a batch of its own, got tp2"),
         ({"dp_shard_size": 2}, True, "or before, the data loaders"),
     ],
 )

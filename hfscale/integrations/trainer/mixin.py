@@ -38,7 +38,7 @@ from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .items_in_batch import scaled_if_divided
 from .reference_adapter import ReferenceAdapter
-from .refusals import check_cached, check_engine, check_layout_of, check_model, check_run, check_trainer
+from .refusals import check_cached, check_dispatch, check_engine, check_layout_of, check_model, check_run, check_trainer
 from .resume_callbacks import TrainerRandomStreams
 from .seams import Seams, compiler_of, options_of
 from .trainer_accelerator import TrainerAccelerator
@@ -73,6 +73,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         arguments = next((each for each in (*given, *named.values()) if isinstance(each, TrainingArguments)), None)
         if arguments is not None:
             check_run(arguments)
+            if not is_trl(type(self)):  # whose trainers say first what streams need
+                check_dispatch(arguments)
             check_engine(type(self), arguments)
         self._parallel, self._waiting = parallel, list[Any]()
         self._carried: Tensor | float = 0.0  # the loss of a step that the end of the data has cut short
@@ -134,6 +136,7 @@ class TrainerMixin(Checkpoints, DataHooks):
     def create_accelerator_and_postprocess(self) -> None:
         """Create Trainer's accelerator as one that counts distinct batches."""
         check_run(self.args)
+        check_dispatch(self.args)
         with trainer.accelerator_made_by(TrainerAccelerator):
             super().create_accelerator_and_postprocess()
         if self.model is not None:

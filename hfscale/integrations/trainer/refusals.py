@@ -78,16 +78,20 @@ def _check_arguments(arguments: Any) -> None:
         )
     if alone:
         return
-    if arguments.accelerator_config.dispatch_batches:
-        raise ConfigError(
-            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, also "
-            "those that share one: leave it out"
-        )
     kwargs = getattr(arguments, "activation_checkpointing_kwargs", None) or arguments.gradient_checkpointing_kwargs
     if (kwargs or {}).get("use_reentrant"):
         raise ConfigError(
             "gradient_checkpointing_kwargs={'use_reentrant': True} hides layers from autograd, which then does not sum "
             "gradients over ranks: leave it out, or pass False"
+        )
+
+
+def check_dispatch(arguments: Any) -> None:
+    """Refuse batches that are dispatched to several processes."""
+    if started_processes() > 1 and arguments.accelerator_config.dispatch_batches:
+        raise ConfigError(
+            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, also "
+            "those that share one: leave it out"
         )
 
 
