@@ -8,7 +8,7 @@ depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; D
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,11 @@ class Adapters(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
         install_adapter_edges(runtime)
+
+    def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:
+        """Return the plan without the adapters, once PEFT's own functions have merged, unloaded or deleted them."""
+        gone = any(adapter.name not in live for adapter in runtime.plan.adapters)
+        return self.stock_plan if gone else None
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
         """Return the keys of PEFT's file and the parameters they hold."""
@@ -92,7 +97,8 @@ def attach_adapters(
         for weight in trained:
             weight.requires_grad_(True)
         raise
-    guard_methods(local, whole, mesh.layout.total_size)
+    if mesh.layout.total_size > 1:
+        guard_methods(local, whole)
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
         if kept is None:

@@ -71,8 +71,19 @@ def read_config(source: Any) -> tuple[Any, str | None]:
     return config, path
 
 
+def refuse_lost(config: Any) -> None:
+    """Raise :class:`ConfigError` for initial values that a saved adapter loses."""
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init.startswith("pissa_niter"):
+        raise ConfigError(
+            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
+            "than it was trained on: use 'pissa', whose decomposition is exact"
+        )
+
+
 def check_config(config: Any) -> None:
     """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
+    refuse_lost(config)
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in _METHODS:
         raise ConfigError(
@@ -83,11 +94,6 @@ def check_config(config: Any) -> None:
         return
     variants = [each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")]
     init = config.init_lora_weights
-    if isinstance(init, str) and init.startswith("pissa_niter"):
-        raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
-            "than it was trained on: use 'pissa', whose decomposition is exact"
-        )
     if isinstance(init, str) and init not in (*_INITS, "pissa"):
         raise ConfigError(
             f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "

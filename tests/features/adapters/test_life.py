@@ -196,13 +196,38 @@ def test_a_copy_takes_adapters_of_its_own(start: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def _refusals(start: str) -> list[str]:
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
+    words = []
+    for config in (
+        VeraConfig(target_modules=["q_proj"]),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        _lora(layer_replication=[(0, 2), (1, 2)]),
+        _lora(init_lora_weights="eva"),
+        _lora(init_lora_weights="pissa_niter_4"),
+        _lora(trainable_token_indices=[1, 2]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            hfscale.get_peft_model(model, config)
+        words.append(str(error.value))
+    with pytest.raises(ConfigError) as error:
+        hfscale.get_peft_model(hfscale.get_peft_model(model, _lora()), _lora())
+    return [*words, str(error.value)]
+
+
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is .eva.")
-def test_what_is_not_known_is_refused_by_name(start: str) -> None:
+def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) -> None:
+    expected = [
+        *("peft_type VERA", "PREFIX_TUNING", "layer_replication", "init_lora_weights='eva'", "'pissa_niter_4'"),
+        *("trainable_token_indices", "has the adapter 'default' already"),
+    ]
+    for found in pools(2).run(_refusals, start):
+        assert [words for words, part in zip(found, expected, strict=True) if part not in words] == []
+
+
+def test_what_is_right_nowhere_is_refused_by_name(start: str) -> None:
     refused = [
-        (VeraConfig(target_modules=["q_proj"]), "peft_type VERA"),
-        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PREFIX_TUNING"),
-        (_lora(layer_replication=[(0, 2), (1, 2)]), "layer_replication"),
-        (_lora(init_lora_weights="eva"), "init_lora_weights='eva'"),
+        (_lora(init_lora_weights="pissa_niter_4"), "'pissa_niter_4'.* is drawn anew when the saved adapter is loaded"),
         (_lora(target_modules=["query"]), "the model has .*q_proj"),
         (_lora(target_modules=["q_proj", "query"]), "target_modules names 'query', which matches nothing"),
         (_lora(modules_to_save=["classifier"]), "modules_to_save names 'classifier', which matches nothing"),
@@ -215,8 +240,6 @@ def test_what_is_not_known_is_refused_by_name(start: str) -> None:
             hfscale.get_peft_model(model, config)
     assert runtime_of(model).part(Adapters) is None
     hfscale.train_step(model, {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]})
-    with pytest.raises(ConfigError, match="has the adapter 'default' already"):
-        hfscale.get_peft_model(hfscale.get_peft_model(model, _lora()), _lora())
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
