@@ -15,18 +15,19 @@ from ...train.runtime import Runtime
 
 def around(model: nn.Module, config: Any, source: str | None, name: str = "default", seed: int | None = None) -> Any:
     """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
-    state), or the one saved at ``source``.
+    state), or the one saved at ``source``, to go on training.
     """
     import peft
 
-    if source is not None:
-        given: Any = model
-        return peft.PeftModel.from_pretrained(given, source, adapter_name=name, is_trainable=True, config=config)
-    if seed is None:
-        return peft.get_peft_model(model, config, adapter_name=name)  # type: ignore[arg-type]
+    given: Any = model
+    if source is None and seed is None:
+        return peft.get_peft_model(given, config, adapter_name=name)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return peft.get_peft_model(model, config, adapter_name=name)  # type: ignore[arg-type]
+        torch.manual_seed(seed or 0)
+        made = peft.get_peft_model(given, config, adapter_name=name)
+    if source is not None:  # PEFT itself loads prompts for inference alone
+        load(made, source)
+    return made
 
 
 def found_around(runtime: Runtime, *known: Any) -> Any:
