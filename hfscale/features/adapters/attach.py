@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..._compat.peft import COPY, LORA_EMBEDDING_A
 from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of, shown_unpacked
-from ...errors import PlanError
+from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
 from ...train.runtime import Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
@@ -74,6 +74,11 @@ def attach_adapters(
     final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
     adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``.
     """
+    if getattr(config, "init_lora_weights", True) == "loftq" and source is None and mesh.device.type == "cpu":
+        raise ConfigError(
+            "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
+            "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
+        )
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -17,14 +17,14 @@ def around(model: nn.Module, config: Any, source: str | None, name: str = "defau
     """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
     state), or the one saved at ``source``, to go on training.
     """
-    import peft
+    from peft.mapping_func import get_peft_model  # scripts may put hfscale's in the place of peft.get_peft_model
 
     given: Any = model
     if source is None and seed is None:
-        return peft.get_peft_model(given, config, adapter_name=name)
+        return get_peft_model(given, config, adapter_name=name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed or 0)
-        made = peft.get_peft_model(given, config, adapter_name=name)
+        made = get_peft_model(given, config, adapter_name=name)
     if source is not None:  # PEFT itself loads prompts for inference alone
         load(made, source)
     return made

@@ -225,6 +225,44 @@ def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) 
         assert [words for words, part in zip(found, expected, strict=True) if part not in words] == []
 
 
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}], ids=["one", "tp2"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
+def test_decompositions_of_stacked_experts_are_refused_by_the_plan(init: str, sizes: dict[str, Any]) -> None:
+    config = _lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], init_lora_weights=init)
+    with pytest.raises(ConfigError, match=rf"'{init}'\) needs a matrix, and target_parameters names .*down_proj, a"):
+        hfscale.plan(qwen3_moe(), ParallelConfig(**sizes), peft_config=config)
+
+
+def test_loftq_is_refused_on_a_cpu(start: str) -> None:
+    config = _lora()
+    config.init_lora_weights = "loftq"  # PEFT's own check asks for SciPy
+    with pytest.raises(ConfigError, match=r"'loftq'.* is computed by bitsandbytes on an accelerator"):
+        hfscale.from_pretrained(start, peft_config=config)
+
+
+def test_a_router_is_no_stack_of_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = _lora(target_modules=[], target_parameters=["gate.weight"])
+    hfscale.save_pretrained(hfscale.from_config(qwen3_moe(), peft_config=config), tmp_path)
+    assert "vLLM" not in caplog.text
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_match_nothing_are_said_once(field: str) -> None:
+    config = _lora(target_modules=["q_proj"], **{field: {"nothing": 2, "q_proj": 2}})
+    with pytest.warns(RuntimeWarning, match=rf"{field} keys did not match .*'nothing'") as said:
+        hfscale.from_config(tiny("llama"), peft_config=config)
+    assert len(said) == 1
+
+
+def test_pefts_warning_of_a_base_without_a_config_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: None)
+    config = tiny("llama")
+    config.name_or_path = "me/tiny"
+    model = hfscale.from_config(config, peft_config=_lora())
+    with pytest.warns(UserWarning, match="Could not find a config file in me/tiny"):
+        hfscale.save_pretrained(model, tmp_path / "out")
+
+
 def test_what_is_right_nowhere_is_refused_by_name(start: str) -> None:
     refused = [
         (_lora(init_lora_weights="pissa_niter_4"), "'pissa_niter_4'.* is drawn anew when the saved adapter is loaded"),
