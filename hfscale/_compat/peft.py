@@ -87,6 +87,25 @@ def wrapped_by_peft(model: nn.Module) -> bool:
     return any(isinstance(each, PeftModel) or is_wrapper(each) for each in model.modules())
 
 
+def functions_that_adapt() -> list[tuple[type, str]]:
+    """Return the methods, by class, through which PEFT puts adapters into a model, or itself around it: those of every
+    function of its own, with the model as first argument. None while nobody has imported PEFT.
+    """
+    if "peft" not in sys.modules:
+        return []
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return [(PeftModel, "__init__"), (BaseTuner, "inject_adapter")]
+
+
+def adapted_model(model: Any) -> Any:
+    """Return the model of transformers inside PEFT's, or ``model`` itself, into which adapters were injected."""
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def puts_tokens_in_front(model: nn.Module) -> bool:
     """Return whether ``model`` is PEFT's, and puts tokens of a trained prompt in front of each row's; prefixes of keys
     and values are none.

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name, empty_copy
 from ..errors import CheckpointError, ConfigError, check_count
-from ..features.adapters import Adapters, attach_adapters, describe_coverage, merge_local_weights, read_config
+from ..features.adapters import (
+    Adapters,
+    attach_adapters,
+    by_peft,
+    describe_coverage,
+    is_known,
+    merge_local_weights,
+    read_config,
+)
 from ..features.adapters.merge_adapters import dequantized_weights, put_plain_modules, refuse_not_finite, refuse_tied
 from ..plan.feature_plans import OwnLossPlan
 from ..train import eval_step
@@ -31,6 +39,8 @@ def get_peft_model(
     from the values that PEFT gives them in one process. Optimizers made before are refused at their next
     step. The model itself still works, with the adapters, in :func:`hfscale.train_step` and everywhere else.
 
+    In one process PEFT's own function takes what hfscale does not shard: other methods, prompts, a second adapter.
+
     Args:
         peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
         adapter_name: PEFT's name for the adapter.
@@ -41,22 +51,18 @@ def get_peft_model(
         PEFT's model around ``model``.
 
     Raises:
-        ConfigError: the model has adapters already, or the config asks for something unknown to hfscale or PEFT, or
-            matches no module.
+        ConfigError: over ranks, the model has adapters already, or the config asks for something unknown to hfscale;
+            anywhere, it matches no module.
         CheckpointError: a saved adapter does not fit the model.
     """
     runtime = runtime_of(model)
-    existing = runtime.part(Adapters)
-    if existing is not None:
-        raise ConfigError(
-            f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
-            "(hfscale.merge_and_unload), or load the model again"
-        )
     if seed is not None:
         check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
     config, source = read_config(peft_config)
+    if _is_left_to_peft(runtime, config):
+        return by_peft.around(model, config, source, adapter_name, seed)
     template = empty_copy(runtime.model)
     plan, mesh, options = runtime.plan, runtime.mesh, runtime.options
     training = runtime.model.training
@@ -72,9 +78,23 @@ def get_peft_model(
         raise
     replaced.hand_over(assemble(runtime.model, planned, mesh, options, shares, adapters))
     adapters.peft_model.train(training)
-    for part in (adapters.peft_model, adapters.peft_model.base_model):
-        part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
+    if mesh.layout.total_size > 1:
+        for part in (adapters.peft_model, adapters.peft_model.base_model):
+            part.merge_and_unload = partial(_merge_as_peft_does, runtime.model)
     return adapters.peft_model
+
+
+def _is_left_to_peft(runtime: Runtime, config: Any) -> bool:
+    """Return whether PEFT's own function puts an adapter around a model of one process; over ranks, refuse a second."""
+    adapts = bool(runtime.latecomers()) or runtime.part(Adapters) is not None
+    if runtime.mesh.layout.total_size == 1:
+        return adapts or not is_known(config, runtime.plan)
+    if (existing := runtime.part(Adapters)) is not None:
+        raise ConfigError(
+            f"{class_name(runtime.model)} has the adapter {existing.name!r} already: merge it first "
+            "(hfscale.merge_and_unload), or load the model again"
+        )
+    return False
 
 
 def _replaced(runtime: Runtime, by: str) -> Replaced:
@@ -106,6 +126,8 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None, quie
             ``dtype`` is given.
     """
     runtime = runtime_of(model)
+    if (stock := by_peft.found_around(runtime, model)) is not None:
+        return stock.merge_and_unload()
     adapters = runtime.part(Adapters)
     if adapters is None:
         raise ConfigError(f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model")

@@ -245,7 +245,7 @@ def adapter_for_engine(base: Path, adapter: Path, out: Path, *, trust_remote_cod
     as_stored, settings = AsStored(adapted.model, contents), json.loads((adapter / "adapter_config.json").read_text())
     factors: dict[str, dict[str, AdapterParameter]] = {}
     for each in adapted.adapters:
-        if each.experts:
+        if each.experts and contents[each.base].ndim == 3:  # and no router's matrix
             factors.setdefault(each.base, {})[each.kept_in] = each
     for parameter, pair in factors.items():
         pieces = _pieces(as_stored, parameter, contents[parameter])

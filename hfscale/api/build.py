@@ -10,6 +10,7 @@ from accelerate import GradScalerKwargs
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .._compat.peft import adapted_model
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
 from ..checkpoint.stored_forms.scheme import check_asked_form
 from ..config.float8 import Float8Config
@@ -19,16 +20,23 @@ from ..config.parallel import ParallelConfig
 from ..config.routing import RoutingConfig
 from ..distributed.process_groups import build_mesh
 from ..errors import ConfigError, check_count, check_path
-from ..features.adapters import attach_adapters, plan_with_adapters, read_config, wrapped_by_peft
+from ..features.adapters import (
+    attach_adapters,
+    by_peft,
+    is_known,
+    plan_with_adapters,
+    read_config,
+    wrapped_by_peft,
+)
 from ..features.precision.liger_kernels import check_kernels
 from ..features.quantization.quantized_modules import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
-from ..train.runtime import find_runtime
+from ..train.runtime import find_runtime, runtime_of
 from ..train.runtime.handover import Replaced
 from ..train.watchdog import watch_by_default
 from . import arguments
 from .assemble import assemble
-from .sources import FromCheckpoint, FromSeed, InMemory, Outline, Source
+from .sources import Adapted, FromCheckpoint, FromSeed, InMemory, Outline, Source
 
 Adapter = tuple[Any, str | None]  # a PEFT config, and the path of a saved adapter, if it is one
 
@@ -48,7 +56,8 @@ def build(
     if weights is not None:
         plan = weights.plan or plan
     adapters = None
-    if adapter is not None:
+    left_to_peft = adapter is not None and layout.total_size == 1 and not is_known(adapter[0], plan)
+    if adapter is not None and not left_to_peft:
         assert weights is not None  # a model in memory
         assert not isinstance(source, InMemory)  # gets its adapters later, by get_peft_model
         config, saved = adapter
@@ -57,7 +66,10 @@ def build(
         )
     replaced.hand_over(assemble(model, plan, mesh, options, weights, adapters))
     watch_by_default(mesh)
-    return model
+    if adapter is None or not left_to_peft:
+        return model
+    config, saved = adapter
+    return by_peft.around(model, config, saved, seed=seed)
 
 
 def from_pretrained(
@@ -100,7 +112,8 @@ def from_pretrained(
         hf_kwargs: others of transformers' ``from_pretrained``; ``quantization_config="as_stored"`` keeps stored bytes.
 
     Returns:
-        an instance of the stock class, in evaluation mode as in transformers.
+        an instance of the stock class, in evaluation mode as in transformers; in one process, PEFT's model around it
+        for an adapter that hfscale does not shard, such as a prompt.
 
     Raises:
         ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
@@ -198,7 +211,7 @@ def parallelize(
     """Shard, in place, a full stock model that is in memory and the same on every rank, and return it.
 
     Raises:
-        ConfigError: the model is distributed already, or has adapters.
+        ConfigError: the model is distributed already, or, over ranks, has adapters.
         PlanError: the layout does not fit the model.
         MeshError: the layout does not fit the processes that were started.
     """
@@ -226,13 +239,17 @@ def parallelize(
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
         )
-    if wrapped_by_peft(model):
+    if not wrapped_by_peft(model):
+        return build(InMemory(model), layout, options)
+    if layout.total_size > 1:
         raise ConfigError(
-            f"{class_name(model)} has adapters of PEFT's, which parallelize does not support: parallelize the model "
+            f"{class_name(model)} has adapters of PEFT's, which {layout.describe()} cannot take: parallelize the model "
             "without them, and then call hfscale.get_peft_model(model, peft_config); for saved ones, "
             "hfscale.from_pretrained(path, peft_config=directory)"
         )
-    return build(InMemory(model), layout, options)
+    build(Adapted(adapted_model(model)), layout, options)
+    runtime_of(model)  # knows what is around it from now on
+    return model
 
 
 def plan(

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .._compat.torch import own_buffers, own_parameters
-from .._compat.transformers.classes import built_or_explained, class_name, from_config
+from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
 from .._compat.transformers.prediction import attach_prediction
 from ..checkpoint import load_pretrained
 from ..checkpoint.load import materialize_buffers
@@ -178,6 +178,14 @@ class InMemory:
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Return the parameters that are cut, tied ones by all of their names."""
         return self.model.named_parameters(remove_duplicate=False)
+
+
+class Adapted(InMemory):
+    """A model of one process in memory, with adapters by PEFT's own functions, which the plan gets later."""
+
+    def plan(self, layout: ParallelConfig, options: Options) -> Plan:
+        """Plan the model without its adapters."""
+        return plan_model(empty_copy(self.model), layout, options)
 
 
 Source = FromSeed | InMemory

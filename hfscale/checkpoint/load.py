@@ -26,7 +26,7 @@ from ..distributed.files.replace import finish_move
 from ..distributed.files.stored_rows import StoredRow
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..features.adapters import Adapters
+from ..features.adapters import Adapters, by_peft
 from ..features.adapters.storage import load_adapter
 from ..features.quantization.arrival import Quantizing, split_packed
 from ..features.quantization.quantized_modules import hold_packed
@@ -284,6 +284,9 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         finish_move(directory)
         refuse_foreign(Path(directory))
+        if (by_stock := by_peft.found_around(runtime, model)) is not None:
+            by_peft.load(by_stock, str(directory))
+            return
         if (adapters := runtime.part(Adapters)) is not None:
             shares = load_adapter(str(directory), adapters.whole, adapters.name, runtime.plan, runtime.mesh)
         else:

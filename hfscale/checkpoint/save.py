@@ -17,7 +17,7 @@ from ..distributed.files.directories import target_of
 from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.writer import STALE, CheckpointWriter
 from ..errors import ConfigError
-from ..features.adapters import Adapters
+from ..features.adapters import Adapters, by_peft
 from ..features.adapters.storage import save_adapter
 from ..features.quantization.part import refuse_quantized
 from ..train import guards
@@ -59,6 +59,8 @@ def save_pretrained(
             unchanged.
     """
     runtime, target, call = runtime_of(model), target_of(directory), f"save_pretrained({str(directory)!r})"
+    if quantization is None and by_peft.save(runtime, model, target):
+        return
     refuse_without_around(runtime, model, call, "save those by model.save_pretrained or torch.save, in one process")
     writing.everyone_arrives(runtime.mesh, timeout, call)
     failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")

@@ -14,7 +14,7 @@ from ..cost.model.optimizer_bytes import WIDE_EMBEDDINGS
 from ..errors import ConfigError, check_count, check_number, check_switch
 from ..plan import ParameterPlan
 from ..plan.feature_plans import offloaded, refuse_aside
-from ..train.around import refuse_without_around
+from ..train.around import refuse_trained_around
 from ..train.runtime import Runtime, runtime_of
 from . import adafactor, muon
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
@@ -48,7 +48,7 @@ def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str,
     """Return two groups of trainable parameters, with ``weight_decay`` and without, either maybe empty on a rank. The
     plan's name decides, not the one on this rank: a parameter is in the same group in every layout.
     """
-    owners = owners_of(runtime.model)
+    owners = owners_of(runtime.around_it)
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for planned, parameter in runtime.parameters():
         if parameter.requires_grad:
@@ -110,7 +110,8 @@ def create_optimizer(
         raise ConfigError(f"lr=None: {name!r} needs a learning rate, such as lr=1e-4")
     numbers = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if "eps" in choice.adam else {})}
     _check_numbers(numbers, betas, choice.betas)
-    runtime = _runtime_of_all(model, name)
+    runtime = runtime_of(model)
+    refuse_trained_around(runtime, model)
     plans = {id(parameter): planned for planned, parameter in runtime.parameters() if parameter.requires_grad}
     checked = _checked(groups, plans, weight_decay, runtime)
     aside = _aside(name, runtime, stochastic_rounding, rounding_seed)
@@ -120,14 +121,6 @@ def create_optimizer(
         return _ENGINES[choice.engine](order)
     except ValueError as error:  # of the stock class, about a value
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
-
-
-def _runtime_of_all(model: nn.Module, name: str) -> Runtime:
-    """Return the model's runtime; :class:`ConfigError` where something trains around it, which this would leave out."""
-    runtime = runtime_of(model)
-    instead = "use an optimizer of torch.optim over model.parameters(), in one process"
-    refuse_without_around(runtime, model, f"create_optimizer(model, {name!r})", instead)
-    return runtime
 
 
 def _check_numbers(given: Mapping[str, Any], betas: Any, counts: tuple[int, ...]) -> None:

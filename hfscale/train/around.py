@@ -1,14 +1,14 @@
 """Trained parameters that stand around a parallelized model: in a user's module, or a prompt of PEFT's.
 
 No layout knows them: ranks with other batches would each train their own, and no norm or save would count them. So
-over ranks they are refused at the first step. In one process they train as in stock code.
+over ranks they are refused at the first step. In one process they train as in stock code, and the plan takes them
+(:mod:`.runtime.latecomers`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat.peft import puts_tokens_in_front
 from .._compat.transformers.classes import class_name
@@ -17,7 +17,12 @@ from .runtime import Runtime
 
 
 def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return trained parameters of ``model`` that are not of the parallelized model in it, by name."""
+    """Return trained parameters of ``model`` that are not of the parallelized model in it, by name; in one process,
+    also those that were put into it.
+    """
+    if late := runtime.latecomers():
+        live = runtime.live_parameters()
+        return {name: live[name] for name in late if live[name].requires_grad}
     if model is runtime.model:
         return {}
     inside = set(map(id, runtime.model.parameters()))
@@ -39,12 +44,12 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
 
 
 def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
-    """Raise :class:`ConfigError`, in any layout, if ``call`` would leave such parameters out."""
+    """Raise :class:`ConfigError`, in any layout, if ``call`` would leave such parameters out, as a save does."""
     found = list(trained_around(runtime, model))
     if found:
         raise ConfigError(
-            f"{call} is of {class_name(runtime.model)}, and would leave out what {class_name(model)} trains around it "
-            f"({', '.join(found[:3])}): {instead}"
+            f"{call} is of {class_name(runtime.model)} as it was built, and would leave out what trains in it, or "
+            f"around it, since then ({', '.join(found[:3])}): {instead}"
         )
 
 
@@ -56,9 +61,3 @@ def labels_around(model: nn.Module, batch: Any) -> float | None:
         return None
     batches: Sequence[Any] = [batch] if isinstance(batch, Mapping) else batch
     return float(sum(int((each["labels"] != -100).sum()) for each in batches if "labels" in each)) or None
-
-
-def clip_together(norm: Tensor, outer: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of gradients whose norms are ``norm`` and those of ``outer``."""
-    norms = [norm, *(torch.linalg.vector_norm(grad, norm_type).to(norm) for grad in outer)]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._compat.torch import alike, multiply_all, norms_of
 from ..errors import HFScaleError, check_count, check_number
 from ..plan import ParameterPlan
-from .around import clip_together, refuse_trained_around, trained_around
+from .around import refuse_trained_around
 from .runtime import Runtime, local_tensor, runtime_of
 
 _Axes = tuple[str, ...]
@@ -37,9 +37,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     here = [(planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None]
     refuse_trained_around(runtime, model)
     norm, gradients = _global_norm(runtime, here, float(norm_type)), [gradient for _, gradient in here]
-    around = [p.grad for p in trained_around(runtime, model).values() if p.grad is not None]
-    if around:
-        norm, gradients = clip_together(norm, around, float(norm_type)), [*gradients, *around]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same, _ in alike(gradients):
         multiply_all(same, coefficient)

@@ -249,6 +249,8 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): give train_step a loss_fn, or loop over loss "
             "= model(**batch).loss and loss.backward() instead"
         )
+    if runtime.mesh.layout.total_size == 1:  # its plan takes what was added
+        return loss
     known = runtime.plan.by_name  # and not parameters that were added since the model was built
 
     def added(live: Mapping[str, nn.Parameter]) -> list[str]:

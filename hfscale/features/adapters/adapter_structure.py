@@ -165,18 +165,17 @@ _SAVE = "save_pretrained"
 _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one process"
 
 
-def guard_methods(peft_model: Any, whole: Any, ranks: int) -> None:
+def guard_methods(peft_model: Any, whole: Any) -> None:
     """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model."""
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
         for holder in (peft_model, peft_model.base_model, *([stock] if name in _OF_STOCK else ())):
             if hasattr(type(holder), name):
                 setattr(holder, name, _refusing(name, instead))
-    if ranks > 1:
-        peft.ask_before_state_dicts(_refuse_parts)
-        for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
-            setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
-        setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
+    peft.ask_before_state_dicts(_refuse_parts)
+    for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
+        setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
+    setattr(peft_model, _SAVE, _refusing(_SAVE, "call hfscale.save_pretrained(model, directory), on every rank"))
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
 
 

@@ -8,7 +8,7 @@ depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; D
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..._compat.peft import COPY, LORA_EMBEDDING_A
 from ...distributed.mesh import Mesh
 from ...distributed.ops.packed_weights import packings_of, shown_unpacked
-from ...errors import PlanError
+from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
 from ...train.runtime import Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
@@ -47,6 +47,11 @@ class Adapters(Part):
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
         install_adapter_edges(runtime)
 
+    def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:
+        """Return the plan without the adapters, once PEFT's own functions have merged, unloaded or deleted them."""
+        gone = any(adapter.name not in live for adapter in runtime.plan.adapters)
+        return self.stock_plan if gone else None
+
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
         """Return the keys of PEFT's file and the parameters they hold."""
         return {key: name for name, key in stored_names(self.whole, self.name, runtime.plan, "auto").items()}
@@ -69,6 +74,11 @@ def attach_adapters(
     final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
     adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``.
     """
+    if getattr(config, "init_lora_weights", True) == "loftq" and source is None and mesh.device.type == "cpu":
+        raise ConfigError(
+            "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
+            "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
+        )
     whole, planned = wrap_and_plan(template, config, plan, new=source is None, name=name)
     held = [adapter for adapter in planned.adapters if plan.is_local(mesh.pp_rank, adapter.name)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -92,7 +102,8 @@ def attach_adapters(
         for weight in trained:
             weight.requires_grad_(True)
         raise
-    guard_methods(local, whole, mesh.layout.total_size)
+    if mesh.layout.total_size > 1:
+        guard_methods(local, whole)
     for parameter, share in made.items():
         kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
         if kept is None:

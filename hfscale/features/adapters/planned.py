@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...plan import Plan
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .plan import plan_adapters
-from .storage import check_config, check_over_quantized
+from .storage import check_config, check_over_quantized, refuse_wrong
 
 
 def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool = True) -> Plan:
@@ -21,6 +21,20 @@ def plan_with_adapters(template: nn.Module, config: Any, plan: Plan, new: bool =
     kinds = {a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters}
     own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
     return replace(planned, parameters=tuple(own))
+
+
+def is_known(config: Any, plan: Plan) -> bool:
+    """Return whether hfscale places the adapters of a config itself; in one process PEFT's own functions take others.
+
+    Raises:
+        ConfigError: the config is right nowhere.
+    """
+    refuse_wrong(config, plan)
+    try:
+        _check(config, plan)
+    except ConfigError:
+        return False
+    return True
 
 
 def wrap_and_plan(
@@ -44,6 +58,7 @@ def wrap_and_plan(
 
 def _check(config: Any, plan: Plan) -> None:
     """Refuse unsupported configs before anything is wrapped."""
+    refuse_wrong(config, plan)
     check_config(config)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
     if tied is not None and getattr(config, "ensure_weight_tying", False):

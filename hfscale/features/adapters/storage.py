@@ -33,6 +33,7 @@ _LORA_REFUSED = (
     *("lora_ga_config", "corda_config", "eva_config"),
 )
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
+_OF_MATRICES = ("pissa", "olora", "orthogonal", "loftq")  # which PEFT computes from, or for, a module's own weight
 _log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 
@@ -71,6 +72,28 @@ def read_config(source: Any) -> tuple[Any, str | None]:
     return config, path
 
 
+def refuse_wrong(config: Any, plan: Plan) -> None:
+    """Raise :class:`ConfigError` for initial values that are right in no layout: a saved adapter would lose them, or
+    PEFT cannot compute them.
+    """
+    init = getattr(config, "init_lora_weights", True)
+    if not isinstance(init, str):
+        return
+    if init.startswith("pissa_niter"):
+        raise ConfigError(
+            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
+            "than it was trained on: use 'pissa', whose decomposition is exact"
+        )
+    wanted = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
+    stacked = [name for name, planned in plan.by_name.items() if len(planned.shape) == 3]
+    of_experts = next((name for name in stacked if wanted and f".{name}".endswith(wanted)), None)
+    if of_experts is not None and init in _OF_MATRICES:
+        raise ConfigError(
+            f"LoraConfig(init_lora_weights={init!r}) needs a matrix, and target_parameters names {of_experts}, a stack "
+            "of experts: use True or 'gaussian', or leave experts out"
+        )
+
+
 def check_config(config: Any) -> None:
     """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
     method = getattr(config.peft_type, "value", config.peft_type)
@@ -83,11 +106,6 @@ def check_config(config: Any) -> None:
         return
     variants = [each.name for each in dataclasses.fields(config) if each.metadata.get("is_lora_variant")]
     init = config.init_lora_weights
-    if isinstance(init, str) and init.startswith("pissa_niter"):
-        raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
-            "than it was trained on: use 'pissa', whose decomposition is exact"
-        )
     if isinstance(init, str) and init not in (*_INITS, "pissa"):
         raise ConfigError(
             f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
@@ -149,6 +167,7 @@ def stored_keys(whole: Any, name: str, plan: Plan, embeddings: Any) -> dict[str,
     for layers in (False,) if input_embedding(whole.get_base_model()) is None else (False, embeddings):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", "Could not find a config file")  # embeddings may be left out
             kept = get_peft_model_state_dict(whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers)
         for key, number in kept.items():
             live = names[int(number)]
@@ -238,10 +257,12 @@ def save_adapter(runtime: Runtime, whole: Any, name: str, target: Path) -> None:
 
 def _warn_of_experts(runtime: Runtime) -> None:
     """Warn if engines would ignore the adapters of experts, since they look for each expert's under its own name."""
-    stacked = next((adapter.base for adapter in runtime.plan.adapters if adapter.experts), None)
+    plan = runtime.plan
+    bases = [adapter.base for adapter in plan.adapters if adapter.experts]
+    stacked = next((base for base in bases if len(plan.by_name[base].shape) == 3), None)  # and no router's matrix
     if stacked is None:
         return
-    whole = torch.empty(runtime.plan.by_name[stacked].shape, device="meta")
+    whole = torch.empty(plan.by_name[stacked].shape, device="meta")
     if AsStored(runtime.model, {stacked: whole}).layout.keys() != {stacked}:
         _log.warning(
             "PEFT loads these adapters of experts, stacked as in %s, and vLLM and SGLang ignore them: for an engine, "

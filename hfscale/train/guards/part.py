@@ -24,7 +24,12 @@ from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import agree, look_at
 from ..runtime.shards import LocalWeights
 from .replicas import check_replicas
-from .stock_loops import refuse_other_optimizers, refuse_stock_accelerator, refuse_stock_clipping
+from .stock_loops import (
+    refuse_other_optimizers,
+    refuse_stock_accelerator,
+    refuse_stock_adapters,
+    refuse_stock_clipping,
+)
 from .structure import Structure
 
 _CHECKED = frozenset({10, 100, 1000, 10000})
@@ -130,6 +135,7 @@ class StockCode(Part):
         if layout.total_size == 1:
             return
         refuse_stock_accelerator()
+        refuse_stock_adapters()
         refuse_stock_clipping(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..._compat.peft import functions_that_adapt
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
 from ...errors import ConfigError
@@ -60,6 +61,12 @@ def refuse_stock_accelerator() -> None:
         _check_first(accelerate.Accelerator, name, _check_models)
 
 
+def refuse_stock_adapters() -> None:
+    """Patch PEFT's functions, if it is there, to refuse sharded models, which they would take for full ones."""
+    for holder, name in functions_that_adapt():
+        _check_first(holder, name, _check_adapted)
+
+
 def refuse_stock_clipping(runtime: Runtime) -> None:
     """Patch ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` to refuse this model's parameters if its ranks see
     different norms. If a script imported the function by name before, :mod:`.replicas` detects the result.
@@ -87,6 +94,17 @@ def _check_first(holder: Any, name: str, check: Callable[..., tuple[Any, ...]]) 
 
     setattr(checked, _PATCHED, True)
     setattr(holder, name, checked)
+
+
+def _check_adapted(wrapper: Any, model: Any, *args: Any, **_: Any) -> tuple[Any, ...]:
+    runtime = find_runtime(model)
+    if runtime is not None and runtime.mesh.layout.total_size > 1:
+        raise ConfigError(
+            f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()}, and PEFT's own "
+            f"{type(wrapper).__name__} would take this rank's part for all of it: call hfscale.get_peft_model(model, "
+            "config), which takes LoRA, IA3 and LoHa, or use one process"
+        )
+    return (wrapper, model, *args)
 
 
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

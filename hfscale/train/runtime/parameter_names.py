@@ -19,19 +19,46 @@ def stock_name(name: str) -> str:
 
 
 class LiveParameters:
-    """Find a model's parameters by name; names are made anew once a module or a parameter was put in or taken out."""
+    """Find a model's parameters by name; names are made anew once a module or a parameter was put in or taken out.
+
+    A parameter keeps its names as long as it is in the model, also in a wrapper that hfscale does not know.
+    """
 
     def __init__(self, model: nn.Module, contents: ModuleContents) -> None:
         self._model, self._contents, self._version = model, contents, 0
         self._found: dict[str, nn.Parameter] = {}
+        self._around: ModuleContents | None = None
+        self._changed = False
+        self.outermost = model
+
+    def look_around(self, outer: nn.Module) -> None:
+        """Find parameters of ``outer``, a module around the model, as well."""
+        if outer is not self._model and outer is not self.outermost:
+            self.outermost, self._around, self._version = outer, ModuleContents(outer), 0
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Return the parameters by stock names and by names with PEFT's wrappers, tied ones by all of them."""
-        if self._version != (version := self._contents.version()):
-            full = dict(self._model.named_parameters(remove_duplicate=False))
-            self._found = {stock_name(name): parameter for name, parameter in full.items()} | full
-            self._version = version
+        contents = self._around or self._contents
+        if self._version != (version := contents.version()):
+            self._found = self._look()
+            self._version, self._changed = version, True
         return dict(self._found)
+
+    def changed(self) -> bool:
+        """Return whether :meth:`by_name` has found others than when this was asked before."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def _look(self) -> dict[str, nn.Parameter]:
+        full = dict(self._model.named_parameters(remove_duplicate=False))
+        found = {stock_name(name): parameter for name, parameter in full.items()} | full
+        here = set(map(id, full.values()))
+        earlier = {name: parameter for name, parameter in self._found.items() if id(parameter) in here}
+        found = earlier | found
+        for name, parameter in self.outermost.named_parameters():
+            if id(parameter) not in here:
+                found[name] = parameter
+        return found
 
     def forget(self) -> None:
         """Hold no parameters any more."""

@@ -24,6 +24,7 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
+from .latecomers import with_latecomers
 from .module_contents import ModuleContents
 from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import LiveParameters
@@ -51,6 +52,12 @@ class Part:
 
     def take_out(self, runtime: "Runtime", weights: LocalWeights) -> None:
         """Add the weights that the model's parameters lack to ``weights``, after everything installed was undone."""
+
+    def plan_without(self, runtime: "Runtime", live: Mapping[str, nn.Parameter]) -> Plan | None:
+        """Return the plan without this feature, if stock code has taken it out of a model whose parameters are
+        ``live``; ``None`` while it is there. Asked in one process.
+        """
+        return None
 
     def check_step(self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False) -> None:
         """Raise :class:`ConfigError` if this part cannot run the microbatches of a step. With ``user_loss``, the loss
@@ -247,6 +254,7 @@ class Runtime:
     def __post_init__(self) -> None:
         self.executor, self.contents = Executor(self), ModuleContents(self.model)
         self._live = LiveParameters(self.model, self.contents)
+        self._planned = self.plan  # without what has joined the model since
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
@@ -254,6 +262,22 @@ class Runtime:
     def attach(self) -> None:
         """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
         setattr(self.model, _ATTRIBUTE, self)
+        self._live.by_name()  # by their stock names, whatever stock code makes of its modules later
+
+    def called_by(self, model: nn.Module) -> None:
+        """Note a module around the model, in one process, where its parameters are trained and counted as well."""
+        if self.mesh.layout.total_size == 1:
+            self._live.look_around(model)
+
+    @property
+    def around_it(self) -> nn.Module:
+        """The outermost module that a caller has given in place of the model, or the model itself."""
+        return self._live.outermost
+
+    def latecomers(self) -> tuple[str, ...]:
+        """Return the names of parameters that joined the model since it was planned; in one process alone."""
+        self.live_parameters()
+        return tuple(planned.name for planned in self.plan.parameters[len(self._planned.parameters) :])
 
     def part(self, kind: type[_P]) -> _P | None:
         """Return the part of a class; ``None`` if there is none."""
@@ -291,11 +315,25 @@ class Runtime:
         """Return every owned parameter that this rank holds, with its plan, in plan order."""
         self.data.release()  # or weights that FSDP2 has gathered would be returned instead of shards
         live, held = self.live_parameters(), self.plan.local_names(self.mesh.pp_rank)
-        return [(planned, live[held[planned.name]]) for planned in self.plan.owned() if planned.name in held]
+        here = [planned for planned in self.plan.owned() if planned.name in held]
+        if self.mesh.layout.total_size == 1:  # stock code may have taken modules out
+            here = [planned for planned in here if held[planned.name] in live]
+        return [(planned, live[held[planned.name]]) for planned in here]
 
     def live_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their stock names and by their names with PEFT's wrappers."""
-        return self._live.by_name()
+        live = self._live.by_name()
+        if self.mesh.layout.total_size == 1 and self._live.changed():
+            self._plan_anew(live)
+        return live
+
+    def _plan_anew(self, live: Mapping[str, nn.Parameter]) -> None:
+        """Plan what stock code has put into the model of one process, and leave out what it has taken out of it."""
+        for part in self.parts:
+            if (rest := part.plan_without(self, live)) is not None:
+                self.parts = tuple(other for other in self.parts if other is not part)
+                self._planned = rest
+        self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:
         """Hold no parameters any more, once the model is taken apart."""
@@ -329,6 +367,7 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
             "hfscale.from_config, or pass it through hfscale.parallelize"
         )
+    found.called_by(model)
     return found
 
 

@@ -1,5 +1,6 @@
 """What would go wrong without a word: PEFT's own methods on one rank's part, failures halfway, ties, mixed types."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,14 @@ def test_one_of_two_tied_weights_is_not_merged(pools: Pools, tmp_path: Path, cha
         assert "lm_head.weight and model.embed_tokens.weight are one weight" in message
 
 
-def test_adapters_that_peft_would_tie_are_refused(tmp_path: Path) -> None:
+def _tied_by_peft(start: str) -> str:
     config = _lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    with pytest.raises(ConfigError, match="ensure_weight_tying=True is not supported"):
-        hfscale.from_pretrained(_start(tmp_path, tie_word_embeddings=True), peft_config=config)
+    return _message(lambda: _loaded(start, {"tp_size": 2}, peft_config=config))
+
+
+def test_adapters_that_peft_would_tie_are_refused(pools: Pools, tmp_path: Path) -> None:
+    start = _start(tmp_path, tie_word_embeddings=True)
+    assert all("ensure_weight_tying=True is not supported" in words for words in pools(2).run(_tied_by_peft, start))
 
 
 def test_what_was_left_out_of_all_linear(pools: Pools) -> None:
@@ -206,13 +211,30 @@ def test_what_would_crash_in_the_first_step_is_refused(pools: Pools, tmp_path: P
         assert "modules_to_save='mlp' is or holds model.layers.0.mlp" in copied
 
 
-def test_adapters_that_the_plan_does_not_know_are_refused(tmp_path: Path) -> None:
-    start = _start(tmp_path)
-    model = hfscale.from_pretrained(start)
-    peft.inject_adapter_in_model(_lora(), model)
-    ids = torch.arange(6).reshape(1, 6)
-    with pytest.raises(ConfigError, match=r"parameters that train are not in the plan, .*lora_A"):
-        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+STOCK = {
+    "lora": _lora(),
+    "copy": _lora(modules_to_save=["lm_head"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
+    "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "adaption": peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+}
+
+
+def _by_stock_peft(start: str, sizes: dict[str, Any], kind: str) -> str:
+    model = _loaded(start, sizes).train()
+    message = _message(lambda: peft.get_peft_model(model, copy.deepcopy(STOCK[kind])))
+    rows = BATCH["input_ids"].chunk(hfscale.batch_world(model))[hfscale.batch_rank(model)]
+    hfscale.train_step(model, {"input_ids": rows, "labels": rows})  # it is as it was
+    return message
+
+
+@pytest.mark.parametrize("kind", STOCK)
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2}], ids=["tp2", "shard2"])
+def test_adapters_by_stock_peft_are_refused_over_ranks(
+    pools: Pools, tmp_path: Path, sizes: dict[str, Any], kind: str
+) -> None:
+    for words in pools(2).run(_by_stock_peft, _start(tmp_path), sizes, kind):
+        assert "would take this rank's part for all of it: call hfscale.get_peft_model" in words
 
 
 def test_a_state_with_adapters_fits_no_model_without(tmp_path: Path) -> None:

@@ -196,13 +196,76 @@ def test_a_copy_takes_adapters_of_its_own(start: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def _refusals(start: str) -> list[str]:
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
+    words = []
+    for config in (
+        VeraConfig(target_modules=["q_proj"]),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        _lora(layer_replication=[(0, 2), (1, 2)]),
+        _lora(init_lora_weights="eva"),
+        _lora(init_lora_weights="pissa_niter_4"),
+        _lora(trainable_token_indices=[1, 2]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            hfscale.get_peft_model(model, config)
+        words.append(str(error.value))
+    with pytest.raises(ConfigError) as error:
+        hfscale.get_peft_model(hfscale.get_peft_model(model, _lora()), _lora())
+    return [*words, str(error.value)]
+
+
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is .eva.")
-def test_what_is_not_known_is_refused_by_name(start: str) -> None:
+def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) -> None:
+    expected = [
+        *("peft_type VERA", "PREFIX_TUNING", "layer_replication", "init_lora_weights='eva'", "'pissa_niter_4'"),
+        *("trainable_token_indices", "has the adapter 'default' already"),
+    ]
+    for found in pools(2).run(_refusals, start):
+        assert [words for words, part in zip(found, expected, strict=True) if part not in words] == []
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}], ids=["one", "tp2"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
+def test_decompositions_of_stacked_experts_are_refused_by_the_plan(init: str, sizes: dict[str, Any]) -> None:
+    config = _lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], init_lora_weights=init)
+    with pytest.raises(ConfigError, match=rf"'{init}'\) needs a matrix, and target_parameters names .*down_proj, a"):
+        hfscale.plan(qwen3_moe(), ParallelConfig(**sizes), peft_config=config)
+
+
+def test_loftq_is_refused_on_a_cpu(start: str) -> None:
+    config = _lora()
+    config.init_lora_weights = "loftq"  # PEFT's own check asks for SciPy
+    with pytest.raises(ConfigError, match=r"'loftq'.* is computed by bitsandbytes on an accelerator"):
+        hfscale.from_pretrained(start, peft_config=config)
+
+
+def test_a_router_is_no_stack_of_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = _lora(target_modules=[], target_parameters=["gate.weight"])
+    hfscale.save_pretrained(hfscale.from_config(qwen3_moe(), peft_config=config), tmp_path)
+    assert "vLLM" not in caplog.text
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_match_nothing_are_said_once(field: str) -> None:
+    config = _lora(target_modules=["q_proj"], **{field: {"nothing": 2, "q_proj": 2}})
+    with pytest.warns(RuntimeWarning, match=rf"{field} keys did not match .*'nothing'") as said:
+        hfscale.from_config(tiny("llama"), peft_config=config)
+    assert len(said) == 1
+
+
+def test_pefts_warning_of_a_base_without_a_config_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: None)
+    config = tiny("llama")
+    config.name_or_path = "me/tiny"
+    model = hfscale.from_config(config, peft_config=_lora())
+    with pytest.warns(UserWarning, match="Could not find a config file in me/tiny"):
+        hfscale.save_pretrained(model, tmp_path / "out")
+
+
+def test_what_is_right_nowhere_is_refused_by_name(start: str) -> None:
     refused = [
-        (VeraConfig(target_modules=["q_proj"]), "peft_type VERA"),
-        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PREFIX_TUNING"),
-        (_lora(layer_replication=[(0, 2), (1, 2)]), "layer_replication"),
-        (_lora(init_lora_weights="eva"), "init_lora_weights='eva'"),
+        (_lora(init_lora_weights="pissa_niter_4"), "'pissa_niter_4'.* is drawn anew when the saved adapter is loaded"),
         (_lora(target_modules=["query"]), "the model has .*q_proj"),
         (_lora(target_modules=["q_proj", "query"]), "target_modules names 'query', which matches nothing"),
         (_lora(modules_to_save=["classifier"]), "modules_to_save names 'classifier', which matches nothing"),
@@ -215,8 +278,6 @@ def test_what_is_not_known_is_refused_by_name(start: str) -> None:
             hfscale.get_peft_model(model, config)
     assert runtime_of(model).part(Adapters) is None
     hfscale.train_step(model, {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]})
-    with pytest.raises(ConfigError, match="has the adapter 'default' already"):
-        hfscale.get_peft_model(hfscale.get_peft_model(model, _lora()), _lora())
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")

@@ -1,0 +1,66 @@
+"""Leave a model of one process to PEFT's own functions: every kind of adapter, prompts, several adapters at once.
+
+Nothing is sharded there, so PEFT wraps, saves and merges as around a stock model, and the runtime takes what it adds
+into the plan (:mod:`hfscale.train.runtime.latecomers`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...train.runtime import Runtime
+
+
+def around(model: nn.Module, config: Any, source: str | None, name: str = "default", seed: int | None = None) -> Any:
+    """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
+    state), or the one saved at ``source``, to go on training.
+    """
+    from peft.mapping_func import get_peft_model  # scripts may put hfscale's in the place of peft.get_peft_model
+
+    given: Any = model
+    if source is None and seed is None:
+        return get_peft_model(given, config, adapter_name=name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed or 0)
+        made = get_peft_model(given, config, adapter_name=name)
+    if source is not None:  # PEFT itself loads prompts for inference alone
+        load(made, source)
+    return made
+
+
+def found_around(runtime: Runtime, *known: Any) -> Any:
+    """Return PEFT's model around a model with adapters, or a prompt, by PEFT's own functions; ``None`` if there is
+    none, or if all of its adapters are hfscale's. ``known`` are other places to look in.
+    """
+    from peft import PeftModel
+
+    if not runtime.latecomers():
+        return None
+    for place in (runtime.around_it, *known):
+        for module in place.modules() if isinstance(place, nn.Module) else ():
+            if isinstance(module, PeftModel):
+                return module
+    return None
+
+
+def save(runtime: Runtime, model: nn.Module, target: Path) -> bool:
+    """Write all adapters as the library does that added them; return whether one did."""
+    peft_model = found_around(runtime, model)
+    if peft_model is not None:
+        peft_model.save_pretrained(str(target))
+        return True
+    own = getattr(runtime.model, "_hf_peft_config_loaded", False)  # by transformers' add_adapter
+    if own and runtime.latecomers():
+        type(runtime.model).save_pretrained(runtime.model, str(target))
+        return True
+    return False
+
+
+def load(peft_model: Any, directory: str) -> None:
+    """Read a saved adapter into the active one."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    tensors = load_peft_weights(directory, device="cpu")
+    set_peft_model_state_dict(peft_model, tensors, adapter_name=peft_model.active_adapter)
