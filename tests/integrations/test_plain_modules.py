@@ -82,3 +82,12 @@ def refused(layout: dict[str, Any], late: bool) -> str:
 def test_ranks_that_share_a_batch_are_refused(pools: Pools, layout: dict[str, Any], late: bool, words: str) -> None:
     for said in pools(2).run(refused, layout, late):
         assert words in said
+
+
+def test_losses_are_scaled_for_plain_modules_alone() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = hfscale.Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="mixed_precision='fp16' cannot be used: use 'no' or 'bf16'"):
+        accelerator.prepare(hfscale.from_config(tiny_clone(LlamaConfig())))
+    AcceleratorState._reset_state(reset_partial_state=True)

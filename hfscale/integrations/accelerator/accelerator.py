@@ -84,8 +84,6 @@ class Accelerator(accelerate.Accelerator):
                 "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
                 "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
             )
-        if self.mixed_precision not in ("no", "bf16"):
-            raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
         self._told, self._orders, self._worker_seeds = set[int](), list[OneOrder](), torch.Generator()
 
     @property
@@ -357,6 +355,8 @@ class Accelerator(accelerate.Accelerator):
                 f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
                 "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
             )
+        if self.mixed_precision not in ("no", "bf16"):
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'")
         # The loss of float16 is scaled in train_step, and not a second time here.
         expected = "no" if runtime.options.mixed_precision == "fp16" else runtime.options.around_products
         if expected != self.mixed_precision:
