@@ -222,7 +222,7 @@ def test_adapters_of_pefts_own(model: Any) -> None:
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     for given in (wrapped, wrapped.get_base_model()):
         words = ("has adapters of PEFT's", "hfscale.get_peft_model(model, peft_config)")
-        _says(ConfigError, lambda given=given: hfscale.parallelize(given, routing=hfscale.RoutingConfig()), *words)
+        _says(ConfigError, lambda given=given: hfscale.parallelize(given, hfscale.ParallelConfig(tp_size=2)), *words)
     assert {name: p for name, p in wrapped.unload().named_parameters() if not torch.equal(p, before[name])} == {}
 
 

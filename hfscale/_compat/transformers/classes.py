@@ -66,6 +66,11 @@ def layer_classes(model: Any) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def is_adapted_by_host(model: Any) -> bool:
+    """Return whether a model has adapters by transformers' own ``add_adapter`` or ``load_adapter``, and saves them."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def empty_copy(model: Any) -> Any:
     """Return the full stock model of which ``model`` holds one rank's part, on the meta device."""
     with torch.device("meta"):

@@ -173,7 +173,8 @@ def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
     steps = position_ids.diff(dim=-1)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return steps != 1
-    attended = attention_mask.to(position_ids.device) != 0
+    tokens = position_ids.shape[-1]  # the mask may have more, in front: a cache's, or a prefix
+    attended = attention_mask[:, -tokens:].to(position_ids.device) != 0
     return (steps <= 0) & attended[:, 1:] & attended[:, :-1]
 
 
@@ -199,10 +200,11 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
         itself, before, after = (seen.diagonal(offset, -2, -1) for offset in (0, -1, 1))
         return (itself[..., 1:] & itself[..., :-1] & ~before & ~after).any()
     if kind == "axes":  # time never runs back within a document, and no two of its tokens are at one place
-        steps = cast(Tensor, positions).diff(dim=-1)
+        positions = cast(Tensor, positions)
+        steps = positions.diff(dim=-1)
         begins = (steps[0] < 0) | (steps == 0).all(0)
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            attended = mask.to(begins.device) != 0
+            attended = mask[:, -positions.shape[-1] :].to(begins.device) != 0
             begins = begins & attended[:, 1:] & attended[:, :-1]
         return begins.any()
     return begins_anew(cast(Tensor, text_positions(cast(Tensor, positions))), mask).any() if kind else None

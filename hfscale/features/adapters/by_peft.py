@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._compat.transformers.classes import is_adapted_by_host
 from ...train.runtime import Runtime
 
 
@@ -51,8 +52,7 @@ def save(runtime: Runtime, model: nn.Module, target: Path) -> bool:
     if peft_model is not None:
         peft_model.save_pretrained(str(target))
         return True
-    own = getattr(runtime.model, "_hf_peft_config_loaded", False)  # by transformers' add_adapter
-    if own and runtime.latecomers():
+    if is_adapted_by_host(runtime.model) and runtime.latecomers():
         type(runtime.model).save_pretrained(runtime.model, str(target))
         return True
     return False

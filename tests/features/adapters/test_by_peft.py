@@ -189,3 +189,11 @@ def test_a_trainer_trains_them_as_stock_trainer_does(tmp_path: Path, kind: str) 
         logs.append([number for pair in found for number in pair])
     assert len(logs[0]) == 6
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def test_it_generates_behind_a_prefix() -> None:
+    found = []
+    for model in (by_stock(stock().float(), "prefix"), by_stock(hfscale.parallelize(stock().float()), "prefix")):
+        given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False}
+        found.append(model.eval().generate(**given))
+    assert torch.equal(*found)

@@ -24,8 +24,8 @@ def broken(*_: Any) -> Any:
     raise ValueError("out of luck")
 
 
-def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float]:
-    """The words of a failed merge, and the losses before and after it."""
+def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float, float]:
+    """The words of a failed merge, and the losses before and after it, and once the earlier optimizer has stepped."""
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     parallel = ParallelConfig(**layout)
     model = hfscale.from_config(tiny("llama"), parallel=parallel, dtype=torch.float64, seed=0, peft_config=lora)
@@ -33,6 +33,8 @@ def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float]:
     rows = IDS.chunk(hfscale.batch_world(model))[hfscale.batch_rank(model)]
     batch = {"input_ids": rows, "labels": rows}
     before = float(hfscale.train_step(model, batch))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    optimizer.zero_grad()
     first = not any(runtime.mesh.ranks.values())
     factor = next(p for planned, p in runtime.parameters() if planned.name.endswith("lora_B.default.weight"))
     entry = local_tensor(factor.detach())[0, 0].clone()
@@ -43,7 +45,9 @@ def failed(layout: dict[str, Any], why: str) -> tuple[str, float, float]:
         hfscale.merge_and_unload(model, quiet=True)
     if why == "nan" and first:
         local_tensor(factor.detach())[0, 0] = entry
-    return str(error.value), before, float(hfscale.train_step(model, batch))
+    after = float(hfscale.train_step(model, batch))
+    optimizer.step()
+    return str(error.value), before, after, float(hfscale.eval_step(model, batch))
 
 
 WORDS = {"nan": "holds NaN or infinity on rank 0", "rank": "out of luck"}
@@ -51,10 +55,11 @@ WORDS = {"nan": "holds NaN or infinity on rank 0", "rank": "out of luck"}
 
 @pytest.mark.parametrize(("layout", "why"), [("tp_size", "nan"), ("tp_size", "rank"), ("dp_shard_size", "rank")])
 def test_the_model_goes_on(pools: Pools, layout: str, why: str) -> None:
-    for words, before, after in pools(2).run(failed, {layout: 2}, why):
+    for words, before, after, trained in pools(2).run(failed, {layout: 2}, why):
         assert WORDS[why] in words
         assert "the model is as it was" in words
         assert after == before
+        assert trained < after - 1e-4
 
 
 def conversion(layout: dict[str, Any]) -> str:
