@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,6 +32,7 @@ class Sized(Stream):
 
 
 def prepared(layout: dict[str, Any], **asked: Any) -> tuple[Any, Any]:
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision, and this one is used again
     accelerator = hfscale.Accelerator(cpu=True, **asked)
     model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout))
     return accelerator, accelerator.prepare(model)

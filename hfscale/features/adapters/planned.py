@@ -30,9 +30,12 @@ def is_known(config: Any, plan: Plan) -> bool:
         ConfigError: the config is right nowhere.
     """
     refuse_wrong(config, plan)
+    _refuse_quantized_copies(config, plan)
     try:
         _check(config, plan)
     except ConfigError:
+        if plan.quantized is not None and plan.quantized.as_stored:  # PEFT does not know modules that hold such weights
+            raise
         return False
     return True
 
@@ -83,7 +86,6 @@ def _check_copies(config: Any, plan: Plan) -> None:
     # Copies of experts with their router cannot be expert-parallel.
     mixtures = [each.name.rpartition(".")[0] for each in plan.mixtures] if plan.layout.ep > 1 else []
     cut = (*plan.layers, *(block.name for block in plan.blocks), *mixtures)
-    quantized, head = plan.quantized, plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
         inside = [name for name in cut if f".{wanted}." in f".{name}."]
         if inside:
@@ -91,6 +93,13 @@ def _check_copies(config: Any, plan: Plan) -> None:
                 f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
                 "projections can be copied: name those, or train the whole model without adapters"
             )
+    _refuse_quantized_copies(config, plan)
+
+
+def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
+    """Refuse trained copies of modules whose weights are quantized: they have no gradients, in stock code neither."""
+    quantized, head = plan.quantized, plan.head
+    for wanted in getattr(config, "modules_to_save", None) or ():
         inside = [name for name in (quantized.weights if quantized else ()) if f".{wanted}." in f".{name}."]
         if inside and quantized is not None:
             # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
