@@ -11,6 +11,7 @@ from torch.distributed.pipelining import _backward
 
 import hfscale
 from hfscale._compat import versions
+from hfscale.config import environment
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def _warned() -> bool:
     return bool(said)
 
 
-@pytest.mark.parametrize("name", versions._RANKS)
+@pytest.mark.parametrize("name", environment.RANKS)
 def test_other_ranks_of_a_launcher_are_silent(newer: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
     assert not _warned()

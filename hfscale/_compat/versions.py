@@ -10,8 +10,9 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from ..config.environment import is_first_of_job
+
 _ALWAYS = ("torch", "transformers")  # of libraries whose private names every use of hfscale needs
-_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # what launchers call it, torchrun's first
 _WARNED = "HFSCALE_VERSIONS_WARNED"  # for the processes that this one starts, which inherit its environment
 
 
@@ -44,10 +45,7 @@ def _missing_names() -> list[str]:
 
 def _speaks_for_its_job() -> bool:
     """Return whether this process is the first of its job, and none that started it has warned."""
-    if _WARNED in os.environ:
-        return False
-    given = (os.environ[name] for name in _RANKS if name in os.environ)
-    return next(given, "0") == "0"
+    return _WARNED not in os.environ and is_first_of_job()
 
 
 @cache

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEMORY = "/dev/shm"  # a file system in memory on every Linux
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # what launchers call it, torchrun's first
 RUN = "_hfscale_run"  # the file, in a directory of states, with the name of the run whose memory counts
 
 
@@ -30,9 +31,10 @@ def cache_directory() -> Path | None:
     return Path(given) if given else Path(HF_HOME) / "hfscale"
 
 
-def writes_cache() -> bool:
-    """Return whether this process writes there: the first one of a job."""
-    return os.environ.get("RANK", "0") == "0"
+def is_first_of_job() -> bool:
+    """Return whether this process is the first of its job, by the rank that its launcher gave it, if any did."""
+    given = (os.environ[name] for name in RANKS if name in os.environ)
+    return next(given, "0") == "0"
 
 
 def cpu_requested() -> bool:

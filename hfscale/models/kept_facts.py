@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..config.environment import cache_directory, writes_cache
+from ..config.environment import cache_directory, is_first_of_job
 
 _PROOFS = Path(__file__).parents[1] / "testing" / "proofs"
 Answers = dict[str, Any]  # question -> answer
@@ -29,7 +29,7 @@ class KeptFacts:
 
     @property
     def place(self) -> str:
-        """Where answers are kept, in words."""
+        """Return where answers are kept, in words."""
         return "in this process" if self._directory is None else f"in {self._directory}"
 
     def read(self, kind: str, digest: str) -> Answers:
@@ -44,7 +44,7 @@ class KeptFacts:
     def add(self, kind: str, digest: str, question: str, answer: Any) -> None:
         """Keep one answer more, where that can be."""
         path = self._path(kind, digest)
-        if path is None or not writes_cache():
+        if path is None or not is_first_of_job():
             return
         text = json.dumps({**self.read(kind, digest), question: answer}, indent=1)
         aside = path.with_suffix(f".{os.getpid()}")

@@ -337,7 +337,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _is_stock(self) -> bool:
-        """Whether no model of hfscale is prepared, and none makes processes share a batch."""
+        """Return whether no model of hfscale is prepared, and none makes processes share a batch."""
         mesh = latest_mesh()
         return self._runtime is None and (mesh is None or mesh.batch_world == mesh.layout.total_size)
 
