@@ -34,7 +34,7 @@ from ...train.runtime import Runtime, find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
 from .gathering import gather_batches, gather_objects, holds_tensors_alone, reduce_batches
 from .loaders import CollateLast, OneOrder, dealt, is_stream, seed_workers_alike
-from .whole_models import agree_on_weights, check_beside, is_plain, own_parameters
+from .whole_models import agree_on_weights, check_beside, is_plain, parameter_ids
 
 _TOO_LATE = (
     "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, or before, "
@@ -122,8 +122,8 @@ class Accelerator(accelerate.Accelerator):
             if not self._stays_plain(model):
                 self._adopt(model)
         known = [*models, *prepared(self, "models")]
-        plain = own_parameters(filter(is_plain, known))
-        optimizers = [obj for obj in args if isinstance(obj, Optimizer) and plain.isdisjoint(own_parameters([obj]))]
+        plain = parameter_ids(filter(is_plain, known))
+        optimizers = [obj for obj in args if isinstance(obj, Optimizer) and plain.isdisjoint(parameter_ids([obj]))]
         check_optimizers(optimizers, [runtime_of(model) for model in known if not is_plain(model)])
         return super().prepare(*args, device_placement=device_placement)
 
@@ -283,7 +283,7 @@ class Accelerator(accelerate.Accelerator):
         named = parameters.values() if isinstance(parameters, dict) else parameters
         listed = [named] if isinstance(named, Tensor) else list(named)
         given = {id(p) for p in listed}
-        plain = own_parameters(filter(is_plain, prepared(self, "models")))
+        plain = parameter_ids(filter(is_plain, prepared(self, "models")))
         if self._is_stock or (given and given <= plain):
             return super().clip_grad_norm_(listed, max_norm, norm_type)
         for model in prepared(self, "models"):

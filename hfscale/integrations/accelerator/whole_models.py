@@ -47,7 +47,7 @@ def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
             )
 
 
-def own_parameters(holders: Iterable[Any]) -> set[int]:
+def parameter_ids(holders: Iterable[Any]) -> set[int]:
     """Return the identities of the parameters of modules, or of optimizers."""
     found = set[int]()
     for holder in holders:

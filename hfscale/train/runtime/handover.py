@@ -92,12 +92,6 @@ def _let_all_follow() -> None:
                 follow(found)
 
 
-def replaced_by(parameter: Tensor) -> str | None:
-    """Return the call that has replaced a parameter in its model, or ``None``."""
-    found = _successor_of(parameter)
-    return None if found is None else found.by
-
-
 def _successor_of(parameter: Tensor) -> _Successor | None:
     found: _Successor | None = None
     following: Tensor | None = parameter

@@ -1,7 +1,9 @@
 """Scripts with TRL's trainers, stock or in a layout; what both log is compared."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,18 @@ def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> list[
         {name: value for name, value in row.items() if not any(part in name for part in _TIMES)}
         for row in trainer.state.log_history
     ]
+
+
+def once_each(stock: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What stock code logs for a case, by name; each is run once."""
+
+    @cache
+    def find(name: str) -> Any:
+        with warnings.catch_warnings():  # TRL's own, of names that transformers is about to change
+            warnings.simplefilter("ignore")
+            return stock(name)
+
+    return find
 
 
 def assert_equal(found: Any, expected: Any, layout: dict[str, Any], tolerance: float = 1e-5) -> None:

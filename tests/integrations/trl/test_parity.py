@@ -1,7 +1,6 @@
 """One script with a trainer of TRL's, in one process and in a layout: every number that is logged is equal."""
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from hfscale.testing import RankPool
 
 from ...refusals import refusal_of
 from ...tiny_models import tiny
-from .script import Case, assert_equal, length_reward, rollouts, rows, run, save_rows, tokenizer
+from .script import Case, assert_equal, length_reward, once_each, rollouts, rows, run, save_rows, tokenizer
 
 Pools = Callable[[int], RankPool]
 Layout = dict[str, Any]
@@ -100,16 +99,7 @@ def start_of(name: str, path: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    known: dict[str, Any] = {}
-
-    def find(name: str) -> Any:
-        if name not in known:
-            with warnings.catch_warnings():  # TRL's own, of names that transformers is about to change
-                warnings.simplefilter("ignore")
-                known[name] = run(CASES[name], start_of(name, path), str(tmp_path_factory.mktemp("stock")), None)
-        return known[name]
-
-    return find
+    return once_each(lambda name: run(CASES[name], start_of(name, path), str(tmp_path_factory.mktemp("stock")), None))
 
 
 @pytest.mark.daily("grpo-layout16", "reward-layout15")

@@ -1,6 +1,5 @@
 """Second models of TRL's trainers, stock ones too: reward models and references log the numbers of one process."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
 from ...tiny_models import tiny
-from .script import Case, assert_equal, length_reward, rollouts, rows, run, save_rows, tokenizer
+from .script import Case, assert_equal, length_reward, once_each, rollouts, rows, run, save_rows, tokenizer
 from .test_parity import GENERATES
 
 Pools = Callable[[int], RankPool]
@@ -84,16 +83,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    known: dict[str, Any] = {}
-
-    def find(name: str) -> Any:
-        if name not in known:
-            with warnings.catch_warnings():  # TRL's own, of names that transformers is about to change
-                warnings.simplefilter("ignore")
-                known[name] = run(CASES[name], path, str(tmp_path_factory.mktemp("stock")), None)
-        return known[name]
-
-    return find
+    return once_each(lambda name: run(CASES[name], path, str(tmp_path_factory.mktemp("stock")), None))
 
 
 @pytest.mark.parametrize(
